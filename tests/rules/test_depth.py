@@ -1,5 +1,6 @@
 """Vanishing and exploding: a faulty run raises the right alert, a healthy one none."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -282,4 +283,4 @@ def test_depth_is_dated_at_the_first_agreeing_sample(seed: int) -> None:
         assert first + 1 - found.back == begun
         assert (words in found.message) == (begun > 0)
         assert ("initial weights" in found.message) == (begun == 0)
-        assert "times from layer" in found.headline
+        assert re.search("times (weaker|stronger) than", found.headline)

@@ -197,7 +197,7 @@ def test_names_give_way_to_what_happened() -> None:
     names = [f"net.conv{number}" for number in range(5)]
     alert = replace(alert_of("vanishing", *names), headline="its signal is 10^5.2 times weaker")
     (first, _) = alert_lines(alert)
-    assert first == f"GradWatch WARNING step 3: vanishing in net.conv0 and 4 more layers: {alert.headline}"
+    assert first == f"GradWatch WARNING step 3: vanishing in net.conv0 and 4 more: {alert.headline}"
 
 
 @given(st.text(max_size=400), st.text(max_size=400), st.lists(st.text(min_size=1, max_size=200), min_size=1))

@@ -233,7 +233,7 @@ class Exploding:
             cause, remedy = _gradual(history, found.strong, found.dex / (len(names) - 1), from_start=begun.from_start)
             remedy = remedy or better_rate(history, back=begun.back)
         strong, text = layout.names(np.sort(found.strong)), f"{message} {cause}"
-        headline = f"the {now.quantity} grows {ratio_text(found.dex)} times from layer {names[-1]} to {names[0]}"
+        headline = f"{ratio_text(found.dex)} times stronger than {names[-1]}"
         if change.abrupt and not activations:
             headline = f"the {now.quantity} grows {ratio_text(found.dex)} times, most behind layer {layer}"
         return Finding(self.name, severity, layer, strong, found.dex, dex, text, remedy, begun.back, headline)

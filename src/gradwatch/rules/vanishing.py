@@ -193,7 +193,7 @@ class Vanishing:
                 f"{names[peak]}, for {self.records} samples; up to {ratio_text(dex)} is normal"
                 f"{' where the loss has not moved' if dex == self.stuck_dex else ''}."
             )
-            headline = f"the {now.quantity} fades {ratio_text(fall)} times from layer {names[peak]} to {names[0]}"
+            headline = f"{ratio_text(fall)} times weaker than {names[peak]}"
         if not change.abrupt:
             cause, remedy = _gradual(history, now.sites, faint, fall / peak, from_start=begun.from_start)
             if peak >= DEEP and "residual" not in remedy:

@@ -104,7 +104,7 @@ def alert_lines(
         begin = f"GradWatch {severity} step {new[-1].step}: {new[-1].rule} follows from {alert.rule} at {alert.step} in"
     first = shortened(f"{begin} {_where(alert, layers)}: {happened}")
     if first.endswith(CUT) and len(alert.sites) > 2:  # names give way, all but that of the origin; the verdict has them
-        first = shortened(f"{begin} {_short_name(alert.layer)} and {len(alert.sites) - 1} more layers: {happened}")
+        first = shortened(f"{begin} {_short_name(alert.layer)} and {len(alert.sites) - 1} more: {happened}")
     if first.endswith(CUT) and not alert.sites and alert.layer == TOTAL:
         first = shortened(f"{begin.removesuffix(' in')}: {happened}")
     lines = [first, shortened(f"  try: {alert.remedy.rstrip('.')}")]
