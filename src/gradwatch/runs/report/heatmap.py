@@ -101,7 +101,7 @@ def heatmap(
         most = -(-len(names) // len(begins))
         note += f" A row is up to {most:,} layers, and shows what is zero, not finite or far from the rest."
     if times.max() > 1:
-        note += " Layers with an alert are drawn higher."
+        note += " Layers with a coloured name are drawn higher."
     span = course.stride * len(course)
 
     def left(axis: float) -> str:
