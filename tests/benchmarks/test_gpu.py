@@ -143,6 +143,7 @@ def test_models_are_of_the_size_that_is_said() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # as the command does
 @pytest.mark.parametrize(
     "check", [check for check in CHECKS if check.on_cpu and check.slow], ids=lambda one: one.number
 )
