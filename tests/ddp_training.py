@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
+import signal
 from typing import Any
 
 import lightning.pytorch as pl
@@ -75,6 +77,8 @@ class SeededModule(pl.LightningModule):
         odd = self.odd[0] if (batch_idx, self.global_rank) == (WHEN, self.odd[1]) else ""
         if odd == "raise":
             raise PlannedError
+        if odd == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
         seed = int(batch)
         if self.local:
             duplicate = copy.deepcopy(self.model)

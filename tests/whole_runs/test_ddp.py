@@ -15,7 +15,7 @@ import pytest
 
 import ranks
 from ddp_training import BATCHES, SHARED, VARIANTS, PlannedError, SeededModule, fit_on_ranks, numbers_of, trained
-from gradwatch import GradWatch
+from gradwatch import GradWatch, load_run
 
 
 def compare(records: list[dict[str, Any]], truths: list[dict[str, float]], statistic: str) -> None:
@@ -115,3 +115,23 @@ def test_lightning_starts_the_processes(strategy: str, tmp_path: Path) -> None:
     assert len([line for line in lines if "GradWatch watches" in line]) == 1 + (strategy == "ddp"), ended.output
     assert all(line.startswith("<0> ") for line in lines), ended.output
     assert "failed" not in ended.output
+
+
+def killed(rank: str, watched: str, folder: str) -> None:
+    """A user's script, of which a rank is killed, as by a system without memory."""
+    watches = [GradWatch()] if watched else []
+    fit_on_ranks(SeededModule(odd=("kill", int(rank))), *watches, strategy="ddp", default_root_dir=folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_killed_rank_ends_the_script_as_without_us(rank: str, tmp_path: Path) -> None:
+    """What the other rank has recorded by then is there."""
+    alone, watched = (ranks.launch(killed, rank, name, str(tmp_path), timeout=100) for name in ("", "watched"))
+    assert watched.code == alone.code
+    assert watched.code not in (None, 0), watched.output
+    assert len(watched.left) == len(alone.left), "processes that go on"
+    assert "GradWatch failed" not in watched.output
+    if rank == "1":
+        steps = load_run(tmp_path).values["grad_norm"].steps
+        assert steps.tolist() == list(range(len(steps)))
