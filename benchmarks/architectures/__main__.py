@@ -7,10 +7,12 @@ import multiprocessing
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from fnmatch import fnmatchcase
+from importlib.metadata import version
 
 from rich.console import Console
 
 from benchmarks.architectures.catalogue import PACKAGES, architectures, installed
+from benchmarks.architectures.page import summary, write_docs
 from benchmarks.architectures.trial import Outcome, begin, work
 
 
@@ -21,6 +23,7 @@ def main() -> int:
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2, help="processes")
+    parser.add_argument("--write-docs", action="store_true", help="put the table into docs/detection.md")
     options = parser.parse_args()
     console = Console(width=None if sys.stdout.isatty() else 200)
     wanted = [
@@ -44,15 +47,16 @@ def main() -> int:
     for package in sorted({each.package for each in wanted} - there):
         left_out = [each.name for each in wanted if each.package == package]
         console.print(f"left out, {package} is not installed: {', '.join(left_out)}", highlight=False)
-    trained = [outcome for outcome in outcomes if not outcome.failed]
-    alarmed = sum(bool(outcome.loud) for outcome in trained)
-    learnt = sum(outcome.learnt for outcome in trained)
-    console.print(
-        f"\n{len(trained)} trained, {learnt} of them learn, {alarmed} with an alert; "
-        f"{len(outcomes) - len(trained)} could not be trained",
-        highlight=False,
-    )
-    return 1 if alarmed else 0
+    console.print(f"\n{summary(outcomes)}", highlight=False)
+    if options.write_docs:
+        package_of = {each.name: each.package for each in wanted}
+        found = {
+            f"{package} {version(package)}": [one for one in outcomes if package_of[one.name] == package]
+            for package in PACKAGES
+            if package in there
+        }
+        write_docs({package: own for package, own in found.items() if own}, options.seed)
+    return int(any(outcome.loud for outcome in outcomes))
 
 
 if __name__ == "__main__":
