@@ -14,7 +14,7 @@ from rich.text import Text
 from benchmarks.zoo.case import FAULTS
 from benchmarks.zoo.catalogue import CASES, halves
 from benchmarks.zoo.score import SYSTEMS, Answer, Score, doubts, in_half, remedies, score
-from benchmarks.zoo.trial import GRADWATCH, NOTE, Outcome
+from benchmarks.zoo.trial import GRADWATCH, NOTE, WATCHES, Outcome
 
 DOCS = Path(__file__).parent.parent.parent / "docs" / "detection.md"
 BEGIN, END = "<!-- zoo: begin -->", "<!-- zoo: end -->"
@@ -67,11 +67,30 @@ def _share(part: int, whole: int) -> str:
     return f"{part}/{whole}"
 
 
+def watching(outcomes: Sequence[Outcome]) -> list[str]:
+    """The systems that were run."""
+    return [system for system in SYSTEMS if (found := score(system, outcomes)).answers or found.healthy]
+
+
+def seeds_text(outcomes: Sequence[Outcome]) -> str:
+    """Which seeds each of those that watch had: not all need have the same."""
+    names = {eye: system for eye, (system, _) in WATCHES.items()} | {"remedy": "remedies", "peers": "the peers"}
+    seeds: dict[tuple[int, ...], list[str]] = {}
+    for eye, name in names.items():
+        own = tuple(sorted({outcome.task.seed for outcome in outcomes if outcome.task.eye == eye}))
+        if own:
+            seeds.setdefault(own, []).append(name)
+    said = [
+        f"{', '.join(who)} under seed{'s' * (len(own) > 1)} {', '.join(map(str, own))}" for own, who in seeds.items()
+    ]
+    return "; ".join(said)
+
+
 def classes_table(outcomes: Sequence[Outcome]) -> Rows:
     """A row for each fault: right answers of every system."""
     rows = []
     for fault in FAULTS:
-        scores = [score(system, outcomes, lambda case, fault=fault: case.fault == fault) for system in SYSTEMS]
+        scores = [score(each, outcomes, lambda case, fault=fault: case.fault == fault) for each in watching(outcomes)]
         rows.append((f"`{fault}`", *(_share(len(each.found), len(each.answers)) for each in scores)))
     return rows
 
@@ -204,15 +223,12 @@ def markdown(columns: Sequence[str], rows: Rows) -> str:
 
 def report(outcomes: Sequence[Outcome]) -> str:
     """All tables in Markdown."""
-    seeds = sorted({outcome.task.seed for outcome in outcomes})
     cases = {outcome.task.case for outcome in outcomes}
     unhealthy = sum(CASES[name].unhealthy for name in cases)
-    head = (
-        f"Measured on {date.today().isoformat()}: {unhealthy} unhealthy and {len(cases) - unhealthy} healthy trainings "
-        f"under {len(seeds)} seed{'s' * (len(seeds) > 1)} each."
-    )
+    count = f"{unhealthy} unhealthy and {len(cases) - unhealthy} healthy trainings"
+    head = f"Measured on {date.today().isoformat()}: {count}; {seeds_text(outcomes)}."
     parts = [head, markdown(COLUMNS, systems_table(outcomes))]
-    parts += ["### By fault", markdown(("fault", *SYSTEMS), classes_table(outcomes))]
+    parts += ["### By fault", markdown(("fault", *watching(outcomes)), classes_table(outcomes))]
     for title, columns, rows in (
         ("What GradWatch misses", ("half", "fault", "training", "seeds", "said instead"), missed(outcomes)),
         ("Right fault, wrong layer", ("half", "fault", "training", "named first"), astray(outcomes)),

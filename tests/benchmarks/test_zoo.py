@@ -331,3 +331,11 @@ def test_the_worst_runs_say_little_in_300_steps(name: str) -> None:
     assert trainer.global_step == 300
     loud = [(alert.rule, alert.step) for alert in watch.alerts if alert.severity is not Severity.NOTICE]
     assert 1 <= len(loud) <= 3, loud
+
+
+def test_the_page_says_which_seeds_each_had() -> None:
+    first, second = outcome("sigmoid_stack", eye="gradwatch"), outcome("sigmoid_stack", eye="remedy")
+    third = dataclasses.replace(first, task=dataclasses.replace(first.task, seed=1))
+    assert page.seeds_text([first, third, second]) == "GradWatch under seeds 0, 1; remedies under seed 0"
+    assert page.watching([first]) == [GRADWATCH]
+    assert len(page.classes_table([first])[0]) == 2
