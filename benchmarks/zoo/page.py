@@ -243,7 +243,8 @@ def report(outcomes: Sequence[Outcome]) -> str:
         ("False alarms of GradWatch", ("half", "what", "training", "seeds", "alarms"), false_alarms(outcomes)),
         ("Where it gave up, or the training did", ("training", "run", "what was said"), broken(outcomes)),
     ):
-        parts += [f"### {title}", markdown(columns, rows) if rows else "None."]
+        if not title.startswith("Remedies") or any(outcome.task.eye == "remedy" for outcome in outcomes):
+            parts += [f"### {title}", markdown(columns, rows) if rows else "None."]
     doubtful = [(f"`{doubt.case.fault}`", doubt.case.name, doubt.why) for doubt in doubts(outcomes)]
     parts += ["### Labels in doubt", markdown(("fault", "training", "why"), doubtful) if doubtful else "None."]
     return "\n\n".join(parts)
