@@ -91,7 +91,9 @@ class GradWatch(PackageAware, Callback):
             on_alert: What a warning or an error does. "log": nothing else; "raise": ends the fit with AlertRaised;
                 "stop": ends it after the batch; or a function that is called with the Alert.
             sinks: Where records and alerts go; None for `default_sinks()`.
-            budget: Share of the step time that sampling may take; None samples every 25 steps, whatever it costs.
+            budget: Share of the step time that sampling may take after the first hundred steps. It is estimated from
+                the numbers of modules and parameters, never timed: a model whose steps take a millisecond spends up to
+                three times as much. None samples every 25 steps, whatever it costs.
         """
         self._options = Options(
             layers=layers,
