@@ -14,7 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from gradwatch.hooks.hook_set import HookSet, after_backward, is_hooked_by_others, no_collections, tensors_in
+from gradwatch.hooks import garbage_collector
+from gradwatch.hooks.garbage_collector import no_collections
+from gradwatch.hooks.hook_set import HookSet, after_backward, is_hooked_by_others, tensors_in
 from models import STRUCTURES, TwoOutputs
 from quick import examples
 from reference import hooks_on
@@ -295,18 +297,28 @@ def test_full_backward_hooks_measure_the_same_and_leave_nothing_behind() -> None
     assert all(layer._is_full_backward_hook is None and not layer._backward_hooks for layer in module)
 
 
-@pytest.mark.parametrize("collecting", [True, False])
-def test_the_collector_of_cycles_is_as_it_was_when_hooks_are_made(collecting: bool) -> None:
-    gc.enable() if collecting else gc.disable()
+def test_the_collector_of_cycles_is_as_it_was_when_hooks_are_made() -> None:
+    before = gc.get_threshold()
     try:
         with no_collections():
-            assert not gc.isenabled()
-        assert gc.isenabled() is collecting
+            assert gc.get_threshold()[0] == garbage_collector.PAUSED
+            with no_collections():
+                pass
+            assert gc.get_threshold()[0] == garbage_collector.PAUSED
+        assert gc.get_threshold() == before
         with pytest.raises(RuntimeError, match="refused"), no_collections():
             raise RuntimeError("refused")
-        assert gc.isenabled() is collecting
+        assert gc.get_threshold() == before
+        with no_collections():
+            gc.set_threshold(500, 5, 5)
+        assert gc.get_threshold() == (500, 5, 5), "the user's own"
+        gc.set_threshold(0)
+        with no_collections():
+            assert gc.get_threshold()[0] == 0
+        assert gc.get_threshold()[0] == 0
+        assert gc.isenabled()
     finally:
-        gc.enable()
+        gc.set_threshold(*before)
 
 
 def test_what_is_to_be_called_after_a_backward_pass() -> None:

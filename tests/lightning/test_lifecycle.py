@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader
 import ranks
 from gradwatch import GradWatch, Watch
 from gradwatch.core import history
+from gradwatch.hooks.garbage_collector import PAUSED
 from gradwatch.sinks.log import Log
 from gradwatch.sinks.memory import Memory
 from gradwatch.sinks.terminal.console import Console
@@ -430,3 +431,31 @@ def _resident() -> int:
     """Memory of this process, bytes; 0 where the system does not say."""
     pages = Path("/proc/self/statm")
     return int(pages.read_text().split()[1]) * 4096 if pages.exists() else 0
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_reference_cycles_wait_for_the_end_of_a_sampled_batch_only(failing: bool) -> None:
+    """Python's collector is as it was after the batch, also after one that raises."""
+    before, inside, between = gc.get_threshold(), [], []
+    module, loader = linear()
+    step = module.training_step
+
+    def training_step(batch: Any, batch_idx: int) -> Any:
+        inside.append(gc.get_threshold()[0] == PAUSED)
+        if failing and len(inside) == 3:
+            raise RuntimeError("a batch that raises")
+        return step(batch, batch_idx)
+
+    module.training_step = training_step
+    module.on_train_batch_end = lambda *_: between.append(gc.get_threshold())
+    trainer = quiet_trainer(GradWatch(), max_epochs=1)
+    if failing:
+        with pytest.raises(RuntimeError, match="a batch that raises"), quiet():
+            trainer.fit(module, loader)
+    else:
+        with quiet():
+            trainer.fit(module, loader)
+        assert not all(inside), "later steps are not sampled"
+    assert all(inside[:3])
+    assert gc.get_threshold() == before
+    assert set(between) <= {before}

@@ -26,7 +26,8 @@ from gradwatch.engine.options import Options
 from gradwatch.engine.rank_agreement import RankAgreement
 from gradwatch.engine.step import StepState, read, read_after
 from gradwatch.engine.step_queue import StepQueue
-from gradwatch.hooks.hook_set import HookSet, is_capturing, no_collections
+from gradwatch.hooks.garbage_collector import no_collections
+from gradwatch.hooks.hook_set import HookSet, is_capturing
 from gradwatch.measure.batch import cuda_devices_of
 from gradwatch.measure.devices import wait_for
 from gradwatch.measure.gradient_reader import GradientReader
@@ -392,7 +393,7 @@ class Engine:
         if self._reader is not None:
             self._reader.tensor_taps.in_batch = True
             if self._sampling:
-                self._samples.hook_modules(self._reader.layers, self._reader.layout)
+                self._samples.hook_modules(self._reader.layers, self._reader.layout, whole_batch=self._batches)
 
     def _register(self, optimizers: Iterable[Any], *, look: bool = False, first: bool = False) -> None:
         """Register the optimizers, their parameters and the tapped tensors; open the run again where that adds sites.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from time import perf_counter
@@ -37,20 +36,6 @@ def disable_hooks() -> Iterator[None]:
         yield
     finally:
         hooks_disabled.pop()
-
-
-@contextmanager
-def no_collections() -> Iterator[None]:
-    """Within it, Python's collector of reference cycles is off. Every hook is a few objects that stay, and at thousands
-    of them the collector would go through the whole model again and again: half of the time of a start (measured).
-    """
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()
 
 
 @dataclasses.dataclass(slots=True, eq=False)

@@ -11,13 +11,13 @@ from time import perf_counter
 import torch
 from torch import Tensor, distributed, nn
 
+from gradwatch.hooks.garbage_collector import no_collections
 from gradwatch.hooks.hook_set import (
     HookSet,
     after_backward,
     backward_pass,
     is_capturing,
     is_hooked_by_others,
-    no_collections,
 )
 from gradwatch.measure.devices import moved
 from gradwatch.measure.dtensor import is_dtensor

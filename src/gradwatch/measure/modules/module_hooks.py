@@ -12,7 +12,8 @@ import numpy as np
 from torch import Tensor, nn
 
 from gradwatch.core.record import Floats, Layout
-from gradwatch.hooks.hook_set import HookCosts, HookSet, no_collections
+from gradwatch.hooks.garbage_collector import no_collections
+from gradwatch.hooks.hook_set import HookCosts, HookSet
 from gradwatch.measure.device_buffer import HostCopy
 from gradwatch.measure.devices import moved
 from gradwatch.measure.layers import Layer

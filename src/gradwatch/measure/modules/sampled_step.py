@@ -8,6 +8,7 @@ from typing import Literal
 from torch import Tensor, nn
 
 from gradwatch.core.record import Layout
+from gradwatch.hooks import garbage_collector
 from gradwatch.hooks.hook_set import HookCosts
 from gradwatch.measure.layers import Layer
 from gradwatch.measure.modules import ModuleStatistic
@@ -48,6 +49,8 @@ class SampledStep:
         if statistics:
             statistics.append(self._flow)
         self._module_hooks = ModuleHooks(statistics, self._costs)
+        self._thresholds: garbage_collector.Thresholds | None = None
+        """Of Python's garbage collector, while it is paused."""
         self._refusal_reported = False
         self._unowned = UnownedParameters()
 
@@ -61,14 +64,21 @@ class SampledStep:
         """Whether a sampled step has hooks on modules."""
         return len(self._module_hooks.statistics) > 0
 
-    def hook_modules(self, layers: Sequence[Layer], layout: Layout) -> None:
-        """Hook the modules until `unhook_modules` or `collect`; a second call does nothing."""
+    def hook_modules(self, layers: Sequence[Layer], layout: Layout, *, whole_batch: bool) -> None:
+        """Hook the modules until `unhook_modules` or `collect`; a second call does nothing.
+
+        `whole_batch`: whether that comes with the end of the batch: then reference cycles wait for it, too.
+        """
         if self.hooks_modules:
+            if whole_batch and self._thresholds is None:
+                self._thresholds = garbage_collector.pause()
             self._module_hooks.attach(layers, layout, full=self._full)
 
     def unhook_modules(self) -> None:
         """Remove all hooks; a second call does nothing."""
         self._module_hooks.remove()
+        garbage_collector.resume(self._thresholds)
+        self._thresholds = None
 
     def unsupported(self) -> str:
         """A sentence about an option that has no effect in this run, once; otherwise empty."""
