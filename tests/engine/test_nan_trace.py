@@ -160,7 +160,7 @@ class Pooling(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def test_an_operation_between_two_layers_of_a_module_names_the_layer_before_it() -> None:
+def test_an_operation_between_the_layers_of_the_whole_model_names_the_layer_before_it() -> None:
     torch.manual_seed(0)
     inputs, classes = torch.randn(80, 3, 6), torch.randint(3, (80,))
     inputs[56] = 0  # in batch 7

@@ -15,11 +15,13 @@ from gradwatch.measure.device_buffer import ROWS
 from gradwatch.runs.files import Unreadable
 from killed_fits import HOOKS_LEFT, KINDS, WE_FAILED, status_of
 
-FITS = 8
+FITS = 4
 """Of each kind."""
 
-SEVERAL = {status_of(KeyboardInterrupt()), status_of(SystemExit(1)), -signal.SIGTERM}
-"""Ends by a second signal, which may come while Lightning attends to the first, or later."""
+SEVERAL = {status_of(KeyboardInterrupt()), status_of(SystemExit(1)), -signal.SIGTERM, -signal.SIGALRM}
+"""Ends by a second signal, which may come while Lightning attends to the first, or later: when it has set all handlers
+to what they were, that of the timer that sends the second, too.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +50,7 @@ def test_the_record_is_whole_up_to_there(fits: tuple[Path, dict[str, Any]], kind
     for number in range(FITS):
         place = folder / f"{kind} watched {number}"
         done, closed = int((place / "steps").read_text() or 0), kind in ("SIGTERM", "SIGINT")
-        lost = 0 if closed else ROWS
+        lost = 0 if kind == "SIGTERM" else ROWS  # Ctrl-C may come while a block is judged, which then is not finished
         try:
             run = load_run(place)
         except Unreadable:

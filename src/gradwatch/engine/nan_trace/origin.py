@@ -228,8 +228,8 @@ def _call_origin(
     source: Any, recorder: CallRecorder, call: TorchCall, message: str, explanation: Explanation, near: str = ""
 ) -> NonfiniteOrigin:
     site = call.module or near or (call.after if _layer_follows(recorder, call) else "")
-    if call.module and call.after.startswith(f"{call.module}."):  # between the layers of a module
-        site = near or call.after
+    if call.module and call.after and all(layer.startswith(f"{call.module}.") for layer in recorder.layers):
+        site = near or call.after  # the module has all layers: its name says nothing
     return NonfiniteOrigin(
         source,
         call.module,
