@@ -77,7 +77,19 @@ class Page:
         return list(self.js(script, selector))
 
     def click(self, selector: str) -> None:
-        self.until(lambda: self.driver.find_elements("css selector", selector))[0].click()
+        """Clicks the first of `selector`, found again where the page drew it anew in between."""
+        from selenium.common.exceptions import StaleElementReferenceException
+
+        def clicked() -> bool:
+            try:
+                found = self.driver.find_elements("css selector", selector)
+                if found:
+                    found[0].click()
+                return bool(found)
+            except StaleElementReferenceException:
+                return False
+
+        self.until(clicked)
 
     def press(self, *keys: str) -> None:
         from selenium.webdriver.common.action_chains import ActionChains
