@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from gradwatch.core.block import AFTER_STEP, Block
 from gradwatch.core.layer_graph import LayerGraph, topological_order
+from gradwatch.core.measured_rows import MeasuredRows
 from gradwatch.core.record import Floats, Layout, Mask, Missing, Record, has_numbers
 
 T = TypeVar("T", bound=np.generic)
@@ -20,8 +21,10 @@ T = TypeVar("T", bound=np.generic)
 HISTORY_BYTES = 64 * 2**20
 """Bytes of memory for the records of the history. Judgement: 1,000 steps of a model of 150 layers."""
 
-TYPICAL_STATISTICS = 16
-"""The number of statistics of a typical run; a record has 8 bytes for each at each site."""
+MOST_STATISTICS = 16
+"""The number of statistics that a run may measure at every record, 8 bytes for each at each site."""
+
+ALL_SITES = slice(None)
 
 OPENING = 64
 """Records at the start of a run that make up its opening. Judgement."""
@@ -50,19 +53,20 @@ class NonfiniteOrigin:
 
 
 class History:
-    """The recent records of a run, one array per statistic.
+    """The recent records of a run, by statistic.
 
     `series` returns the numbers of one site, `window` those of all sites. Entry i of an array belongs to `steps[i]`.
-    The newest `capacity` records are kept: between 256 and 10,000, as many as fit in 64 MiB with 16 statistics. Room
-    for the next ones takes a quarter more, and so do four more statistics. Rules need 256 records, so more than 2,000
-    sites take more: 40 MiB for each 1,000.
+    The newest `capacity` records are kept: between 256 and 10,000, as many as fit in 64 MiB if 16 statistics are
+    measured at each, and a quarter more for the next ones. By default two are, and the others are sampled: `nbytes` is
+    below 64 MiB up to 9,000 sites, and grows by 7 MiB for each 1,000 more, as rules need 256 records.
     """
 
     def __init__(self, layout: Layout, *, capacity: int | None = None) -> None:
         self.layout = layout
-        bytes_per_record = 8 * TYPICAL_STATISTICS * max(1, len(layout))
+        bytes_per_record = 8 * MOST_STATISTICS * max(1, len(layout))
         self.capacity = capacity or int(np.clip(HISTORY_BYTES // bytes_per_record, 256, 10_000))
-        self._columns: dict[str, Floats] = {}
+        self._most_rows = self.capacity + self.capacity // 4
+        self._columns: dict[str, MeasuredRows] = {}
         self._scalars: dict[str, Floats] = {}
         self._codes = np.empty((0, len(layout)), dtype=np.int8)
         self._trusted = np.empty((0, len(layout)), dtype=bool)
@@ -85,6 +89,13 @@ class History:
     def __len__(self) -> int:
         return min(self._end, self.capacity)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that its arrays take."""
+        arrays: list[NDArray[Any]] = [self._keys, self._codes, self._trusted, self._measured, self._openings]
+        arrays += self._scalars.values()
+        return sum(array.nbytes for array in arrays) + sum(column.nbytes for column in self._columns.values())
+
     def __getitem__(self, position: int) -> Record:
         row = self._row(position)
         step, axis, optimizer = self._keys[row].tolist()
@@ -94,7 +105,9 @@ class History:
             name for name, place in self._places.items() if self._measured[row, place] == count and name not in late
         )
         values = {
-            name: column[row].copy() if name in known or name == "grad_norm" else self.layout.nan_row
+            name: column.window(count, count, known=count, sites=ALL_SITES)[0].copy()
+            if name in known or name == "grad_norm"
+            else self.layout.nan_row
             for name, column in self._columns.items()
             if self._has(name)
         }
@@ -124,17 +137,17 @@ class History:
     def block(self, n: int) -> Block:
         """The last `n` records, copied."""
         rows = self._rows(n)
-        counts = np.arange(self._count - (rows.stop - rows.start), self._count) + 1
-        measured = self._measured[rows] == counts[:, None]
-        nothing = np.full((len(counts), len(self.layout)), np.nan)
-        known = {name for name, place in self._places.items() if measured[:, place].any()}
+        first, last = self._numbers(rows)
+        measured = self._measured[rows] == np.arange(first, last + 1)[:, None]
+        nothing = np.broadcast_to(np.nan, (len(measured), len(self.layout)))
+        known = {name for name, place in self._places.items() if name == "grad_norm" or measured[:, place].any()}
         return Block(
             self.layout,
             self._keys[rows, 0].copy(),
             self._keys[rows, 1].copy(),
             self._keys[rows, 2].copy(),
             {
-                name: column[rows].copy() if name in known or name == "grad_norm" else nothing
+                name: column.window(first, last, known=last, sites=ALL_SITES).copy() if name in known else nothing
                 for name, column in self._columns.items()
             },
             {
@@ -160,10 +173,10 @@ class History:
         if not self._has(statistic) or statistic not in self._columns:
             return ()
         rows = self._rows()
-        there = ~np.isnan(self._columns[statistic][rows])
+        there: Mask = np.any(~np.isnan(self._columns[statistic].measured(*self._numbers(rows))), axis=0)
         if statistic == "grad_norm":  # a gradient that is NaN at every step was measured too
-            there |= self._codes[rows] == int(Missing.MEASURED)
-        return self.layout.names(1 + np.flatnonzero(there[:, 1:].any(axis=0)))
+            there |= (self._codes[rows] == int(Missing.MEASURED)).any(axis=0)
+        return self.layout.names(1 + np.flatnonzero(there[1:]))
 
     def statistics(self) -> tuple[str, ...]:
         """Names of the statistics that were measured, then of the numbers of the whole step (`loss`, `lr`, ...)."""
@@ -176,8 +189,8 @@ class History:
         unknown statistic or site; the error names similar ones.
         """
         place = 0 if site is None else self.layout.find(site)
-        if (rows := self.window(statistic, len(self))) is not None:
-            return rows[:, place].copy()
+        if (numbers := self.window(statistic, len(self), sites=place)) is not None:
+            return numbers.copy()
         if place == 0 and (numbers := self.scalar(statistic, len(self))) is not None:
             return numbers.copy()
         if not self._end or statistic in self._scalars:
@@ -195,8 +208,8 @@ class History:
     def measured(self, n: int) -> dict[str, Mask]:
         """Statistics that were measured at any of the last `n` records -> at which of them: shape [records]."""
         rows = self._rows(n)
-        numbers = np.arange(self._count - (rows.stop - rows.start), self._count) + 1
-        found = self._measured[rows] == numbers[:, None]
+        first, last = self._numbers(rows)
+        found = self._measured[rows] == np.arange(first, last + 1)[:, None]
         there = found.any(axis=0).tolist()
         return {name: found[:, place] for name, place in self._places.items() if there[place]}
 
@@ -208,7 +221,8 @@ class History:
     @property
     def total(self) -> float:
         """The total gradient norm of the latest record; NaN where there is none."""
-        return float(self._columns["grad_norm"][self._end - 1, 0]) if self._has("grad_norm") else float("nan")
+        latest = self.window("grad_norm", 1, sites=0)
+        return float("nan") if latest is None else float(latest[0])
 
     @property
     def opening(self) -> tuple[float, float]:
@@ -221,18 +235,27 @@ class History:
         last = np.arange(self._count - min(len(self), n), self._count) + 1
         return self._openings[np.minimum(last, OPENING)]
 
-    def window(self, statistic: str, n: int) -> Floats | None:
-        """`statistic` at all sites over the last `n` records, oldest first: shape [records, sites], a read-only view.
+    def window(self, statistic: str, n: int, *, sites: int | slice = ALL_SITES) -> Floats | None:
+        """`statistic` at all sites over the last `n` records, oldest first: shape [records, sites], not to be changed;
+        shape [records] for the index of one site.
 
         Fewer than `n` records at the start of a run. None where the statistic was never measured.
         """
-        column = self._columns.get(statistic)
-        return None if column is None else self._numbers(statistic, column, n)
+        if not self._has(statistic) or statistic not in self._columns:
+            return None
+        last, records = self._count, min(self._end, self.capacity, n)
+        known = last - 1 if self._before_step and statistic in AFTER_STEP else last
+        return self._columns[statistic].window(last + 1 - records, last, known=known, sites=sites)
 
     def scalar(self, name: str, n: int) -> Floats | None:
-        """A number of the whole step over the last `n` records: shape [records], a read-only view; None if unknown."""
-        column = self._scalars.get(name)
-        return None if column is None else self._numbers(name, column, n)
+        """A number of the whole step over the last `n` records: shape [records], not to be changed; None if unknown."""
+        if not self._has(name) or name not in self._scalars:
+            return None
+        numbers = self._scalars[name][self._rows(n)]
+        if self._before_step and name in AFTER_STEP and numbers[-1] == numbers[-1]:
+            numbers = numbers.copy()
+            numbers[-1] = np.nan
+        return numbers
 
     def trusted(self, n: int) -> NDArray[np.bool_]:
         """Which gradient norms baselines use: shape [records, sites]; False at spikes and non-finite values."""
@@ -255,8 +278,11 @@ class History:
         self._keys[rows, 0], self._keys[rows, 1], self._keys[rows, 2] = block.steps, block.axis, block.optimizers
         self._codes[rows], self._trusted[rows] = block.codes, True
         for name, values in block.values.items():
-            self._column(name)[rows] = values
-            there = block.measured[name]
+            there, column = block.measured[name], self._column(name)
+            if name == "grad_norm" or there.all():
+                column.extend(numbers, values, most=self._most_rows)
+            elif there.any():
+                column.extend(numbers[there], values[there], most=self._most_rows)
             self._measured[rows, self._places[name]] = np.where(there, numbers, 0)
             if name not in self._first and (name == "grad_norm" or there.any()):
                 self._first[name] = int(numbers[0 if name == "grad_norm" else there.argmax()])
@@ -275,8 +301,10 @@ class History:
         """Add numbers to the latest record."""
         row = self._end - 1
         for name, numbers in values.items():
-            self._column(name)[row] = numbers
-            if has_numbers(numbers):
+            column, known = self._column(name), has_numbers(numbers)
+            if not column.replace_last(self._count, numbers) and known:
+                column.extend(np.array([self._count]), numbers[None], most=self._most_rows)
+            if known:
                 self._measured[row, self._places[name]] = self._count
                 self._first.setdefault(name, self._count)
         for name, number in (scalars or {}).items():
@@ -293,7 +321,8 @@ class History:
         added = len(layout) - len(self.layout)
         if added:
             pad = ((0, 0), (0, added))
-            self._columns = {n: np.pad(c, pad, constant_values=np.nan) for n, c in self._columns.items()}
+            for column in self._columns.values():
+                column.widen(added)
             self._codes = np.pad(self._codes, pad, constant_values=Missing.NOT_SAMPLED)
             self._trusted = np.pad(self._trusted, pad, constant_values=True)
         self.layout = layout
@@ -311,7 +340,10 @@ class History:
             "keys": self._keys[rows],
             "codes": self._codes[rows],
             "trusted": self._trusted[rows],
-            "columns": {name: column[rows] for name, column in self._columns.items()},
+            "columns": {
+                name: column.window(*self._numbers(rows), known=self._count, sites=ALL_SITES)
+                for name, column in self._columns.items()
+            },
             "scalars": {name: column[rows] for name, column in self._scalars.items()},
             "count": self._count,
             "written": {
@@ -360,15 +392,19 @@ class History:
         self._keys = np.array(state["keys"][newest], dtype=np.int64)
         self._codes = mapped(state["codes"], Missing.NOT_SAMPLED)
         self._trusted = mapped(state["trusted"], True)
-        self._columns = {name: mapped(rows, np.nan) for name, rows in state["columns"].items()}
         self._scalars = {name: np.array(rows[newest], dtype=np.float64) for name, rows in state["scalars"].items()}
         self._end, self._count = len(self._keys), int(state["count"])
-        self._first = dict.fromkeys((*self._columns, *self._scalars), 0)
-        self._places = {name: place for place, name in enumerate(self._columns)}
+        self._first = dict.fromkeys((*state["columns"], *self._scalars), 0)
+        self._places = {name: place for place, name in enumerate(state["columns"])}
         numbers = np.arange(self._count - self._end, self._count) + 1
         self._measured = np.zeros((self._end, len(self._places)), dtype=np.int64)
         for name, place in self._places.items():
-            self._measured[:, place] = np.where(~np.isnan(self._columns[name]).all(axis=1), numbers, 0)
+            values = mapped(state["columns"][name], np.nan)
+            there = ~np.isnan(values).all(axis=1)
+            self._measured[:, place] = np.where(there, numbers, 0)
+            kept = np.ones_like(there) if name == "grad_norm" else there
+            self._columns[name] = MeasuredRows(len(self.layout))
+            self._columns[name].extend(numbers[kept], values[kept], most=self._most_rows)
             if self._end:
                 self._measured[-1, place] = int(state["written"].get(name, 0))
         np.maximum.accumulate(self._measured, axis=0, out=self._measured)
@@ -398,18 +434,13 @@ class History:
         last = self._count - 1 if self._before_step and name in AFTER_STEP else self._count
         return self._first.get(name, sys.maxsize) <= last
 
-    def _numbers(self, name: str, column: Floats, n: int) -> Floats | None:
-        if not self._has(name):
-            return None
-        numbers = column[self._rows(n)]
-        if self._before_step and name in AFTER_STEP and not np.isnan(numbers[-1]).all():
-            numbers = numbers.copy()
-            numbers[-1] = np.nan
-        return numbers
+    def _numbers(self, rows: slice) -> tuple[int, int]:
+        """The numbers of the first and the last record of `rows`, which end with the latest one."""
+        return self._count - (rows.stop - rows.start) + 1, self._count
 
-    def _column(self, statistic: str) -> Floats:
+    def _column(self, statistic: str) -> MeasuredRows:
         if statistic not in self._columns:
-            self._columns[statistic] = np.full((len(self._keys), len(self.layout)), np.nan)
+            self._columns[statistic] = MeasuredRows(len(self.layout))
             self._places[statistic] = self._measured.shape[1]
             self._measured = np.pad(self._measured, ((0, 0), (0, 1)))
         return self._columns[statistic]
@@ -428,16 +459,15 @@ class History:
 
     def _make_room(self, more: int) -> None:
         """Make room for `more` records: double the arrays up to five quarters of the capacity, then move the newest
-        records to the front. Windows are always views, and the first of the new ones has `capacity` records before it.
+        records to the front. The first of the new ones has `capacity` records before it.
         """
-        room, most = len(self._keys), self.capacity + max(self.capacity // 4, more)
+        room, most = len(self._keys), max(self._most_rows, self.capacity + more)
         if self._end + more <= room:
             return
         if room < most:
             added = min(max(64, room, more), most - room)
-            for columns in (self._columns, self._scalars):
-                for name in columns:  # one by one: beside all of them a second copy of each would lie
-                    columns[name] = _lengthened(columns[name], added, np.nan)
+            for name in self._scalars:
+                self._scalars[name] = _lengthened(self._scalars[name], added, np.nan)
             self._codes = _lengthened(self._codes, added, Missing.NOT_SAMPLED)
             self._trusted = _lengthened(self._trusted, added, True)
             self._keys = _lengthened(self._keys, added, 0)
@@ -446,9 +476,11 @@ class History:
             return
         keep = min(self._end, self.capacity)
         newest = slice(self._end - keep, self._end)
-        for column in (*self._columns.values(), *self._scalars.values()):
-            column[:keep] = column[newest]
-            column[keep:] = np.nan
+        for column in self._columns.values():
+            column.forget(self._count - keep + 1)
+        for scalars in self._scalars.values():
+            scalars[:keep] = scalars[newest]
+            scalars[keep:] = np.nan
         for rows in (self._codes, self._trusted, self._keys, self._measured):
             rows[:keep] = rows[newest]
         self._measured[keep:] = 0

@@ -22,8 +22,8 @@ FAR_RATIO = 100.0
 
 def series_of(history: History, statistic: str, site: int) -> Floats:
     """`statistic` of `site` at the records of the latest record's optimizer, oldest first; NaN where not known."""
-    rows, own = history.window(statistic, len(history)), own_records(history)
-    return np.full(len(own), np.nan) if rows is None else rows[-own, site]
+    numbers, own = history.window(statistic, len(history), sites=site), own_records(history)
+    return np.full(len(own), np.nan) if numbers is None else numbers[-own]
 
 
 def weights_of(history: History, layer: int) -> Floats:
