@@ -169,7 +169,9 @@ def is_hooked_by_others(parameter: nn.Parameter) -> bool:
 
     The attribute is private, and there is no public one; tests/hooks/test_hooks.py fails if it changes.
     """
-    hooks = parameter._post_accumulate_grad_hooks or {}
+    hooks = parameter._post_accumulate_grad_hooks
+    if not hooks:
+        return False
     return not all(str(getattr(hook, "__module__", "")).startswith("gradwatch.") for hook in hooks.values())
 
 

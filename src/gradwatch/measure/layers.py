@@ -215,13 +215,14 @@ def layout_of(
                 layer.name, "layer", type(layer.module).__name__, place, sum(_size(p) for _, p in layer.parameters), ""
             )
         )
+    dtypes = {parameter.dtype for layer in layers for _, parameter in layer.parameters}
+    names = {dtype: str(dtype).removeprefix("torch.") for dtype in dtypes}
     for layer in layers:
+        kind, place = type(layer.module).__name__, index[layer.name]
         for name, parameter in layer.parameters:
-            dtype = str(parameter.dtype).removeprefix("torch.")
-            kind = type(layer.module).__name__
             size = _size(parameter)
-            shape = tuple(map(int, parameter.shape)) if size else ()
-            add_or_replace(Site(name, "parameter", kind, index[layer.name], size, dtype, shape))
+            shape = tuple(parameter.shape) if size else ()
+            add_or_replace(Site(name, "parameter", kind, place, size, names[parameter.dtype], shape))
     for layer in layers:
         for activation in layer.activations:
             if activation.name not in index or sites[index[activation.name]].kind == "activation":
