@@ -87,7 +87,7 @@ def test_a_name_does_not_break_the_screen(tmp_path: Path) -> None:
     run.go_on(30)
     run.sink.close(Verdict((alert_of("dead", "a\nb", step=20),), 30, 3, 0.01, {}))
     lines = view(read(tmp_path), name="run", width=80, height=24).plain.split("\n")
-    assert sum(line.strip().startswith("a?b ") for line in lines) == 2, "beside the map and in the table"
+    assert sum(line.strip().startswith("a\\nb ") for line in lines) == 2, "beside the map and in the table"
     assert not {"\x1b", "\u202e"} & set("".join(lines))
 
 

@@ -284,6 +284,18 @@ def test_layers_that_were_adopted_have_a_line(capsys: pytest.CaptureFixture[str]
     assert re.search(r"^adapter +█* *▅ +2 +2 +2 +2 +ok$", capsys.readouterr().out, re.MULTILINE)
 
 
+def test_a_name_acts_on_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    layout = layout_of("a\nb", "c\x1b[2J", "d\u202ee")
+    sink = Console(width=100)
+    sink.open(Run(layout, "run"))
+    feed(sink, *(record_of(layout, step, [2.0, 2.0, 2.0]) for step in range(30)))
+    sink.close(Verdict((alert_of("dead", "a\nb", step=20),), 30, 3, 0.01, {}))
+    lines = capsys.readouterr().out.split("\n")
+    assert any("dead in a\\nb" in line for line in lines)
+    assert [line.split()[0] for line in lines if line.endswith(("ok", "dead"))] == [r"a\nb", r"c\x1b[2J", r"d\u202ee"]
+    assert not {"\x1b", "\u202e"} & set("".join(lines))
+
+
 def test_every_fit_has_its_own_table(capsys: pytest.CaptureFixture[str]) -> None:
     sink, layout = Console(width=80), layout_of("a")
     for norm in (1.0, 5.0):

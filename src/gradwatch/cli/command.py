@@ -4,30 +4,19 @@ from __future__ import annotations
 
 import argparse
 import sys
-import unicodedata
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from textwrap import fill
 from typing import Any
 
+from gradwatch.core.printable import printable
+
 OK, ALERTS, MISUSE, INTERRUPTED = 0, 1, 2, 130
 """Exit codes; the last is a shell's for Ctrl-C, 128 + SIGINT."""
 
 WIDTH = 79
 """Columns of a line of help."""
-
-
-INVISIBLE = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
-"""Unicode categories of the characters that move a terminal's cursor, turn the direction of its text or end a line."""
-
-
-def printable(text: object) -> str:
-    """`text` in one line, with escapes for what a terminal acts on: names of folders and layers may contain it."""
-    return "".join(
-        character.encode("unicode_escape").decode() if unicodedata.category(character) in INVISIBLE else character
-        for character in str(text)
-    )
 
 
 def complain(command: str, message: object) -> int:

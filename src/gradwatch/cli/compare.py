@@ -6,7 +6,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gradwatch.cli.command import OK, complain, help_text, printable, reading, write_page
+from gradwatch.cli.command import OK, complain, help_text, reading, write_page
+from gradwatch.core.printable import printable
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -6,7 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from gradwatch.cli.command import OK, complain, help_text, printable, reading
+from gradwatch.cli.command import OK, complain, help_text, reading
+from gradwatch.core.printable import printable
 
 
 def add(commands: Any) -> None:

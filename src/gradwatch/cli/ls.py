@@ -6,7 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from gradwatch.cli.command import OK, complain, help_text, printable
+from gradwatch.cli.command import OK, complain, help_text
+from gradwatch.core.printable import printable
 
 STYLES = {"error": "bold red", "warning": "yellow", "notice": "dim", "healthy": "green"}
 

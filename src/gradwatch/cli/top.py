@@ -8,7 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gradwatch.cli.command import OK, complain, help_text, printable
+from gradwatch.cli.command import OK, complain, help_text
+from gradwatch.core.printable import printable
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from textwrap import wrap
 from typing import TYPE_CHECKING
 
@@ -10,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.core.alert import Severity
+from gradwatch.core.printable import printable
 from gradwatch.runs.names import with_short_names
 from gradwatch.runs.report.run_data import RunData
 from gradwatch.sinks.colormap import palette, scale_of
@@ -66,7 +66,7 @@ def _head(data: RunData, name: str, width: int) -> list[Text | str]:
     loud = [alert for alert in verdict.incidents if alert.severity is not Severity.NOTICE]
     state = "ended" if data.ended else "under way, or cut off"
     several = "s" if verdict.layers != 1 else ""
-    facts = f"{verdict.layers:,} layer{several}, {verdict.steps:,} steps, {state}: {_plain(name)}"
+    facts = f"{verdict.layers:,} layer{several}, {verdict.steps:,} steps, {state}: {printable(name)}"
     style = STYLES[loud[0].severity] if loud else "bold green"
     said = status(map(with_short_names, loud), ended=data.ended, stuck=verdict.stuck)
     found: list[Text | str] = [_cut(Text(facts, style="dim"), width)]
@@ -77,7 +77,7 @@ def _head(data: RunData, name: str, width: int) -> list[Text | str]:
 def _wrapped(text: str, width: int, style: str = "") -> list[Text]:
     from rich.text import Text
 
-    lines = wrap(_plain(text), width, max_lines=MAX_LINES, placeholder=" …")
+    lines = wrap(printable(text), width, max_lines=MAX_LINES, placeholder=" …")
     return [_cut(Text(line, style=style), width) for line in lines]
 
 
@@ -106,7 +106,7 @@ def _map(data: RunData, width: int, room: int) -> list[Text]:
         unhealthy = [place for place in worst if place in own]
         place = unhealthy[0] if unhealthy else own[0]
         style = STYLES[worst[place]] if unhealthy else "dim"
-        line = Text(f"{shorten_name(_plain(names[place]), beside):>{beside}} ", style=style)
+        line = Text(f"{shorten_name(printable(names[place]), beside):>{beside}} ", style=style)
         below = shades[row + 1] if row + 1 < rows else np.zeros_like(shades[row])
         for upper, lower in zip(shades[row].tolist(), below.tolist(), strict=True):
             front = Color.from_rgb(*upper[:3]) if upper[3] else None
@@ -147,7 +147,7 @@ def _loss(data: RunData, width: int, *, ascii_only: bool) -> Text | None:
 def _worst(data: RunData, width: int, room: int, *, ascii_only: bool) -> list[Text | str]:
     summary = data.summary
     faults = summary.faults_by_row(data.verdict)
-    total, *layers = (replace(row, name=_plain(row.name)) for row in table_rows(summary, faults))
+    total, *layers = table_rows(summary, faults)
     unhealthy = [place for place in range(len(layers)) if place + 1 in faults]
     limit = max(1, room - 2)
     few = len(unhealthy) >= limit - 2  # no room for both ends of the healthy ones
@@ -162,8 +162,3 @@ def _worst(data: RunData, width: int, room: int, *, ascii_only: bool) -> list[Te
 def _cut(text: Text, width: int) -> Text:
     text.truncate(width, overflow="ellipsis")
     return text
-
-
-def _plain(text: str) -> str:
-    """`text` without what a terminal acts on."""
-    return "".join(character if character.isprintable() else "?" for character in text)

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from gradwatch.core.printable import printable
+
 LETTERS, LINE_HEIGHT, MARGIN, MAX_LINES = 13, 18, 6, 4
 """Pixels of a caption's letters, lines and margin, and lines of a text, at most."""
 
@@ -20,14 +22,14 @@ def captioned(picture: NDArray[np.uint8], lines: Sequence[str], *, below: Sequen
 
     height, width, _ = picture.shape
     font: Any = ImageFont.load_default(size=LETTERS)
-    texts = [piece for line in lines for piece in _wrapped(_printable(line), font, width - 2 * MARGIN)]
+    texts = [piece for line in lines for piece in _wrapped(printable(line), font, width - 2 * MARGIN)]
     rows = len(texts) + bool(below)
     whole = Image.new("RGB", (width, height + rows * LINE_HEIGHT + 2 * MARGIN), "white")
     whole.paste(Image.fromarray(picture), (0, 0))
     draw = ImageDraw.Draw(whole)
     for column, text in enumerate(below):
         place = (column + 0.5) * width / len(below)
-        draw.text((place, height + MARGIN), _printable(text), fill="black", font=font, anchor="ma")
+        draw.text((place, height + MARGIN), printable(text), fill="black", font=font, anchor="ma")
     for row, text in enumerate(texts, bool(below)):
         draw.text((MARGIN, height + MARGIN + row * LINE_HEIGHT), text, fill="black", font=font)
     return np.asarray(whole)
@@ -45,7 +47,3 @@ def _wrapped(text: str, font: Any, width: float) -> list[str]:
         else:
             found[-1:] = [longer]
     return found[:MAX_LINES]
-
-
-def _printable(text: str) -> str:
-    return "".join(character if character.isprintable() else "?" for character in text)

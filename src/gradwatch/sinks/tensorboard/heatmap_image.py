@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.core.alert import Alert
+from gradwatch.core.printable import printable
 from gradwatch.sinks.colormap import MISSING, NONFINITE, ZERO, ColourScale, format_power_of_ten, palette, scale_of
 from gradwatch.sinks.downsampling import Logs
 from gradwatch.sinks.record.incident_spans import Key, Span
@@ -246,7 +247,7 @@ def _draw_legend(
 def _wrapped(text: str, font: Any, width: float) -> list[str]:
     """`text` in lines of `width` pixels, `HEADLINE_LINES` at most."""
     lines: list[str] = []
-    for word in _printable(text).split():
+    for word in printable(text).split():
         longer = f"{lines[-1]} {word}" if lines else word
         if lines and font.getlength(longer) > width:
             lines.append(word)
@@ -266,13 +267,9 @@ def _fitted(line: str, font: Any, width: float) -> str:
     return line[:kept] + "..."
 
 
-def _printable(text: str) -> str:
-    return "".join(character if character.isprintable() else "?" for character in text)
-
-
 def _short(name: str) -> str:
     """The end of `name`, without characters that the font lacks."""
-    name = _printable(name)
+    name = printable(name)
     return name if len(name) <= MAX_NAME_LENGTH else f"...{name[3 - MAX_NAME_LENGTH :]}"
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from gradwatch.core.alert import Alert, Severity, Verdict, wrapped
 from gradwatch.core.arguments import check_whole
 from gradwatch.core.block import Block
+from gradwatch.core.printable import printable
 from gradwatch.core.record import Missing, Run
 from gradwatch.sinks.run_summary import RowFault, RunSummary
 from gradwatch.sinks.terminal.layer_table import BAR_FROM, LEGEND, NARROWEST, TableRow, select_rows, table
@@ -104,14 +105,14 @@ def table_rows(summary: RunSummary, faults: dict[int, list[RowFault]]) -> list[T
     rows = []
     for row, name in enumerate(summary.names):
         if row in faults:
-            status = tuple(dict.fromkeys(fault.text for fault in faults[row]))
+            status = tuple(dict.fromkeys(printable(fault.text) for fault in faults[row]))
             style = STYLES[faults[row][0].severity]
         elif seen[row]:
             status, style = ("ok",) if row else (), "green"
         else:
             status, style = (Missing(int(summary.codes[row])).name.lower().replace("_", " "),), "dim"
         numbers = {field: float(column[row]) for field, column in columns.items()}
-        name += " (tap)" * (layout.sites[summary.places[row]].kind == "tap")
+        name = printable(name) + " (tap)" * (layout.sites[summary.places[row]].kind == "tap")
         rows.append(TableRow(name, bool(seen[row]), low[:, row], high[:, row], **numbers, status=status, style=style))
     return rows
 
@@ -128,5 +129,5 @@ def _print_verdict(terminal: Terminal, verdict: Verdict) -> None:
     for number, line in enumerate(verdict.lines):
         severity = re.match(r"\d+\. (\w+): ", line)
         style = STYLES[Severity(severity[1])] if severity else "bold" if number == 0 else ""
-        lines += [Text(piece, style=style) for piece in wrapped(line, terminal.width)]
+        lines += [Text(piece, style=style) for piece in wrapped(printable(line), terminal.width)]
     terminal.print(Text("\n").join(lines), soft_wrap=True)
