@@ -147,19 +147,19 @@ class Watch:
         if not isinstance(attribute(optimizer, "param_groups"), list):
             raise TypeError(wrong("optimizer", optimizer, "a torch.optim.Optimizer"))
         optimizer = inner_optimizer(optimizer)
-        self._engine.measure(optimizer, self._moment(optimizer, _number(loss)))
+        self._engine.measure(optimizer, self._step_info(optimizer), _number(loss))
         self._steps += 1
         alert_reaction = self._engine.alert_reaction
         alert, alert_reaction.raised = alert_reaction.raised, None
         if alert is not None:
             raise AlertRaised(alert)
 
-    def _moment(self, optimizer: Any, loss: Tensor | None) -> StepInfo:
+    def _step_info(self, optimizer: Any) -> StepInfo:
         scaler, step = self._scaler, self._steps
         if scaler is None:
-            return StepInfo(step, step, {}, loss=loss)
+            return StepInfo(step, step, {})
         scale, unscaled = scale_for(scaler, optimizer), has_unscaled(scaler, optimizer)
-        return StepInfo(step, step, {"scaled": 1.0}, loss=loss, scale=scale, unscaled=unscaled)
+        return StepInfo(step, step, {"scaled": 1.0}, scale=scale, unscaled=unscaled)
 
 
 def _number(loss: Any) -> Tensor | None:

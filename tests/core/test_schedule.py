@@ -139,9 +139,9 @@ def test_clock_counts_training_and_our_share() -> None:
     overhead = Overhead()
     assert overhead.share == 0
     for _ in range(5):
-        overhead.start()
+        overhead.started = time.perf_counter()
         time.sleep(0.004)
-        begun = overhead.lap()
+        begun = time.perf_counter()
         time.sleep(0.001)
         overhead.add(begun)
         overhead.stop()
@@ -154,5 +154,6 @@ def test_clock_counts_training_and_our_share() -> None:
 @given(spent=st.floats(0, 100), total=st.floats(0, 100))
 def test_share_is_a_share(spent: float, total: float) -> None:
     overhead = Overhead()
-    overhead.seconds, overhead.training_seconds = spent, total
+    overhead.seconds = spent
+    overhead._training_seconds = total
     assert 0 <= overhead.share <= 1

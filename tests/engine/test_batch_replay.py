@@ -16,7 +16,7 @@ from gradwatch.core.history import NonfiniteOrigin
 from gradwatch.engine.batch_replay import run_again
 from gradwatch.engine.nan_trace.operations import InputSummary, base, forward
 from gradwatch.lightning.model_copy import NoOp, ReadOnlyTrainer
-from gradwatch.measure.batch import Batch
+from gradwatch.measure.batch import Batch, RngState, versions_of
 from training import quiet_trainer
 
 pytestmark = pytest.mark.usefixtures("quiet")
@@ -34,11 +34,15 @@ class Model:
         return made
 
 
+def batch_of(data: Any) -> Batch:
+    return Batch(0, 0, data, RngState.now(), versions_of(data))
+
+
 def traced(loss: Any, *, net: nn.Module | None = None, seen: Tensor | None = None) -> NonfiniteOrigin | None:
     """What is found out about `loss(net, inputs [4, 3])`."""
     torch.manual_seed(0)
     net = net or nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
-    return run_again(Model(net, loss), Batch.at_start(torch.randn(4, 3), 0), 1.0, seen)
+    return run_again(Model(net, loss), batch_of(torch.randn(4, 3)), 1.0, seen)
 
 
 def with_causal_mask(net: nn.Module, x: Tensor) -> Tensor:
@@ -159,7 +163,7 @@ def test_nor_do_they_hide_a_bad_batch(net: Any, change: Any) -> None:
     x = torch.randn(4, 3)
     x[2, 1] = float("inf")
     one = net(float("nan"))
-    found = run_again(Model(one, lambda net, x: net(change(x)).mean()), Batch.at_start(x, 0), 1.0, None)
+    found = run_again(Model(one, lambda net, x: net(change(x)).mean()), batch_of(x), 1.0, None)
     assert found is not None
     assert found.source == "batch"
     assert "infinity in it, in its example 2" in found.explanation

@@ -67,7 +67,7 @@ def test_a_copy_is_waited_for_after_as_many_steps(monkeypatch: pytest.MonkeyPatc
     LateCopies(monkeypatch)
     pending, done = PendingActions(), []
     for step in range(IN_FLIGHT + 3):
-        pending.begin_step()
+        pending.steps += 1
         for part in range(4):
             pending.then(lambda at=(step, part): done.append(at), HostCopy({"a": torch.ones(1)}))
         pending.proceed()

@@ -17,7 +17,15 @@ from torch.utils.data import DataLoader
 
 import lightning as L
 from gradwatch import GradWatch
-from gradwatch.measure.batch import BATCHES_APART, FIRST_BATCHES, Batch, BatchRngStates, RngState, tensors_of
+from gradwatch.measure.batch import (
+    BATCHES_APART,
+    FIRST_BATCHES,
+    Batch,
+    BatchRngStates,
+    RngState,
+    tensors_of,
+    versions_of,
+)
 from training import quiet_trainer
 
 
@@ -95,7 +103,8 @@ def test_pythons_and_numpys_states_are_read_rarely_where_nothing_is_drawn(monkey
 
 
 def test_a_change_in_place_is_seen() -> None:
-    batch = Batch.at_start({"image": torch.ones(2), "rest": [torch.ones(1), "text"]}, 3)
+    data = {"image": torch.ones(2), "rest": [torch.ones(1), "text"]}
+    batch = Batch(3, 0, data, RngState.now(), versions_of(data))
     assert [path for path, _ in tensors_of(batch.data)] == ["['image']", "['rest'][0]"]
     assert batch.unchanged
     batch.data["rest"][0].mul_(2)

@@ -11,38 +11,30 @@ class Overhead:
     def __init__(self) -> None:
         self.seconds = 0.0
         """Seconds spent in GradWatch."""
-        self.training_seconds = 0.0
+        self.started: float | None = None
+        """When the training that is under way began, as `perf_counter` gives it; None in validation and the like."""
+        self._training_seconds = 0.0
+
+    @property
+    def training_seconds(self) -> float:
         """Seconds of training, with those of GradWatch."""
-        self._clock = 0.0
-        self._running = False
+        return self._training_seconds + (0.0 if self.started is None else perf_counter() - self.started)
 
     @property
     def share(self) -> float:
         """The share of the training time that GradWatch takes, 0 to 1."""
-        return min(1.0, self.seconds / self.training_seconds) if self.training_seconds > 0 else 0.0
-
-    def start(self) -> float:
-        """Start to count training time; returns the present time in seconds."""
-        self._clock, self._running = perf_counter(), True
-        return self._clock
-
-    def lap(self) -> float:
-        """Count the training time up to now, and go on; returns the present time in seconds."""
-        now = perf_counter()
-        if self._running:
-            self.training_seconds += now - self._clock
-        self._clock = now
-        return now
+        training = self.training_seconds
+        return min(1.0, self.seconds / training) if training > 0 else 0.0
 
     def stop(self) -> None:
-        """Count the training time up to now, and stop until `start`."""
-        if self._running:
-            self.training_seconds += perf_counter() - self._clock
-        self._running = False
+        """Count no training time until `started` is set again."""
+        if self.started is not None:
+            self._training_seconds += perf_counter() - self.started
+        self.started = None
 
     def add(self, since: float) -> None:
         """Count the time since `since` as GradWatch's, and also as training time while that is stopped."""
         seconds = perf_counter() - since
         self.seconds += seconds
-        if not self._running:
-            self.training_seconds += seconds
+        if self.started is None:
+            self._training_seconds += seconds

@@ -44,10 +44,15 @@ class SamplingSchedule:
 
     def __init__(self, every_n_steps: int | Literal["auto"], budget: float | None) -> None:
         self._every, self._budget = every_n_steps, budget
+        self.every_step = every_n_steps == 1
+        """Whether every step is measured."""
         self.interval = FIXED_INTERVAL
         """Steps between samples."""
         self._measure_interval = 1
         self._dense_from = -1
+        self._place_of = (-1, 0)
+        self._place = -1
+        """Where in the interval of that number and length its sample lies."""
 
     def set_counts(self, *, modules: int, tensors: int, elements: int) -> None:
         """Set the intervals for a model of `modules` hooked modules and `tensors` parameters of `elements` in all."""
@@ -78,7 +83,10 @@ class SamplingSchedule:
             return True
         if self._budget is None:
             return index % self.interval == 0
-        return index in EARLY_STEPS or index % self.interval == _jitter(index // self.interval, self.interval)
+        number, place = divmod(index, self.interval)
+        if (number, self.interval) != self._place_of:
+            self._place_of, self._place = (number, self.interval), _jitter(number, self.interval)
+        return place == self._place or index in EARLY_STEPS
 
     def sample_densely(self, index: int) -> None:
         """A rule found something at step `index`: sample consecutive steps soon."""

@@ -6,6 +6,7 @@ import copy
 import gc
 import logging
 import warnings
+from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -18,7 +19,7 @@ from gradwatch.engine.nan_trace.call_recorder import CallRecorder
 from gradwatch.engine.nan_trace.origin import find_origin, origin_in_batch
 from gradwatch.engine.step import StepState
 from gradwatch.hooks.hook_set import disable_hooks
-from gradwatch.measure.batch import Batch, BatchRngStates
+from gradwatch.measure.batch import Batch, BatchRngStates, versions_of
 from gradwatch.measure.device_buffer import on_host
 
 logger = logging.getLogger("gradwatch")
@@ -45,6 +46,12 @@ class BatchReplay:
     def __init__(self) -> None:
         self.batch: Batch | None = None
         """The current one, if the coming step is measured and the loop reports its batches."""
+        self.recent: deque[Batch] = deque()
+        """Batches that may still turn out to be the failing one: of this step, and of those that wait to be judged."""
+        self.steps_waiting = 0
+        """Steps that may wait to be judged."""
+        self.keeps_data = False
+        """Whether `recent` has the batches themselves, and not only the states of the random number generators."""
         self.step: StepState | None = None
         """The step that is being judged."""
         self.devices: tuple[torch.device, ...] = ()
@@ -60,12 +67,20 @@ class BatchReplay:
     def close(self) -> None:
         """Release the model and the batch."""
         self.copy = self.batch = self.step = self.loss = self._early = None
+        self.recent.clear()
 
-    def begin(self, data: object, index: int, epoch: int) -> None:
-        """A batch begins; `data` is None where it need not be kept."""
+    def begin(self, data: object, index: int, epoch: int, accumulate: int) -> None:
+        """A batch begins; `data` is None where it need not be kept. `accumulate`: batches per step."""
         self.batch = None
-        if data is not None:
-            self.batch = Batch.at_start(data, index, epoch=epoch, rng=self._rng_states.before_batch(self.devices))
+        if data is None:
+            return
+        rng = self._rng_states.before_batch(self.devices)
+        self.batch = Batch(index, epoch, data, rng, versions_of(data))
+        kept = accumulate * (1 + self.steps_waiting)
+        if kept > 1:
+            self.recent.append(self.batch if self.keeps_data else Batch(index, epoch, None, rng))
+        while len(self.recent) > kept:
+            self.recent.popleft()
 
     def end(self, *, alarmed: bool, scaled: bool) -> None:
         """The batch is over. `alarmed`: its gradient is known not to be finite, and the optimizer has not stepped;

@@ -73,6 +73,10 @@ class Engine:
         """Of each of the steps that are being judged: `Record.step`, and its number among those of its optimizer."""
         self._open: StepState | None = None
         self._measuring = self._sampling = self._batches = self._capture_noted = False
+        self._armed_for_ordinary = False
+        """Whether the hooks are those of a step that is measured and not sampled."""
+        self._announced = False
+        """Whether the loop has told of a backward pass that has not come to a parameter yet."""
         self._run, self._mode = Run(self.diagnosis.history.layout, ""), TrainingMode()
         self.source, self._agreement = NonfiniteSource(self._mode), RankAgreement()
         self._end_hooks = HookSet()
@@ -115,7 +119,7 @@ class Engine:
         self.queue.steps_wait = self._reader.shards is None and not urgent
         self._arm(0)
         wait_for(parameter.device for parameter in self._reader.parameters)
-        self.overhead.start()
+        self.overhead.started = perf_counter()
 
     def _hook_end(self, alive: Callable[[], bool]) -> None:
         """Have the first backward pass that comes after the end of the training close the watch."""
@@ -123,7 +127,11 @@ class Engine:
 
         def closes(gradient: Tensor | None) -> None:
             engine = this()
-            if engine is not None and not alive():
+            if engine is None:
+                return
+            if engine._announced:
+                engine._announced = False
+            elif not alive():
                 engine.close()
 
         assert self._model is not None
@@ -212,50 +220,63 @@ class Engine:
         except Exception as error:
             why = damage(error)
             logger.warning("GradWatch's interventions declined the state in the checkpoint and start anew: %s", why)
+        if self._reader is not None:
+            self._reader.follow(self.diagnosis.history.layout)  # the checkpoint may have more tapped tensors
+        self._armed_for_ordinary = False
         self._arm(max(begun, default=0))
 
-    def begin(self, batch: Any = None, *, index: int = -1, epoch: int = 0) -> None:
-        """A batch begins. It is kept until `end`, for a second run; a sampled step hooks the modules."""
-        begun = self.overhead.start()
-        self.replay.begin(batch if self._measuring else None, index, epoch)
-        self._hook_batch()
+    def begin(self, batch: Any = None, *, index: int = -1, epoch: int = 0, accumulate: int = 1) -> None:
+        """A batch begins. It is kept until `end`, for a second run; a sampled step hooks the modules.
+
+        `accumulate`: batches per optimizer step.
+        """
+        if self.failed or self._reader is None:
+            return
+        self.overhead.started = begun = perf_counter()
+        self.replay.begin(batch if self._measuring else None, index, epoch, accumulate)
+        self._reader.tensor_taps.in_batch = True
+        if self._sampling:
+            self._hook_modules()
         self.overhead.seconds += perf_counter() - begun
 
-    def backward(self, loss: Any = None) -> None:
-        """A backward pass is about to begin, at `loss` if that is known."""
-        self.source.backward()
-        # a copy: a loss from a CUDA graph is written over when the graph runs again
-        self.replay.loss = loss.detach().clone() if isinstance(loss, Tensor) else None
+    def backward(self, loss: Any = None, copy: Tensor | None = None) -> None:
+        """A backward pass is about to begin, at `loss` if that is known; `copy`: its value, which nobody writes to."""
+        if self.failed:
+            return
+        if self.source.looks:
+            self.source.backward()
+        self.replay.loss, self._announced = copy, True
         if self._sampling and isinstance(loss, Tensor):
             sharded = self._reader is None or self._reader.shards is not None
             self._samples.before_backward(loss, None if sharded else self._model)
 
     def end(self) -> None:
         """A batch is over, whether the optimizer stepped or not."""
+        if self.failed or self._reader is None:
+            return
         if self._sampling:
             self._samples.unhook_modules()
-        if self._reader is not None:
-            self._reader.tensor_taps.end_batch()
+        self._reader.tensor_taps.in_batch = self._announced = False
         if self._open is not None:
             self._finish()
         self.replay.end(alarmed=self.source.alarmed, scaled=self._mode.scaled)
         self.overhead.stop()
 
-    def measure(self, optimizer: Any, info: StepInfo) -> None:
+    def measure(self, optimizer: Any, info: StepInfo, loss: Tensor | None = None) -> None:
         """Measure the gradients that `optimizer` is about to use, and have the interventions act on them.
 
-        The interventions act even where measuring fails. After `close` nothing happens.
+        `loss`: of this rank, 0-d. The interventions act even where measuring fails. After `close` nothing happens.
         """
         if self._model is None:
             return
-        if is_capturing():
+        if self.replay.devices and is_capturing():
             note = f"a step that is captured into a CUDA graph is not measured{self.interventions.neither}"
             if not self._capture_noted:
                 self._capture_noted = True
                 self.diagnosis.note(note, said=f"GradWatch: {note}", log=not self._mode.rank)
             return
         self.interventions.pending = self.interventions.given
-        self._read(optimizer, info)
+        self._read(optimizer, info, loss)
         if self.interventions.pending and self._reader is not None:
             index = None if self.failed else self._optimizers.last_index(optimizer)
             self.interventions.act_unrecorded(
@@ -263,58 +284,60 @@ class Engine:
             )
 
     @guard
-    def _read(self, optimizer: Any, info: StepInfo) -> None:
-        if not self._optimizers.begins(optimizer):
+    def _read(self, optimizer: Any, info: StepInfo, loss: Tensor | None) -> None:
+        begun, reader = perf_counter(), self._reader
+        step_of_optimizer = self._optimizers.begin(optimizer)
+        if step_of_optimizer is None:
             if self._open is not None:
                 self._open.evaluations += 1
             return
-        assert self._reader is not None
-        begun = self.overhead.lap()
+        assert reader is not None
         if self._open is not None:
             self._finish()
-        if optimizer not in self._optimizers:
-            self._register((optimizer,))
-        number, index = self._optimizers.next_step(optimizer)
-        self.source.step()
-        if self._reader.shards is not None:
+        number, index = step_of_optimizer
+        self.source.step_count += 1
+        if self.source.looks:
+            self.source.take_passes()
+        if reader.shards is not None:
             self._agreement.check(self.source.step_count - 1)
-        if self.schedule.is_measured(index):
-            look, parameters = self._sampling and index >= FIRST_STEPS, self._reader.current(optimizer)
-            if look or parameters is None or self._reader.outdated:
-                self._register((optimizer,), look=look)
-                parameters = self._reader.held_by(optimizer)
-            samples = self._samples if self._sampling else None
-            step = read(
-                parameters, optimizer, number, index, info, reader=self._reader, samples=samples, source=self.source
-            )
-            self._open = step
-            if samples is not None:  # with two optimizers, a backward pass may be another's
-                step.own_passes = self._mode.automatic and len(self._optimizers) == 1 and not self._reader.waiting
-            if self.interventions.active:
-                step.norms_only = False
-                step.effect = self.interventions.act(
-                    optimizer,
-                    index,
-                    step.reading,
-                    scale=step.scale,
-                    window=info.window(step.passes),
-                    scaled=info.scale is not None,
-                    reader=self._reader,
-                )
-            self._optimizers.awaited = None if step.effect and step.effect.skips else optimizer
-            if (errors := self._reader.errors) and step.broken:
-                self._agreement.leave(step.step_count, errors[0])
-            if errors or (errors := self.source.errors) or (errors := self._samples.errors if step.sampled else []):
-                raise errors[0]
-            if step.sampled:
-                if unsupported := self._samples.unsupported():
-                    self.diagnosis.note(unsupported, said=f"GradWatch: {unsupported}", log=not self._mode.rank)
-                self.overhead.seconds += self._samples.seconds
-            if not step.norms_only:
-                self.overhead.seconds += self._reader.take_seconds(sampled=step.sampled)
-            self.queue.measured(step)
-        else:
+        if not (self.schedule.every_step or self.schedule.is_measured(index)):
             self._arm(index + 1)
+            self.overhead.seconds += perf_counter() - begun
+            return
+        look, parameters = self._sampling and index >= FIRST_STEPS, reader.current(optimizer)
+        if look or parameters is None or reader.waiting or reader.tensor_taps.has_new:
+            self._register((optimizer,), look=look)
+            parameters = reader.held_by(optimizer)
+        samples = self._samples if self._sampling else None
+        step = read(
+            parameters, optimizer, number, index, info, loss, reader=reader, samples=samples, source=self.source
+        )
+        self._open = step
+        if samples is not None:  # with two optimizers, a backward pass may be another's
+            step.own_passes = self._mode.automatic and len(self._optimizers) == 1 and not reader.waiting
+        if self.interventions.active:
+            step.norms_only = False
+            step.effect = self.interventions.act(
+                optimizer,
+                index,
+                step.reading,
+                scale=step.scale,
+                window=info.window(step.passes),
+                scaled=info.scale is not None,
+                reader=reader,
+            )
+        self._optimizers.awaited = None if step.effect and step.effect.skips else optimizer
+        if (errors := reader.errors) and step.broken:
+            self._agreement.leave(step.step_count, errors[0])
+        if errors or (errors := self.source.errors) or (errors := self._samples.errors if step.sampled else []):
+            raise errors[0]
+        if step.sampled:
+            if unsupported := self._samples.unsupported():
+                self.diagnosis.note(unsupported, said=f"GradWatch: {unsupported}", log=not self._mode.rank)
+            self.overhead.seconds += self._samples.seconds
+        if not step.norms_only:
+            self.overhead.seconds += reader.take_seconds(sampled=step.sampled)
+        self.queue.measured(step)
         self.overhead.seconds += perf_counter() - begun
 
     def _finish(self) -> None:
@@ -324,7 +347,7 @@ class Engine:
             return
         if not step.stepped:
             step.parameters.release()
-            step.maybe_stepped = not self._optimizers.calls_hooks(step.optimizer)
+            step.maybe_stepped = id(step.optimizer) not in self._optimizers.calling_hooks
         self.queue.ended(step)
         self._arm(step.index + 1)
 
@@ -354,9 +377,11 @@ class Engine:
 
     @guard
     def _after_step(self, optimizer: Any) -> None:
-        """The optimizer has stepped."""
+        """An optimizer has stepped."""
         step = self._open
-        if step is None or step.optimizer is not optimizer or self._reader is None or is_capturing():
+        if step is None or optimizer is not self._optimizers.awaited or self._reader is None:
+            return
+        if self.replay.devices and is_capturing():
             return
         begun = perf_counter()
         step.stepped = True
@@ -375,9 +400,13 @@ class Engine:
     def _arm(self, index: int) -> None:
         """Prepare the step `index` of an optimizer: attach the hooks that it needs, and remove the others."""
         assert self._reader is not None
-        self._reader.follow(self.diagnosis.history.layout)  # a checkpoint may have more tapped tensors
-        self._measuring = self.schedule.is_measured(index)
+        self._measuring = self.schedule.every_step or self.schedule.is_measured(index)
         self._sampling = self._measuring and self.schedule.is_sampled(index)
+        ordinary = self._measuring and not self._sampling
+        if ordinary and self._armed_for_ordinary:
+            self._reader.tensor_taps.armed = True
+            return
+        self._armed_for_ordinary = ordinary
         if self._measuring:
             self._reader.arm(sampled=self._sampling)
             if self.source.looks:
@@ -386,14 +415,13 @@ class Engine:
             self._reader.disarm()
             self.source.disarm()
         if not self._batches:
-            self._hook_batch()
-
-    def _hook_batch(self) -> None:
-        """Measure tapped tensors from now on, and hook the modules if the step is sampled."""
-        if self._reader is not None:
             self._reader.tensor_taps.in_batch = True
             if self._sampling:
-                self._samples.hook_modules(self._reader.layers, self._reader.layout, whole_batch=self._batches)
+                self._hook_modules()
+
+    def _hook_modules(self) -> None:
+        assert self._reader is not None
+        self._samples.hook_modules(self._reader.layers, self._reader.layout, whole_batch=self._batches)
 
     def _register(self, optimizers: Iterable[Any], *, look: bool = False, first: bool = False) -> None:
         """Register the optimizers, their parameters and the tapped tensors; open the run again where that adds sites.
@@ -414,6 +442,7 @@ class Engine:
             if names:
                 found = f"{len(names)} {what}", short_list(names).replace(" layers)", ")")
                 logger.log(logging.DEBUG if self._mode.rank else logging.INFO, "GradWatch: adopted %s: %s", *found)
+        self._armed_for_ordinary = False
         if reader.layout is before and not first:
             return
         self.queue.complete_all()  # the steps in the queue have the layout from before

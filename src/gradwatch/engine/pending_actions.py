@@ -15,29 +15,24 @@ class PendingActions:
     """Actions, each of which waits for its copies and for all actions before it. On the CPU no action waits."""
 
     def __init__(self) -> None:
-        self._queue: deque[tuple[int, Sequence[HostCopy], Callable[[], None]]] = deque()
-        self._steps = 0
-
-    def __len__(self) -> int:
-        return len(self._queue)
+        self.waiting: deque[tuple[int, Sequence[HostCopy], Callable[[], None]]] = deque()
+        """The step at which each began to wait, its copies, and the action."""
+        self.steps = 0
+        """Steps so far: actions wait for a number of steps at most."""
 
     def then(self, action: Callable[[], None], *host_copies: HostCopy) -> None:
         """Call `action` when `host_copies` have arrived."""
-        self._queue.append((self._steps, host_copies, action))
-
-    def begin_step(self) -> None:
-        """A step begins: actions wait for a number of steps at most."""
-        self._steps += 1
+        self.waiting.append((self.steps, host_copies, action))
 
     def proceed(self, *, wait: bool = False) -> None:
         """Run the actions that need not wait for the device, or all of them with `wait`."""
-        while self._queue:
-            since, host_copies, action = self._queue[0]
-            late = self._steps - since > IN_FLIGHT
+        while self.waiting:
+            since, host_copies, action = self.waiting[0]
+            late = self.steps - since > IN_FLIGHT
             if not (wait or late or all(host_copy.done for host_copy in host_copies)):
                 return
-            self._queue.popleft()
+            self.waiting.popleft()
             action()
 
     def cancel(self) -> None:
-        self._queue.clear()
+        self.waiting.clear()

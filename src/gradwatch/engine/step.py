@@ -99,8 +99,9 @@ class StepState:
     def look_inside(self, reader: GradientReader) -> None:
         """Read the gradients again while they still contain the loss scale that the optimizer is about to remove."""
         if is_scaled(self.optimizer):
-            self.looked = True
-            self.changed = reader.look_again(self.parameters, sampled=self.sampled, scale=self.info.scale)
+            self.looked, self.changed = True, self.parameters.take_changed()
+            if self.changed or self.sampled or self.parameters.recheck:
+                self.changed |= reader.look_again(self.parameters, scale=self.info.scale)
 
     @property
     def host_copies(self) -> tuple[HostCopy, ...]:
@@ -148,6 +149,7 @@ def read(
     optimizer_number: int,
     index: int,
     info: StepInfo,
+    loss: Tensor | None,
     *,
     reader: GradientReader,
     samples: SampledStep | None,
@@ -155,16 +157,14 @@ def read(
 ) -> StepState:
     """Read what a step has before its optimizer steps. `samples`: on sampled steps.
 
-    `index`: the optimizer's steps before this one.
+    `index`: the optimizer's steps before this one; `loss`: of this rank, 0-d.
     """
     scalars = {**learning_rate(optimizer), **info.scalars}
     if source.passes and scalars.get("accumulate", 1.0) > 1:
         scalars["accumulated"] = float(source.passes)
     still = None if info.unscaled else info.scale
     # collective operations come first: before them one rank alone cannot fail
-    reading = reader.measure(
-        parameters, sampled=samples is not None, scale=still, backward_scale=info.scale, loss=info.loss
-    )
+    reading = reader.measure(parameters, sampled=samples is not None, scale=still, backward_scale=info.scale, loss=loss)
     step = StepState(
         parameters=parameters,
         optimizer_number=optimizer_number,
@@ -175,19 +175,19 @@ def read(
         sampled=samples is not None,
         info=info,
         scalars=scalars,
-        has_loss=info.loss is not None,
+        has_loss=loss is not None,
         reading=reading,
         scale=still,
     )
     try:
         if samples:
-            samples.after_backward(info.loss)
+            samples.after_backward(loss)
             step.signals, step.order = samples.collect(reader.layout)
             step.edges, step.unowned = samples.edges, samples.unowned
             if step.signals is not None and step.signals.host_copy.done:
                 step.signal_values = step.signals.values()
-        if info.loss is not None and reading.block is None:
-            step.numbers["loss"] = HostCopy({"loss": info.loss})
+        if loss is not None and reading.block is None:
+            step.numbers["loss"] = HostCopy({"loss": loss})
         stale = reader.stale_gradients.take(sampled=samples is not None)
         if isinstance(stale, Tensor):
             step.numbers["stale"] = HostCopy({"stale": stale})
@@ -197,8 +197,11 @@ def read(
         if reader.shards is None:
             raise
         reader.errors.append(error)  # this rank must not miss the collective operations after the step
-    step.info = info.without_loss()  # the step may wait for a while
-    step.sentinels, step.tapped = source.send(), reader.tensor_taps.collect(info.scale)
+    if source.looks:
+        step.sentinels = source.send()
+    reader.tensor_taps.armed = False
+    if reader.tensor_taps.used:
+        step.tapped = reader.tensor_taps.collect(info.scale)
     step.norms_only = not (step.sampled or step.tapped or step.numbers or step.sentinels or reading.host_copy)
     return step
 
@@ -207,9 +210,15 @@ def read_after(step: StepState, *, reader: GradientReader, clipped: bool, edited
     """Read what there is after the optimizer step. `clipped`: gradients are known to be clipped; `edited`: they change
     in a way that only samples show.
     """
+    parameters, sharded = step.parameters, reader.shards is not None
     if step.evaluations == 1 and not step.looked:
-        step.changed = reader.look_again(step.parameters, sampled=step.sampled, clipped=clipped)
+        step.changed = parameters.take_changed()
+        # ranks look again together; a change that only this one sees is reported, not measured
+        if step.sampled or clipped or (not sharded and (step.changed or parameters.recheck)):
+            step.changed |= reader.look_again(parameters)
     step.changed |= edited
-    step.late = reader.measure_after(step.parameters, sampled=step.sampled, clipped=clipped)
-    if step.late is not None:
-        step.late.before = step.reading
+    reader.stale_gradients.after_step(fused=parameters.is_fused)
+    if step.sampled or parameters.after_step or sharded:
+        step.late = reader.measure_after(parameters, sampled=step.sampled, clipped=clipped)
+        if step.late is not None:
+            step.late.before = step.reading

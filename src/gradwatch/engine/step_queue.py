@@ -69,7 +69,7 @@ class StepQueue:
         self._thread = get_ident()
         self._open.append(step)
         self._expected = step
-        self.pending.begin_step()
+        self.pending.steps += 1
         if not self.steps_wait or step.reading.unusual or self._odd:
             self._close_block()
             self.work(wait=self._odd)
@@ -86,7 +86,7 @@ class StepQueue:
         else:
             copies = step.late.host_copies if step.late else ()
             self.pending.then(partial(self._amend, step), *copies)
-        if len(self.pending):
+        if self.pending.waiting:
             self.work()
 
     def work(self, *, wait: bool = False) -> None:
@@ -106,7 +106,7 @@ class StepQueue:
 
     def complete_all(self) -> None:
         """Complete all steps that have ended; not while a step is being measured."""
-        if self._busy or not (self._open or len(self.pending)):
+        if self._busy or not (self._open or self.pending.waiting):
             return
         begun = perf_counter()
         try:

@@ -6,8 +6,8 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
-from typing import Any, ClassVar, Literal
+from functools import cached_property, partial, wraps
+from typing import Any, ClassVar, Concatenate, Literal, ParamSpec
 
 from gradwatch.lightning.package_detection import PackageAware, plain_class
 
@@ -17,7 +17,7 @@ from lightning.pytorch import Callback
 from torch import Tensor
 
 from gradwatch.core.alert import Alert, AlertRaised, Verdict
-from gradwatch.core.guard import guard
+from gradwatch.core.guard import UserFacingError, guard
 from gradwatch.core.history import History
 from gradwatch.core.record import Layout, Run
 from gradwatch.defaults import default_sinks
@@ -26,7 +26,7 @@ from gradwatch.engine.options import OnAlert, Options
 from gradwatch.hooks.full_hook_errors import explain_in_place_error
 from gradwatch.interventions import Intervention
 from gradwatch.lightning.model_copy import ModelCopy
-from gradwatch.lightning.trainer_context import TrainerContext, on_disk
+from gradwatch.lightning.trainer_context import LAG, TrainerContext, on_disk
 from gradwatch.lightning.trainer_info import (
     examples_in,
     folder_of,
@@ -47,11 +47,32 @@ from gradwatch.sinks.scalars import Scalars
 
 logger = logging.getLogger("gradwatch")
 
+P = ParamSpec("P")
 
 _TWO_FITS = (
     "GradWatch watches this fit no more: another Trainer, which has the same GradWatch, begins a fit. "
     "Give each Trainer a GradWatch of its own"
 )
+
+
+def event(method: Callable[Concatenate[GradWatch, Engine, Any, P], None]) -> Callable[..., None]:
+    """Decorator for an event of a batch: calls `method` with the engine, the Trainer and what follows the module, if
+    the engine watches a fit of this Trainer. A failure of ours does not end the training, as with `guard`.
+    """
+
+    @wraps(method)
+    def on_event(self: GradWatch, trainer: Any, pl_module: Any, *args: P.args, **kwargs: P.kwargs) -> None:
+        engine = self._engine
+        if engine is None or self._fitting() is not trainer:
+            return
+        try:
+            method(self, engine, trainer, *args, **kwargs)
+        except UserFacingError:
+            raise
+        except Exception as error:
+            self.fail(error)
+
+    return on_event
 
 
 class GradWatch(PackageAware, Callback):
@@ -116,6 +137,8 @@ class GradWatch(PackageAware, Callback):
         """Gives the Trainer that was set up last, whose checkpoint is being loaded if one is."""
         self._restored: dict[str, Any] | None = None
         self._loss: Tensor | None = None
+        """Summed over the micro-batches of a step, which Lightning has divided by their number; 0-d."""
+        self._scaled = False
         self._metrics: dict[str, object] = {}
         self._examples = 0
         self._context: TrainerContext | None = None
@@ -203,7 +226,7 @@ class GradWatch(PackageAware, Callback):
         place = folder_of(trainer, log_dir) if trainer.is_global_zero else log_dir if trainer.loggers else None
         folder = on_disk(place, partial(self._engine.diagnosis.note, log=trainer.is_global_zero))
         replay = self._engine.replay
-        self._context = TrainerContext(trainer, folder, sinks, lambda: replay.batch)
+        self._context = TrainerContext(trainer, folder, replay)
         run = Run(
             layout=Layout(()),
             description="",
@@ -218,80 +241,86 @@ class GradWatch(PackageAware, Callback):
             self._engine.refuse(reason, log=trainer.is_global_zero)
             return
         replay.copy = partial(ModelCopy, trainer, pl_module)
-        mode, alive = training_mode_of(trainer), partial(_is_alive, weakref.ref(trainer), weakref.ref(self))
+        mode = training_mode_of(trainer)
+        self._scaled, alive = mode.scaled, partial(_is_alive, weakref.ref(trainer), weakref.ref(self))
         self._engine.attach(optimizers=trainer.optimizers, mode=mode, run=run, batches=True, alive=alive)
+        replay.keeps_data = any(isinstance(sink, FlightRecorder) and sink.keep_batch for sink in sinks)
+        replay.steps_waiting = ROWS if self._engine.queue.steps_wait else LAG if replay.devices else 0
         self._restore()
 
     @guard
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         # asked for once: to ask has Lightning update it, which must not depend on us. Before this event it is replaced
-        if self._watches(trainer):
+        if self._watches(trainer) and self._context:
             self._metrics = trainer.callback_metrics
+            self._context.training_begins()
 
     @guard
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         if self._watches(trainer) and self._context:
             self._context.checkpoint_begins()
 
-    @guard
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if (engine := self._watches(trainer)) and self._context:
-            if trainer.accumulate_grad_batches * trainer.world_size > 1:
-                self._examples = examples_in(batch)
-            if engine.interventions.given:
-                engine.interventions.begin_batch()  # first: samples see the changed signals
-            if not engine.failed:
-                engine.begin(batch, index=batch_idx, epoch=trainer.current_epoch)
-            if engine.replay.batch is not None:
-                self._context.batch_begins(engine.replay.batch, ROWS if engine.queue.steps_wait else 0)
+    @event
+    def on_train_batch_start(self, engine: Engine, trainer: Any, batch: Any, batch_idx: int) -> None:
+        accumulate = trainer.accumulate_grad_batches
+        if accumulate * trainer.world_size > 1:
+            self._examples = examples_in(batch)
+        if engine.interventions.given:
+            engine.interventions.begin_batch()  # first: samples see the changed signals
+        engine.begin(batch, index=batch_idx, epoch=trainer.current_epoch, accumulate=accumulate)
 
-    @guard
-    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
-        engine = self._watches(trainer)
-        if engine is None:
-            return
-        if not engine.failed:
-            engine.backward(loss)
+    @event
+    def on_before_backward(self, engine: Engine, trainer: Any, loss: Tensor) -> None:
+        # a copy: a loss from a CUDA graph is written over when the graph runs again
+        copy = loss.detach().clone() if isinstance(loss, Tensor) else None
+        engine.backward(loss, copy)
         if engine.interventions.given:
             engine.interventions.scaled(lambda: scale_at(trainer, loss))
-        # summed over the micro-batches of a step, which Lightning has divided by their number
-        if isinstance(loss, Tensor) and loss.numel() == 1:
-            loss = loss.detach().reshape(())
-            # a copy: a loss from a CUDA graph is written over when the graph runs again
-            self._loss = loss.clone() if self._loss is None else self._loss + loss
+        if copy is not None and copy.numel() == 1:
+            copy = copy.reshape(())
+            self._loss = copy if self._loss is None else self._loss + copy
 
-    @guard
-    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        engine = self._watches(trainer)
-        if engine is None:
-            return
-        loss, self._loss = self._loss, None
-        engine.measure(optimizer, step_info_of(trainer, optimizer, loss, self._examples))
+    @event
+    def on_before_optimizer_step(self, engine: Engine, trainer: Any, optimizer: Any) -> None:
+        loss, self._loss, scale = self._loss, None, None
+        if self._scaled and (scale := scale_at(trainer, loss)) is not None and loss is not None:
+            loss = loss / scale
+        info = step_info_of(trainer, optimizer, scaled=self._scaled, scale=scale, examples=self._examples)
+        engine.measure(optimizer, info, loss)
         if engine.alert_reaction.raised and trainer.world_size == 1:
             raise AlertRaised(engine.alert_reaction.raised)
 
-    @guard
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        engine, wanted = self._watches(trainer), self._options.on_alert
-        if engine is not None:
-            if not engine.failed:
-                engine.end()
-            if engine.interventions.given:
-                engine.interventions.end_batch()
-            if self._context and self._context.before_pause:
-                engine.queue.settle()  # what comes now may go by the numbers
-        # the alerts are those of rank 0, and all ranks end together or none does
-        if wanted == "raise" and (alert := rank_0_answer(trainer, engine.alert_reaction.raised if engine else None)):
+        self._end_batch(trainer, pl_module)
+        if self._options.on_alert == "raise" or self._may_end:
+            self._react(trainer)
+
+    @event
+    def _end_batch(self, engine: Engine, trainer: Any) -> None:
+        engine.end()
+        if engine.interventions.given:
+            engine.interventions.end_batch()
+        if trainer.is_last_batch or trainer.should_stop or 0 <= trainer.max_steps <= trainer.global_step:
+            engine.queue.settle()  # what comes before the next batch may go by the numbers
+
+    @guard
+    def _react(self, trainer: Any) -> None:
+        """End the fit if an alert or an intervention asks for it: the alerts are those of rank 0, and all ranks end
+        together or none does.
+        """
+        engine = self._watches(trainer)
+        if self._options.on_alert == "raise" and (
+            alert := rank_0_answer(trainer, engine.alert_reaction.raised if engine else None)
+        ):
             raise AlertRaised(alert)
         if self._may_end and rank_0_answer(trainer, engine.alert_reaction.stopped if engine else None) is not None:
             trainer.should_stop = True
 
-    @guard
-    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        if engine := self._watches(trainer):
-            engine.queue.settle()
+    @event
+    def on_validation_start(self, engine: Engine, trainer: Any) -> None:
+        engine.queue.settle()
 
-    on_train_epoch_end = on_train_end = on_validation_start  # where the end came without notice
+    on_train_epoch_end = on_train_end = on_validation_start
 
     @guard
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
@@ -341,7 +370,6 @@ class GradWatch(PackageAware, Callback):
     def _close(self) -> None:
         if self._engine and self._context:
             self._engine.close()
-            self._context.fit_ends()
         self._loss, self._metrics = None, {}
 
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from gradwatch.core import disk_space
+from gradwatch.engine.batch_replay import BatchReplay
 from gradwatch.lightning.healthy_checkpoints import Checkpoints
 from gradwatch.lightning.trainer_info import clip_algorithm_of, scaler_of
 from gradwatch.measure.batch import Batch
 from gradwatch.measure.plain_data import TooLarge, to_plain_data
-from gradwatch.sinks import Sink
-from gradwatch.sinks.flight_recorder import FlightRecorder
 
 LAG = 2
 """Steps after which the numbers of a step on an accelerator are usually on the host. Judgement."""
@@ -25,57 +23,27 @@ SETTINGS_BYTES = 2**20
 
 
 class TrainerContext:
-    """Of one fit. Holds the Trainer weakly, and no batch longer than its numbers are awaited."""
+    """Of one fit. Holds the Trainer weakly."""
 
-    def __init__(
-        self,
-        trainer: Any,
-        folder: str | None,
-        sinks: Iterable[Sink],
-        current_batch: Callable[[], Batch | None],
-    ) -> None:
-        """`current_batch`: gives the present batch. Data of earlier ones is held only if one of `sinks` wants it."""
+    def __init__(self, trainer: Any, folder: str | None, replay: BatchReplay) -> None:
+        """`replay`: knows the present batch, and recent ones."""
         self.folder = folder
         self.rank: int = trainer.global_rank
         self._trainer = weakref.ref(trainer)
         self._checkpoints = Checkpoints()
-        self._current_batch, self._begun = current_batch, False
-        self._lag = 0 if trainer.strategy.root_device.type == "cpu" else LAG
-        self._keep_batch = any(isinstance(sink, FlightRecorder) and sink.keep_batch for sink in sinks)
+        self._replay = replay
         self._without_state = False
         """Whether a checkpoint is without our state, which has been said."""
-        self._before: deque[Batch] = deque()
-        """Batches that may still turn out to be the failing one: of this window, and of steps still being copied."""
 
-    def batch_begins(self, batch: Batch, late: int) -> None:
-        """Keep what may be asked of the batch that begins; `late`: steps by which one may be judged late."""
+    def training_begins(self) -> None:
+        """The first batch is about to come; a checkpoint has been restored."""
         trainer = self._trainer()
-        if trainer is None:
-            return
-        if not self._begun and trainer.ckpt_path:
+        if trainer is not None and trainer.ckpt_path:
             self._checkpoints.started_from(str(trainer.ckpt_path), trainer.global_step)
-        self._begun = True
-        there = trainer.accumulate_grad_batches * (1 + max(self._lag, late))
-        if there > 1:
-            self._before.append(batch if self._keep_batch else Batch(batch.index, batch.epoch, None, batch.rng))
-        while len(self._before) > there:
-            self._before.popleft()
-
-    @property
-    def before_pause(self) -> bool:
-        """Whether something other than another batch follows this one."""
-        trainer = self._trainer()
-        if trainer is None:
-            return False
-        return bool(trainer.is_last_batch or trainer.should_stop or 0 <= trainer.max_steps <= trainer.global_step)
-
-    def fit_ends(self) -> None:
-        """Release the batches."""
-        self._before.clear()
 
     def batch(self, index: int, epoch: int, *, data: bool) -> dict[str, Any] | None:
-        present = self._current_batch()
-        known = (batch for batch in (present, *reversed(self._before)) if batch is not None)
+        present = self._replay.batch
+        known = (batch for batch in (present, *reversed(self._replay.recent)) if batch is not None)
         found = next((batch for batch in known if (batch.index, batch.epoch) == (index, epoch)), None)
         return None if found is None else plain_batch(found, data=data)
 

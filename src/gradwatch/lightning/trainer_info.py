@@ -62,24 +62,23 @@ def clip_algorithm_of(trainer: Any) -> str:
     return str(getattr(trainer.gradient_clip_algorithm, "value", None) or "norm")
 
 
-def step_info_of(trainer: Any, optimizer: Any, loss: Tensor | None, examples: int) -> StepInfo:
+def step_info_of(trainer: Any, optimizer: Any, *, scaled: bool, scale: Tensor | None, examples: int) -> StepInfo:
     """The step that `optimizer` is about to take, as the Trainer describes it.
 
-    `loss`: as it went into backward, 0-d. `examples`: in each micro-batch, 0 if that is not known.
+    `scaled`: whether there is a loss scaler; `scale`: the loss scale of the backward pass, None where it is not known.
+    `examples`: in each micro-batch, 0 if that is not known.
     """
-    scaler = scaler_of(trainer)
-    scale = None if scaler is None else scale_at(trainer, loss)
-    if scale is not None and loss is not None:
-        loss = loss / scale
     scalars = {"batch": float(trainer.fit_loop.batch_idx), "epoch": float(trainer.current_epoch)}
-    if scaler is not None:
-        scalars["scaled"] = 1.0  # a step that the scaler will skip looks non-finite
     if trainer.lightning_module.automatic_optimization and (whole := trainer.accumulate_grad_batches) > 1:
         scalars["accumulate"] = float(whole)
     if examples:
         scalars["examples"] = float(examples)
-    unscaled = not unscales_inside(optimizer)  # Lightning has unscaled the others by now
-    return StepInfo(trainer.global_step, axis_of(trainer), scalars, loss=loss, scale=scale, unscaled=unscaled)
+    step, axis = trainer.global_step, axis_of(trainer)
+    if not scaled:
+        return StepInfo(step, axis, scalars)
+    scalars["scaled"] = 1.0  # a step that the scaler will skip looks non-finite
+    # Lightning has unscaled the gradients of other optimizers by now
+    return StepInfo(step, axis, scalars, scale=scale, unscaled=not unscales_inside(optimizer))
 
 
 def is_monitored(trainer: Any) -> bool:

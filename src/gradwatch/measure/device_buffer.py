@@ -76,22 +76,20 @@ class RowBlock:
         self._views = (source.numpy(), self._norms.numpy(), self._losses.numpy()) if on_cpu else None
         self.count = 0
         """Rows that are filled."""
+        self.open = True
+        """Whether a row may be added."""
         self.host_copy: HostCopy | None = None
         """What is on its way to the host; no row is added any more."""
         self._numbers: tuple[Floats, Floats] | None = None
         self._stream: Any = None
         """The stream that wrote the last row."""
 
-    @property
-    def open(self) -> bool:
-        """Whether a row may be added."""
-        return self.host_copy is None and self.count < ROWS
-
     def add(self, loss: Tensor | None) -> tuple[int, bool]:
         """Take the present numbers as a row: its place, and whether `loss` is finite or the host would have to wait for
         the device to know.
         """
         row, self.count = self.count, self.count + 1
+        self.open = self.count < ROWS
         if self._views is None:
             self._stream = devices.current_stream(self._source.device, self._stream)
         if loss is None:
@@ -108,6 +106,7 @@ class RowBlock:
     def send(self) -> HostCopy:
         """Start the copy to the host; a second call does nothing."""
         if self.host_copy is None:
+            self.open = False
             devices.current_stream(self._source.device, self._stream)  # others may ask, in streams of their own
             norms = self._norms[: self.count].reshape(-1)
             self.host_copy = HostCopy({"norms": norms, "losses": self._losses[: self.count]})

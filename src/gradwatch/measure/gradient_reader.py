@@ -132,11 +132,6 @@ class GradientReader:
         known = self._by_optimizer.get(id(optimizer))
         return known if known is not None and known.is_current(optimizer) else None
 
-    @property
-    def outdated(self) -> bool:
-        """Whether there may be more to be measured than is known of."""
-        return self.waiting or self.tensor_taps.has_new
-
     def register(self, optimizers: Iterable[Any]) -> tuple[str, ...]:
         """Learn which parameters each optimizer holds now; names of parameters adopted on the way."""
         adopted: tuple[str, ...] = ()
@@ -197,62 +192,47 @@ class GradientReader:
         Of shards, all ranks do so together, and tell each other whether their `loss` is finite and whether there is
         trouble: then there is nothing more to read, but the others wait for an answer.
         """
-        index: dict[str, Places] = {}
-        if self.shards is None:
-            index = self._reduce(parameters, sampled=sampled, scale=scale)
-            if sampled:
-                index |= self._arrived(parameters, backward_scale)
-            host_copy = self.buffer.send([row for row in index if row != BEFORE[0]]) if len(index) > 1 else None
-            if self._block is None or not self._block.open:
-                self._block = RowBlock(self.buffer, BEFORE[0])
-            assert parameters.coverage is not None, "they were reduced"
-            row, finite = self._block.add(loss)
-            unusual = parameters.unusual or not finite
-            self.latest = Reading(self.layout, parameters.coverage, index, host_copy, self._block, row, unusual)
+        if self.shards is not None:
+            index: dict[str, Places] = {}
+            with self.deferred_errors:
+                if not self.errors:
+                    index = self._reduce(parameters, sampled=sampled, scale=scale)
+            rows = BEFORE if sampled else BEFORE[:1]
+            self.latest = self._reduce_over_ranks(parameters, rows, index, loss=loss)
             return self.latest
-        with self.deferred_errors:
-            if not self.errors:
-                index = self._reduce(parameters, sampled=sampled, scale=scale)
-        rows = BEFORE if sampled else BEFORE[:1]
-        self.latest = self._reduce_over_ranks(parameters, rows, index, loss=loss)
+        index, host_copy = self._reduce(parameters, sampled=sampled, scale=scale), None
+        if sampled:
+            index |= self._arrived(parameters, backward_scale)
+            host_copy = self.buffer.send([row for row in index if row != BEFORE[0]])
+        if self._block is None or not self._block.open:
+            self._block = RowBlock(self.buffer, BEFORE[0])
+        assert parameters.coverage is not None, "they were reduced"
+        row, finite = self._block.add(loss)
+        unusual = parameters.unusual or not finite
+        self.latest = Reading(self.layout, parameters.coverage, index, host_copy, self._block, row, unusual)
         return self.latest
 
-    def look_again(
-        self,
-        parameters: OptimizerParameters,
-        *,
-        sampled: bool = False,
-        scale: Tensor | None = None,
-        clipped: bool = False,
-    ) -> bool:
-        """Read the gradients that the optimizer uses or has just used, where they may be others than those measured.
+    def look_again(self, parameters: OptimizerParameters, *, scale: Tensor | None = None) -> bool:
+        """Read again the gradients that the optimizer uses or has just used; whether others are there than before.
 
-        `sampled`: look at every gradient, not just at a few. `scale`: a loss scale that is in them now. `clipped`:
-        a clipping is known of. Returns whether they are others, as far as the few tell.
+        `scale`: a loss scale that is in them now.
         """
-        changed = parameters.take_changed()
-        wanted = changed or sampled or parameters.recheck
-        if self.shards is not None:
-            wanted = (
-                sampled or clipped
-            )  # what all ranks know; a change that only this one sees is reported, not measured
-        if wanted:
-            with self.deferred_errors:
-                gradients = parameters.gradients()
-                if [gradient is None for gradient in gradients] != parameters.absent:
-                    return True
-                parameters.after_step["grad_norm_clipped"] = parameters.reduce(
-                    self.buffer, "grad_norm_clipped", gradients
-                )
-                if scale is not None:
-                    self.buffer["grad_norm_clipped"].div_(moved(scale, self.buffer.device))
-        return changed
+        with self.deferred_errors:
+            gradients = parameters.gradients()
+            if [gradient is None for gradient in gradients] != parameters.absent:
+                return True
+            parameters.after_step["grad_norm_clipped"] = parameters.reduce(self.buffer, "grad_norm_clipped", gradients)
+            if scale is not None:
+                self.buffer["grad_norm_clipped"].div_(moved(scale, self.buffer.device))
+        return False
 
     def measure_after(
         self, parameters: OptimizerParameters, *, sampled: bool = False, clipped: bool = False
     ) -> Reading | None:
-        """Right after the step: the gradients that `look_again` read, and the update, if there is anything."""
-        self.stale_gradients.after_step(fused=len(self.stale_gradients.hooks) > 0 and parameters.fused)
+        """Right after the step: the gradients that `look_again` read, and the update, if there is anything.
+
+        `clipped`: of shards, whether all ranks have looked again.
+        """
         index, parameters.after_step = parameters.after_step, {}
         if sampled:
             with self.deferred_errors:
@@ -271,9 +251,7 @@ class GradientReader:
 
     def _reduce(self, parameters: OptimizerParameters, *, sampled: bool, scale: Tensor | None) -> dict[str, Places]:
         """Fill the rows of the buffer that a step has before its optimizer moves: row -> the slot of each parameter."""
-        buffer, gradients = self.buffer, parameters.gradients()
-        if parameters.note_absent(gradients):
-            parameters.coverage = None
+        buffer, gradients = self.buffer, parameters.read_gradients()
         if sampled or parameters.coverage is None:
             found = missing_codes(self.parameters, self._by_optimizer.values(), parameters)
             parameters.coverage = Coverage(self.layout, found)

@@ -22,7 +22,7 @@ class NonfiniteSource:
         self.step_count = 0
         """Optimizer steps so far, the same number on every rank."""
         self.passes = 0
-        """Backward passes that led to the present step; 0 where that is not known."""
+        """Backward passes that led to the present step; 0 where that is not known or does not matter."""
         self._micro = 0
         self._store = RankStore(mode.rank, mode.ranks)
         self.ranks = mode.ranks
@@ -56,9 +56,8 @@ class NonfiniteSource:
         self._micro += 1
         self.alarmed = False
 
-    def step(self) -> None:
-        """A step begins."""
-        self.step_count += 1
+    def take_passes(self) -> None:
+        """A step begins: the backward passes up to now led to it."""
         self.passes, self._micro = self._micro, 0
 
     def send(self) -> HostCopy | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import repeat
 from operator import attrgetter, is_, methodcaller
 from typing import Any
 
@@ -35,8 +36,6 @@ _TRAINS = attrgetter("requires_grad")
 
 Norms = NDArray[np.float32 | np.float64]
 
-Fingerprints = tuple[list[Tensor | None], list[int]]
-
 
 @dataclass(slots=True, eq=False)
 class OptimizerParameters:
@@ -60,8 +59,10 @@ class OptimizerParameters:
     """Whether every gradient is read again after every step: a change was seen that the few watched did not show."""
     unusual: bool = True
     """Whether the gradients looked unlike those of the step before, at a glance: not finite, far larger or smaller."""
-    fingerprints: Fingerprints | None = None
-    """The gradients that are watched for changes and their versions when they were measured; let go after the step."""
+    marked: tuple[list[Tensor | None], list[int]] | None = None
+    """The gradients that are watched for changes, and `_written` of them when they were measured; let go after the
+    step.
+    """
     after_step: dict[str, Places] = field(default_factory=dict)
     """Row -> slots of what was read again for after the step."""
     _plans: dict[str, tuple[Plan, FloatLimits, Norms | None, Places]] = field(default_factory=dict)
@@ -88,8 +89,7 @@ class OptimizerParameters:
                 return False
         return True
 
-    @property
-    def fused(self) -> bool:
+    def is_fused(self) -> bool:
         """Whether the optimizer writes weights by kernels whose writes torch does not count."""
         return any(group.get("fused") for group in getattr(self.optimizer_ref(), "param_groups", ()))
 
@@ -100,35 +100,37 @@ class OptimizerParameters:
             return gradients
         return [None if gradient is None else local_tensor(gradient) for gradient in gradients]
 
-    def note_absent(self, gradients: list[Tensor | None]) -> bool:
-        """Whether others of `gradients` are there than at the last measured step, for which plans are made anew, or
-        others are required.
+    def read_gradients(self) -> list[Tensor | None]:
+        """`gradients`, of a step that is to be measured. Where others are there than at the last one, plans are made
+        anew; also where others are required, what there is of them (`coverage`) has to be found out.
         """
-        absent, trains = [gradient is None for gradient in gradients], list(map(_TRAINS, self.parameters))
-        if absent == self.absent and trains == self.trains:
-            return False
-        if absent != self.absent:
-            self._plans.clear()
-        self.absent, self.trains = absent, trains
-        return True
+        gradients = self.gradients()
+        absent, trains = list(map(is_, gradients, repeat(None))), list(map(_TRAINS, self.parameters))
+        if absent != self.absent or trains != self.trains:
+            if absent != self.absent:
+                self._plans.clear()
+            self.absent, self.trains, self.coverage = absent, trains, None
+        return gradients
 
     def mark(self, gradients: list[Tensor | None]) -> None:
-        """Remember which `gradients` were measured: a few of them, which a clipping would change as it does all."""
-        self.fingerprints = _fingerprints(gradients[:: self._stride])
+        """Remember which `gradients`, one per member, were measured: a few of them, which a clipping would change as it
+        does all.
+        """
+        few = gradients[:: self._stride]
+        self.marked = few, _written(few)
 
     def mark_again(self) -> None:
         """The gradients were changed by ourselves: what is there now is what was meant."""
-        if self.fingerprints is not None:
-            self.fingerprints = _fingerprints(list(map(_GRADIENT, self._checked)))
+        if self.marked is not None:
+            self.mark(list(map(_GRADIENT, self.parameters)))
 
     def take_changed(self) -> bool:
         """Whether one of the few is another than when it was marked, or was written since; the mark is let go."""
-        before, self.fingerprints = self.fingerprints, None
-        if before is None or self.sharded:
-            return before is None  # torch does not count what is written to the parts of a DTensor
-        gradients, versions = before
+        marked, self.marked = self.marked, None
+        if marked is None or self.sharded:
+            return marked is None  # torch does not count what is written to the parts of a DTensor
         now = list(map(_GRADIENT, self._checked))
-        return not all(map(is_, now, gradients)) or versions != _fingerprints(now)[1]
+        return not all(map(is_, now, marked[0])) or marked[1] != _written(now)
 
     def weights(self) -> Sequence[Tensor | None]:
         """The weights, or of sharded ones the parts that this rank has; None for lazy ones."""
@@ -142,7 +144,7 @@ class OptimizerParameters:
 
     def release(self) -> None:
         """Drop what was kept for after the step."""
-        self.after_step, self.fingerprints = {}, None
+        self.after_step, self.marked = {}, None
         if self._updates is not None:
             self._updates.drop()
 
@@ -201,12 +203,13 @@ class OptimizerParameters:
         return {UPDATES_ROW: index}
 
 
-def _fingerprints(gradients: list[Tensor | None]) -> Fingerprints:
+def _written(gradients: list[Tensor | None]) -> list[int]:
+    """What changes when one of `gradients` is written to: versions and addresses."""
     try:
         # another address: `p.grad.data = ...` gives the same tensor other memory, and does not count as a write
-        return gradients, [*map(_VERSION, gradients), *map(_ADDRESS, gradients)]
+        return [*map(_VERSION, gradients), *map(_ADDRESS, gradients)]
     except (AttributeError, RuntimeError):  # one is not there, is sparse, or was made in inference mode
-        return gradients, [version_of(gradient) for gradient in gradients if gradient is not None]
+        return [version_of(gradient) for gradient in gradients if gradient is not None]
 
 
 def parameters_of(optimizer: Any) -> list[list[nn.Parameter]]:

@@ -17,22 +17,25 @@ class OptimizerSteps:
     """Optimizers that were enlisted, in that order."""
 
     def __init__(self, before_step: Callable[[Any], None], after_step: Callable[[Any], None]) -> None:
-        """`before_step`, `after_step`: bound methods, called with the optimizer; their owner is not kept alive."""
-        self._before_step = weakref.WeakMethod(before_step)
-        self._after_step = weakref.WeakMethod(after_step)
+        """`before_step`, `after_step`: bound methods, called with the optimizer, before the steps that are `awaited`
+        and after all steps; their owner is not kept alive.
+        """
+        self.before_step = weakref.WeakMethod(before_step)
+        self.after_step = weakref.WeakMethod(after_step)
         self._hooks = HookSet()
         self._known: dict[int, Callable[[], Any]] = {}
         """They are not kept alive: one that was replaced goes, with all that it remembers of each parameter."""
         self._numbers: dict[int, int] = {}
-        self._calling_hooks: set[int] = set()
-        """Those whose hooks were called: wrappers, and what is no torch optimizer, may call none."""
+        self.calling_hooks: set[int] = set()
+        """Identities of those whose hooks were called: wrappers, and what is no torch optimizer, may call none."""
         self._count = 0
         self._begun: list[int] = []
         self.awaited: Any = None
-        """The optimizer for which `before_step` and `after_step` are to be called now."""
-        self._inside: Any = None
+        """The optimizer whose gradients were measured, and which has not stepped since."""
+        self.inside: Any = None
         """The optimizer that is inside its `step` now."""
-        self._evaluated = False
+        self.evaluated = False
+        """Whether it has asked for a gradient there."""
 
     def __contains__(self, optimizer: Any) -> bool:
         known = self._known.get(id(optimizer))
@@ -48,34 +51,30 @@ class OptimizerSteps:
         this = weakref.ref(self)
         for gone in [number for number, known in self._known.items() if known() is None]:
             del self._known[gone], self._numbers[gone]
-            self._calling_hooks.discard(gone)
+            self.calling_hooks.discard(gone)
         for optimizer in optimizers:
             self._known[id(optimizer)] = weak_reference(optimizer)
             self._numbers[id(optimizer)] = self._count
             self._count += 1
-            for name, enter in (("register_step_pre_hook", True), ("register_step_post_hook", False)):
+            for name, hook in (("register_step_pre_hook", _entering), ("register_step_post_hook", _leaving)):
                 # what was made by hand may lack what its class says it has
                 with suppress(AttributeError, TypeError):
-                    self._hooks.add(getattr(optimizer, name)(_step_hook(this, enter)))
+                    self._hooks.add(getattr(optimizer, name)(hook(this)))
 
-    def begins(self, optimizer: Any) -> bool:
-        """Whether what is about to happen is a new step of `optimizer`: not so where a closure is evaluated again
-        inside the same one (LBFGS).
+    def begin(self, optimizer: Any) -> tuple[int, int] | None:
+        """`optimizer` is about to use its gradients: its number, in the order in which they were enlisted, and the
+        steps that it had begun before this one. One that is not known is enlisted.
+
+        None where a closure is evaluated again inside the same step (LBFGS).
         """
-        if isinstance(optimizer, LBFGS) and optimizer not in self:
-            self._inside = optimizer  # it was not known when it went in
-        again = self._inside is optimizer and self._evaluated
-        self._evaluated = self._inside is optimizer
-        return not again
-
-    def calls_hooks(self, optimizer: Any) -> bool:
-        """Whether it has ever called the step hooks."""
-        return id(optimizer) in self._calling_hooks
-
-    def next_step(self, optimizer: Any) -> tuple[int, int]:
-        """The number of `optimizer`, in the order in which they were enlisted, and the steps that it had begun before
-        this one.
-        """
+        known = self._known.get(id(optimizer))
+        if known is None or known() is not optimizer:
+            if isinstance(optimizer, LBFGS):
+                self.inside = optimizer  # it was not known when it went in
+            self.add(optimizer)
+        again, self.evaluated = self.inside is optimizer and self.evaluated, self.inside is optimizer
+        if again:
+            return None
         number = self._numbers[id(optimizer)]
         if number >= len(self._begun):
             self._begun += [0] * (number + 1 - len(self._begun))
@@ -101,16 +100,8 @@ class OptimizerSteps:
         """Take the hooks off, and forget the optimizers."""
         self._hooks.remove()
         self._known.clear()
-        self._calling_hooks.clear()
-        self._inside = self.awaited = None
-
-    def on_step(self, optimizer: Any, *, enter: bool) -> None:
-        """`optimizer` is about to step (`enter`), or has stepped."""
-        self._inside, self._evaluated = (optimizer, False) if enter else (None, False)
-        self._calling_hooks.add(id(optimizer))
-        handler = (self._before_step() if enter else self._after_step()) if optimizer is self.awaited else None
-        if handler is not None:
-            handler(optimizer)
+        self.calling_hooks.clear()
+        self.inside = self.awaited = None
 
 
 def inner_optimizer(optimizer: Any) -> Any:
@@ -128,10 +119,24 @@ def weak_reference(optimizer: Any) -> Callable[[], Any]:
         return lambda: optimizer
 
 
-def _step_hook(optimizers: weakref.ref[OptimizerSteps], enter: bool) -> Callable[..., None]:
+def _entering(this: weakref.ref[OptimizerSteps]) -> Callable[..., None]:
+    def about_to_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+        if (steps := this()) is None:
+            return
+        steps.inside, steps.evaluated = optimizer, False
+        steps.calling_hooks.add(id(optimizer))
+        if optimizer is steps.awaited and (handler := steps.before_step()) is not None:
+            handler(optimizer)
+
+    return about_to_step
+
+
+def _leaving(this: weakref.ref[OptimizerSteps]) -> Callable[..., None]:
     def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
-        alive = optimizers()
-        if alive is not None:
-            alive.on_step(optimizer, enter=enter)
+        if (steps := this()) is None:
+            return
+        steps.inside, steps.evaluated = None, False
+        if (handler := steps.after_step()) is not None:
+            handler(optimizer)
 
     return stepped

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 from operator import itemgetter
 from typing import Any
@@ -212,10 +213,7 @@ def _zeros_on_host(values: Tensor) -> int:
 
 
 def _norm_rows(rows: Tensor, out: Tensor) -> None:
-    if rows.dtype is torch.float32 and out.dtype is torch.float32:
-        torch.linalg.vector_norm(rows, dim=1, out=out)
-    else:
-        out.copy_(torch.linalg.vector_norm(rows, dim=1, dtype=wide_type(rows)), non_blocking=not out.is_cpu)
+    out.copy_(torch.linalg.vector_norm(rows, dim=1, dtype=wide_type(rows)), non_blocking=not out.is_cpu)
 
 
 def _zero_rows(rows: Tensor, out: Tensor) -> None:
@@ -319,7 +317,7 @@ class Plan:
         self._out = out
         self._reduction = reduction
         # every view is made once: per step, making them would cost more than reducing small tensors
-        self._stacked: list[tuple[Callable[[Any], tuple[Tensor, ...]], Tensor, Tensor, Tensor]] = []
+        self._stacked: list[tuple[Callable[[Any], tuple[Tensor, ...]], Tensor, Tensor, Callable[[], object]]] = []
         self._many: list[tuple[Callable[[Any], tuple[Tensor, ...]], Tensor]] = []
         self._single: list[tuple[int, Tensor]] = []
         self._plain: list[tuple[int, Tensor]] = []
@@ -347,12 +345,12 @@ class Plan:
 
     def run(self, tensors: Sequence[Any]) -> None:
         """Reduce `tensors` into the first `len(positions)` slots."""
-        for members, stack, rows, out in self._stacked:
+        for members, stack, _, reduce_rows in self._stacked:
             chosen = members(tensors)
             if chosen[0].shape != stack.shape[1:]:
                 raise RuntimeError("the tensors have another shape than planned for")
             torch.stack(chosen, out=stack)
-            self._reduction.rows(rows, out)
+            reduce_rows()
         for members, out in self._many:
             self._reduction.many(members(tensors), out)
         for i, slot in self._plain:
@@ -394,7 +392,11 @@ class Plan:
                 self._single.append((part[0], self._take(part)[0]))
             else:
                 stack = buffer[: len(part)]
-                self._stacked.append((itemgetter(*part), stack, stack.view(len(part), -1), self._take(part)))
+                rows, out = stack.view(len(part), -1), self._take(part)
+                reduce_rows: Callable[[], object] = partial(self._reduction.rows, rows, out)
+                if self._reduction is NORM and rows.dtype is out.dtype is torch.float32:
+                    reduce_rows = partial(torch.linalg.vector_norm, rows, dim=1, out=out)
+                self._stacked.append((itemgetter(*part), stack, rows, reduce_rows))
 
 
 def _is_plain(tensor: Tensor | None, out: Tensor) -> bool:

@@ -107,11 +107,12 @@ class StaleGradientCheck:
         self.hooks.remove()
         self._checked = []
 
-    def after_step(self, *, fused: bool = False) -> None:
+    def after_step(self, *, fused: Callable[[], bool] = lambda: False) -> None:
         """The optimizer has stepped, and the gradients were clipped, if they ever are: what is written from now on is
-        written to clear them. `fused`: torch does not count what it has written to the weights.
+        written to clear them. `fused`: whether torch does not count what the optimizer has written to the weights.
         """
-        self._written |= fused
+        if self._hooked:
+            self._written |= fused()
         for checked in self._checked:
             parameter = checked.parameter()
             gradient = None if parameter is None else parameter.grad
@@ -127,7 +128,20 @@ class StaleGradientCheck:
         have been seen to write the weights: a wrapper that really steps at every fourth call clears only then, too.
         """
         if not self._hooked:
-            return self._glance(sampled)
+            self._updates_known, self._written = sampled, False
+            answer: Tensor | float | None = None
+            for checked in self._checked:
+                parameter, last = checked.parameter(), checked.last
+                gradient = None if parameter is None else parameter.grad
+                if gradient is None:
+                    continue
+                # a backward pass adds in place to a strided gradient without a graph
+                fresh = last is not None and last() is not gradient and not gradient.requires_grad
+                if not (fresh and gradient.layout is torch.strided):
+                    self._look_closely()
+                    return None
+                answer = 0.0
+            return answer
         seen = [checked for checked in self._checked if checked.cleared or checked.added]
         moved = self._updates_known or self._written
         moved |= any(checked.weight_version != _version(checked.parameter()) for checked in seen)
@@ -135,7 +149,7 @@ class StaleGradientCheck:
         uncleared = [
             (one.old, one.new) for one in seen if not one.cleared and one.old is not None and one.new is not None
         ]
-        answer: Tensor | float | None = None
+        answer = None
         if seen and 2 * len(uncleared) <= len(seen):
             answer = 0.0
         elif seen and moved:
@@ -149,27 +163,12 @@ class StaleGradientCheck:
             self._hooked = False
         return answer
 
-    def _glance(self, sampled: bool) -> float | None:
-        """0.0 where all gradients are other tensors than after the last step, None otherwise: then hooks look on."""
-        self._updates_known, self._written = sampled, False
-        answer = None
-        for checked in self._checked:
-            parameter, last = checked.parameter(), checked.last
-            gradient = None if parameter is None else parameter.grad
-            if gradient is None:
-                continue
-            # a backward pass adds in place to a strided gradient without a graph
-            fresh = last is not None and last() is not gradient and not gradient.requires_grad
-            if not (fresh and gradient.layout is torch.strided):
-                break
-            answer = 0.0
-        else:
-            return answer
+    def _look_closely(self) -> None:
+        """A gradient is the tensor that was there after the last step: from now on hooks look on."""
         self._clean = 0
         self._hook()
         for checked in self._checked:
             checked.begin()
-        return None
 
 
 def _on_arrival(checked: _CheckedParameter, errors: list[Exception]) -> Callable[[Tensor | None], None]:

@@ -16,18 +16,10 @@ class StepInfo:
     step: int
     axis: int
     scalars: Mapping[str, float]
-    loss: Tensor | None = None
-    """The loss of this rank, 0-d."""
     scale: Tensor | None = None
     """The loss scale, 0-d."""
     unscaled: bool = True
     """Whether the loss scale is out of the gradients by now."""
-
-    def without_loss(self) -> StepInfo:
-        """The same without the loss, which may keep a graph alive, or be memory that is written over."""
-        if self.loss is None:
-            return self
-        return StepInfo(self.step, self.axis, self.scalars, None, self.scale, self.unscaled)
 
     def window(self, passes: int) -> float:
         """The share n/N of an accumulation's micro-batches that `passes`, where known, have brought."""
@@ -55,7 +47,8 @@ def learning_rate(optimizer: Any) -> dict[str, float]:
         number = groups[0].get(name)
         if isinstance(number, int | float) and (name == "lr" or number > 0):
             numbers[name] = float(number)
-    rates = [rate for group in groups if isinstance(rate := group.get("lr"), int | float)]
-    if rates and max(rates) > min(rates):
-        numbers["lr_highest"] = float(max(rates))
+    if len(groups) > 1:
+        rates = [rate for group in groups if isinstance(rate := group.get("lr"), int | float)]
+        if rates and max(rates) > min(rates):
+            numbers["lr_highest"] = float(max(rates))
     return numbers

@@ -117,6 +117,8 @@ class TensorTaps:
         """Whether the coming step is measured, and has not been yet."""
         self.in_batch = False
         """Whether a batch is under way; where the loop does not say, one always is."""
+        self.used = self.has_new = False
+        """Whether there are taps, and any without a site."""
         self._numbers: dict[str, int] = {}
         self._kinds: list[tuple[int, str]] = []
         self._sites: list[int] = []
@@ -140,11 +142,6 @@ class TensorTaps:
         self.armed = self.in_batch = False
         with _changing:
             active = tuple(one for one in active if one() not in (None, self))
-
-    def end_batch(self) -> None:
-        """A batch is over: what runs now is not training."""
-        self.in_batch = False
-        self._step.seen.clear()
 
     def watch(self, tensor: Tensor, name: str, hook: Callable[[Tensor, OnGradient], None]) -> None:
         """`tensor`, which requires a gradient, was tapped: call `hook(tensor, on_gradient)` if its gradient can be
@@ -202,6 +199,7 @@ class TensorTaps:
             if number is None and len(self._numbers) < MOST:
                 number = self._numbers[name] = len(self._kinds)
                 self._kinds.append((tensor.numel(), str(tensor.dtype).removeprefix("torch.")))
+                self.used = self.has_new = True
         if number is None:
             self._warn_once("most", "tap(..., %r): %d names are tapped already, more are not watched", name, MOST)
         return number
@@ -230,17 +228,13 @@ class TensorTaps:
             before, key = step.sums.get((number, values.device)), (number, values.device)
             step.sums[key] = norm.square() if before is None else before.addcmul_(norm, norm)
 
-    @property
-    def has_new(self) -> bool:
-        """Whether there are taps without a site."""
-        return len(self._sites) < len(self._kinds)
-
     def placed(self, layout: Layout) -> tuple[Layout, tuple[str, ...]]:
         """`layout` with a site for every tap, and the names of those that are new.
 
         A tap with the name of a layer, parameter or activation is numbered. One that a checkpoint knew gets the site
         that it had.
         """
+        self.has_new = False
         names = list(self._numbers)[len(self._sites) :]
         for name in names:
             others = {site.name for i, site in enumerate(layout.sites) if site.kind != "tap" or i in self._sites}
@@ -265,7 +259,7 @@ class TensorTaps:
         `scale`: the loss scale that was in it, 0-d.
         """
         self.armed = False
-        step, self._step = self._step, _TappedGradients() if self._kinds else self._step
+        step, self._step = self._step, _TappedGradients()
         if not self._sites:
             return None
         codes = np.full(len(self._sites), Missing.NO_GRADIENT, dtype=np.int8)

@@ -310,13 +310,13 @@ class InterventionRuntime:
             reading = reader.latest or reader.measure(reader.held_by(optimizer), scale=scale)
             window, scaled = info.window(passes), info.scale is not None
             effect = self.act(optimizer, step_count, reading, scale=scale, window=window, scaled=scaled, reader=reader)
-            reader.held_by(optimizer).fingerprints = None
+            reader.held_by(optimizer).marked = None
         except Exception as error:
             self.detach()
             self._diagnosis.drop("whole of", f"the interventions{self._mode.rank_text}", error)
             return
         if effect is not None:
-            pending_actions.begin_step()
+            pending_actions.steps += 1
             pending_actions.then(partial(self.landed, effect, reading.layout), *effect.host_copies)
             pending_actions.proceed()
 
