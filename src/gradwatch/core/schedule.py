@@ -72,14 +72,11 @@ class SamplingSchedule:
 
     def is_sampled(self, index: int) -> bool:
         """Whether the measured step `index` is to be sampled too: signals, weights, updates."""
-        if self._every != "auto" and self._every > 1:
-            # only measured steps are sampled: the same choice among those
-            dense = self._dense_from <= index < self._dense_from + FIRST_STEPS * self._every
-            return index % self._every == 0 and (dense or self._is_chosen(index // self._every))
-        return self._is_chosen(index) or self._dense_from <= index < self._dense_from + FIRST_STEPS
-
-    def _is_chosen(self, index: int) -> bool:
-        if index < FIRST_STEPS:
+        every = 1 if self._every == "auto" else self._every
+        index, rest = divmod(index, every)  # only measured steps are sampled: the same choice among those
+        if rest:
+            return False
+        if index < FIRST_STEPS or self._dense_from <= index * every < self._dense_from + FIRST_STEPS * every:
             return True
         if self._budget is None:
             return index % self.interval == 0

@@ -113,9 +113,7 @@ class Engine:
             self.interventions.alive = alive
             self._hook_end(alive)
         self._register(optimizers, first=True)
-        urgent = (
-            self._mode.monitored or self._mode.ranks > 1 or self.options.on_alert != "log" or self.interventions.given
-        )
+        urgent = self._mode.monitored or self.options.on_alert != "log" or self.interventions.given
         self.queue.steps_wait = self._reader.shards is None and not urgent
         self._arm(0)
         wait_for(parameter.device for parameter in self._reader.parameters)

@@ -262,7 +262,6 @@ class GradientReader:
             parameters.copy_weights(buffer)
         if scale is not None:
             buffer["grad_norm"].div_(moved(scale, buffer.device))
-        parameters.mark(gradients)
         return index
 
     def _arrived(self, parameters: OptimizerParameters, scale: Tensor | None) -> dict[str, Places]:

@@ -101,8 +101,10 @@ class OptimizerParameters:
         return [None if gradient is None else local_tensor(gradient) for gradient in gradients]
 
     def read_gradients(self) -> list[Tensor | None]:
-        """`gradients`, of a step that is to be measured. Where others are there than at the last one, plans are made
-        anew; also where others are required, what there is of them (`coverage`) has to be found out.
+        """`gradients`, of a step that is to be measured, with a mark on a few of them: a clipping would change all.
+
+        Where others are there than at the last one, plans are made anew; also where others are required, what there is
+        of them (`coverage`) has to be found out.
         """
         gradients = self.gradients()
         absent, trains = list(map(is_, gradients, repeat(None))), list(map(_TRAINS, self.parameters))
@@ -110,19 +112,15 @@ class OptimizerParameters:
             if absent != self.absent:
                 self._plans.clear()
             self.absent, self.trains, self.coverage = absent, trains, None
-        return gradients
-
-    def mark(self, gradients: list[Tensor | None]) -> None:
-        """Remember which `gradients`, one per member, were measured: a few of them, which a clipping would change as it
-        does all.
-        """
         few = gradients[:: self._stride]
         self.marked = few, _written(few)
+        return gradients
 
     def mark_again(self) -> None:
         """The gradients were changed by ourselves: what is there now is what was meant."""
         if self.marked is not None:
-            self.mark(list(map(_GRADIENT, self.parameters)))
+            few: list[Tensor | None] = list(map(_GRADIENT, self._checked))
+            self.marked = few, _written(few)
 
     def take_changed(self) -> bool:
         """Whether one of the few is another than when it was marked, or was written since; the mark is let go."""
