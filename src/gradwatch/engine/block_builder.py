@@ -29,6 +29,8 @@ class BlockBuilder:
         self.noise = NoiseScale()
         self._diagnosis = diagnosis
         self._interventions = interventions
+        self.clip_norm: float | None = None
+        """`TrainingMode.clip_norm`."""
         self._finite_until = -1
         """The last step whose gradients were measured and finite."""
         self._suspected_scale = 0.0
@@ -58,8 +60,9 @@ class BlockBuilder:
             else:
                 self._complete_scalars(step, total, source)
         unseen, plain = [], [step.used_as_measured for step in steps[:ended]]
+        clipped = [step.follows_from_total for step in steps[:ended]]
         for row, step in enumerate(steps[:ended]):
-            if plain[row]:
+            if plain[row] or clipped[row]:
                 step.scalars["overhead"] = overhead
                 continue
             values, scalars, changed_unseen = self.after(step, grad_norm[row], overhead)
@@ -71,6 +74,12 @@ class BlockBuilder:
             columns.put(
                 np.flatnonzero(plain), {"grad_norm_clipped": _without_taps(steps[-1], grad_norm[:ended][plain])}
             )
+        if any(clipped):
+            rows = np.flatnonzero(clipped)
+            chosen = [steps[row] for row in rows.tolist()]
+            used, sure = self._clipped_by_norm(chosen, grad_norm[rows])
+            columns.put(rows, {"grad_norm_clipped": used})
+            unseen += [step for step, known in zip(chosen, sure, strict=True) if not known]
         codes: NDArray[np.int8] = np.stack(
             [step.reading.coverage.codes if step.norms_only else step.codes for step in steps]
         )
@@ -106,7 +115,11 @@ class BlockBuilder:
             scalars["closures"] = float(step.evaluations)
         elif "grad_norm_clipped" in values:
             after = values["grad_norm_clipped"]
-            unseen = not step.changed and not np.allclose(after, before, rtol=DISAGREE, equal_nan=True)
+            by_norm = self.clip_norm is not None and used is None and step.info.scale is None
+            if not step.changed or (by_norm and step.parameters.clip_witnesses()):
+                with np.errstate(invalid="ignore"):
+                    expected = before * self._clip_factors(before[0]) if step.changed else before
+                unseen = not np.allclose(after, expected, rtol=DISAGREE, equal_nan=True)
             if (unseen or step.changed) and step.info.scale is None:
                 self._doubt(before, after)
         elif not step.changed:
@@ -115,6 +128,28 @@ class BlockBuilder:
         if refused or (step.info.scale is not None and step.unscales_inside and not np.isfinite(grad_norm[0])):
             scalars["skipped"] = 1.0  # by the optimizer itself, although it was called
         return values, scalars, unseen
+
+    def _clip_factors(self, totals: Any) -> Any:
+        """What `torch.nn.utils.clip_grad_norm_` multiplies gradients of these total norms with."""
+        return 1.0 if self.clip_norm is None else np.minimum(1.0, self.clip_norm / (totals + 1e-6))
+
+    def _clipped_by_norm(self, steps: Sequence[StepState], grad_norm: Floats) -> tuple[Floats, Mask]:
+        """The norms after clipping by the total, of rows `grad_norm`, shape [rows, sites]: NaN where the gradients that
+        were looked at again do not agree; and whether they agree, shape [rows].
+        """
+        factors = self._clip_factors(grad_norm[:, 0])
+        agrees = np.empty(len(steps), dtype=bool)
+        for row, step in enumerate(steps):
+            reading, members = step.reading, step.parameters.clip_witnesses()
+            assert reading.block is not None, "the witnesses lie there"
+            measured, _, clipped = reading.block.wait()
+            slots = reading.index["grad_norm"][[step.parameters.indices[member] for member in members]]
+            expected = measured[reading.row, slots] * factors[row]
+            agrees[row] = np.allclose(clipped[reading.row], expected, rtol=DISAGREE, equal_nan=True)
+        with np.errstate(invalid="ignore"):  # an infinite gradient times 0
+            used = grad_norm * factors[:, None]
+        used[~agrees] = np.nan
+        return _without_taps(steps[-1], used), agrees
 
     def state_dict(self) -> dict[str, Any]:
         return {"diagnosis": self._diagnosis.state_dict(), "noise": self.noise.state_dict()}

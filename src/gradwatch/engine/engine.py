@@ -107,6 +107,7 @@ class Engine:
         self._mode, self._run, self._batches = mode or self._mode, run or self._run, batches
         self.source, self.replay.devices = NonfiniteSource(self._mode), cuda_devices_of(self._model)
         self.queue.source = self.source
+        self.blocks.clip_norm = self._mode.clip_norm
         self._reader = GradientReader(self._model, self.options.patterns)
         self._reader.tensor_taps.listen()
         if alive is not None:
@@ -385,7 +386,9 @@ class Engine:
         step.stepped = True
         sharded = self._reader.shards is not None
         closely = bool(self._mode.clipping) or (sharded and self._agreement.closely(step.step_count))
-        read_after(step, reader=self._reader, clipped=closely, edited=sharded and self._agreement.edited)
+        by_norm = self._mode.clip_norm is not None
+        edited = sharded and self._agreement.edited
+        read_after(step, reader=self._reader, clipped=closely, by_norm=by_norm, edited=edited)
         self._finish()
         self.overhead.seconds += perf_counter() - begun
 

@@ -68,6 +68,8 @@ class StepState:
     """Whether every backward pass since the optimizer's last step was for this one."""
     effect: StepEffect | None = None
     """What interventions have done to the gradients."""
+    clipped_by_norm: bool = False
+    """Whether all gradients were clipped by their common norm, as a few of them will show."""
     looked: bool = False
     """Whether the gradients were looked at again before the optimizer moved."""
     changed: bool = False
@@ -90,6 +92,13 @@ class StepState:
         """Whether its optimizer has used the very gradients that were measured, and nothing more is known of it."""
         seen = self.changed or self.late or self.effect or self.evaluations > 1
         return self.stepped and self.norms_only and self.info.scale is None and not seen
+
+    @property
+    def follows_from_total(self) -> bool:
+        """Whether its optimizer has used the gradients that were measured times one factor, which follows from their
+        total norm, and nothing more is known of it.
+        """
+        return self.stepped and self.clipped_by_norm and self.norms_only and not (self.late or self.effect)
 
     @property
     def unscales_inside(self) -> bool:
@@ -206,15 +215,18 @@ def read(
     return step
 
 
-def read_after(step: StepState, *, reader: GradientReader, clipped: bool, edited: bool) -> None:
-    """Read what there is after the optimizer step. `clipped`: gradients are known to be clipped; `edited`: they change
-    in a way that only samples show.
+def read_after(step: StepState, *, reader: GradientReader, clipped: bool, by_norm: bool, edited: bool) -> None:
+    """Read what there is after the optimizer step. `clipped`: gradients are known to be clipped, `by_norm`: all of them
+    by their common norm; `edited`: they change in a way that only samples show.
     """
     parameters, sharded = step.parameters, reader.shards is not None
     if step.evaluations == 1 and not step.looked:
         step.changed = parameters.take_changed()
+        if by_norm and step.changed and step.norms_only and step.info.scale is None and not parameters.recheck:
+            step.clipped_by_norm = reader.witness_clipping(parameters, step.reading)
         # ranks look again together; a change that only this one sees is reported, not measured
-        if step.sampled or clipped or (not sharded and (step.changed or parameters.recheck)):
+        wanted = step.sampled or clipped or (not sharded and (step.changed or parameters.recheck))
+        if wanted and not step.clipped_by_norm:
             step.changed |= reader.look_again(parameters)
     step.changed |= edited
     reader.stale_gradients.after_step(fused=parameters.is_fused)

@@ -52,6 +52,7 @@ def training_mode_of(trainer: Any) -> TrainingMode:
         rank=trainer.global_rank,
         scaled=scaler_of(trainer) is not None,
         clipping=clipping,
+        clip_norm=float(value) if value and clip_algorithm_of(trainer) == "norm" else None,
         monitored=is_monitored(trainer),
         automatic=automatic,
     )

@@ -59,6 +59,9 @@ class DeviceBuffer:
 ROWS = 64
 """Steps whose norms come to the host together. Judgement."""
 
+WITNESSES = 2
+"""Gradients of a step whose norms are taken again after a clipping of all. Judgement."""
+
 
 class RowBlock:
     """The norms and losses of up to `ROWS` steps on the device, a row for each; one copy brings them to the host."""
@@ -71,6 +74,9 @@ class RowBlock:
         wide = torch.float64 if has_float64(source.device) else torch.float32
         self._losses = torch.empty(ROWS, dtype=wide, device=source.device)
         self._loss_slots = self._losses.unbind()
+        self._clipped = torch.full((ROWS, WITNESSES), torch.nan, dtype=source.dtype, device=source.device)
+        self.clipped_slots = [row.unbind() for row in self._clipped]
+        """For each row, where the norms of `WITNESSES` gradients go after a clipping."""
         on_cpu = source.device.type == "cpu"
         # on the CPU numpy copies a row in a tenth of the time (measured)
         self._views = (source.numpy(), self._norms.numpy(), self._losses.numpy()) if on_cpu else None
@@ -80,7 +86,7 @@ class RowBlock:
         """Whether a row may be added."""
         self.host_copy: HostCopy | None = None
         """What is on its way to the host; no row is added any more."""
-        self._numbers: tuple[Floats, Floats] | None = None
+        self._numbers: tuple[Floats, Floats, Floats] | None = None
         self._stream: Any = None
         """The stream that wrote the last row."""
 
@@ -108,15 +114,18 @@ class RowBlock:
         if self.host_copy is None:
             self.open = False
             devices.current_stream(self._source.device, self._stream)  # others may ask, in streams of their own
-            norms = self._norms[: self.count].reshape(-1)
-            self.host_copy = HostCopy({"norms": norms, "losses": self._losses[: self.count]})
+            norms, clipped = (rows[: self.count].reshape(-1) for rows in (self._norms, self._clipped))
+            self.host_copy = HostCopy({"norms": norms, "losses": self._losses[: self.count], "clipped": clipped})
         return self.host_copy
 
-    def wait(self) -> tuple[Floats, Floats]:
-        """The norms, shape [rows, slots], and the losses, shape [rows], NaN without one; waits for the copy."""
+    def wait(self) -> tuple[Floats, Floats, Floats]:
+        """The norms, shape [rows, slots], the losses, shape [rows], NaN without one, and the norms of witnesses after
+        clipping, shape [rows, `WITNESSES`]; waits for the copy.
+        """
         if self._numbers is None:
             numbers = self.send().wait()
-            self._numbers = numbers["norms"].reshape(self.count, -1), numbers["losses"]
+            norms, clipped = (numbers[name].reshape(self.count, -1) for name in ("norms", "clipped"))
+            self._numbers = norms, numbers["losses"], clipped
         return self._numbers
 
 

@@ -27,7 +27,7 @@ from gradwatch.measure.layers import (
 from gradwatch.measure.optimizer_parameters import OptimizerParameters, missing_codes, parameters_of
 from gradwatch.measure.optimizer_steps import weak_reference
 from gradwatch.measure.parameter_hooks import ParameterHooks
-from gradwatch.measure.reductions import ZEROS
+from gradwatch.measure.reductions import ZEROS, norm_into
 from gradwatch.measure.site_values import Coverage, Places, Reading
 from gradwatch.measure.stale_gradients import StaleGradientCheck
 from gradwatch.measure.tensor_taps import TensorTaps
@@ -225,6 +225,20 @@ class GradientReader:
             if scale is not None:
                 self.buffer["grad_norm_clipped"].div_(moved(scale, self.buffer.device))
         return False
+
+    def witness_clipping(self, parameters: OptimizerParameters, reading: Reading) -> bool:
+        """Take again, after a clipping of all gradients by their common norm, the norms of a few, in the row of
+        `reading`: all others follow from the total. False where they cannot stand for all, or the row is gone.
+        """
+        members, block = parameters.clip_witnesses(), reading.block
+        if not members or block is None or block.host_copy is not None:
+            return False
+        for member, slot in zip(members, block.clipped_slots[reading.row], strict=True):
+            gradient = parameters.parameters[member].grad
+            if gradient is None:
+                return False
+            norm_into(gradient.detach(), slot)
+        return True
 
     def measure_after(
         self, parameters: OptimizerParameters, *, sampled: bool = False, clipped: bool = False
