@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -129,8 +130,14 @@ class GradientReader:
 
     def current(self, optimizer: Any) -> OptimizerParameters | None:
         """The watched parameters that `optimizer` holds; None where they are others than when it was registered."""
-        known = self._by_optimizer.get(id(optimizer))
-        return known if known is not None and known.is_current(optimizer) else None
+        known, groups = self._by_optimizer.get(id(optimizer)), optimizer.param_groups
+        if known is None or known.optimizer_ref() is not optimizer or len(groups) != len(known.param_groups):
+            return None
+        for group, before in zip(groups, known.param_groups, strict=True):
+            now = group["params"]
+            if len(now) != len(before) or not all(map(is_, now, before)):
+                return None
+        return known
 
     def register(self, optimizers: Iterable[Any]) -> tuple[str, ...]:
         """Learn which parameters each optimizer holds now; names of parameters adopted on the way."""

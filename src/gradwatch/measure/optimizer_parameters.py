@@ -82,17 +82,6 @@ class OptimizerParameters:
         self._stride = max(1, len(self.parameters) // CHECKED)
         self._checked = self.parameters[:: self._stride]
 
-    def is_current(self, optimizer: Any) -> bool:
-        """Whether `optimizer` still holds the same parameters."""
-        groups = optimizer.param_groups
-        if self.optimizer_ref() is not optimizer or len(groups) != len(self.param_groups):
-            return False
-        for group, param_groups in zip(groups, self.param_groups, strict=True):
-            now = group["params"]
-            if len(now) != len(param_groups) or not all(map(is_, now, param_groups)):
-                return False
-        return True
-
     def is_fused(self) -> bool:
         """Whether the optimizer writes weights by kernels whose writes torch does not count."""
         return any(group.get("fused") for group in getattr(self.optimizer_ref(), "param_groups", ()))
