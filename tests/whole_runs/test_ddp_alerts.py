@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import lightning.pytorch as pl
 import numpy as np
 import pytest
 
@@ -16,7 +19,7 @@ from gradwatch.core.alert import AlertRaised, Finding, Severity
 from gradwatch.core.history import History
 from gradwatch.rules import default_rules
 from gradwatch.sinks.log import Log
-from reference import hooks_on
+from reference import bits, hooks_on
 
 
 @dataclass(frozen=True)
@@ -162,3 +165,33 @@ def test_a_failure_on_one_rank_ends_both(failing: int) -> None:
     for rank in reported:
         assert rank["batches"] == WHEN + 1
         assert rank["hooks"] == []
+
+
+class Uneven(pl.Callback):
+    """Rank 1 is slow, and its history is asked for in the middle of a block."""
+
+    def __init__(self, watch: GradWatch) -> None:
+        self._watch, self._random = watch, random.Random(0)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_rank == 1:
+            time.sleep(self._random.uniform(0, 0.02))
+            if batch_idx % 3 == 1:
+                assert len(self._watch.history) == trainer.global_step
+
+
+def uneven() -> dict[str, Any]:
+    watch, watched, alone = GradWatch(sinks=(Log(),)), SeededModule(), SeededModule()
+    fit_on_ranks(watched, watch, Uneven(watch), max_epochs=8)
+    fit_on_ranks(alone, max_epochs=8)
+    truth = [norms["total"] for norms in watched.before]
+    return {"bits": bits(watched) == bits(alone), "shown": watch.history.series("grad_norm").tolist(), "truth": truth}
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_slow_and_asked_in_between_holds_up_nobody() -> None:
+    first, second = ranks.run(uneven)
+    assert first["bits"]
+    assert second["bits"]
+    assert first["shown"] == second["shown"]
+    assert first["shown"] == pytest.approx(first["truth"], rel=1e-5)
