@@ -245,7 +245,8 @@ class GradWatch(PackageAware, Callback):
         self._scaled, alive = mode.scaled, partial(_is_alive, weakref.ref(trainer), weakref.ref(self))
         self._engine.attach(optimizers=trainer.optimizers, mode=mode, run=run, batches=True, alive=alive)
         replay.keeps_data = any(isinstance(sink, FlightRecorder) and sink.keep_batch for sink in sinks)
-        replay.steps_waiting = ROWS if self._engine.queue.steps_wait else LAG if replay.devices else 0
+        lag = 0 if trainer.strategy.root_device.type == "cpu" else LAG
+        replay.steps_waiting = ROWS if self._engine.queue.steps_wait else lag
         self._restore()
 
     @guard
