@@ -174,7 +174,7 @@ def test_a_loss_scale_on_another_device_than_the_numbers(scale: torch.device) ->
     reader.register((optimizer,))
     loss_scale = torch.ones((), device=scale)
     assert reader.measure(reader.held_by(optimizer), scale=loss_scale).index.keys() == {"grad_norm"}
-    reader.look_again(reader.held_by(optimizer), sampled=True, scale=loss_scale)
+    reader.look_again(reader.held_by(optimizer), scale=loss_scale)
 
 
 @pytest.mark.usefixtures("fake")
