@@ -22,7 +22,7 @@ RULES = default_rules()
 
 def missed(rule: Any, history: History, count: int) -> list[int]:
     """The last `count` rows at which the rule finds something that is not suspected."""
-    suspected = rule.suspects(RecentRows(history, count))
+    suspected = rule.suspects(RecentRows(history, history.block(count)))
     assert suspected.shape == (count,)
     assert suspected.dtype == bool
     return [

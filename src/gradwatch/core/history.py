@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
@@ -14,7 +13,7 @@ from numpy.typing import NDArray
 from gradwatch.core.block import AFTER_STEP, Block
 from gradwatch.core.layer_graph import LayerGraph, topological_order
 from gradwatch.core.measured_rows import MeasuredRows
-from gradwatch.core.record import Floats, Layout, Mask, Missing, Record, has_numbers
+from gradwatch.core.record import MEASURED, Floats, Layout, Mask, Missing, Record, Sites, has_numbers
 
 T = TypeVar("T", bound=np.generic)
 
@@ -75,10 +74,6 @@ class History:
         self._end = self._count = 0
         self._first: dict[str, int] = {}
         """Name -> number of the first record that has it."""
-        self._places: dict[str, int] = {}
-        """Statistic -> its column of `_measured`."""
-        self._measured = np.empty((0, 0), dtype=np.int64)
-        """For each record, the number of the record at which each statistic was last measured; 0 for never."""
         self._openings = np.tile([np.inf, 0.0], (OPENING + 1, 1))
         """Row i: `opening` as of record number i."""
         self._before_step = False
@@ -92,7 +87,7 @@ class History:
     @property
     def nbytes(self) -> int:
         """Bytes of memory that its arrays take."""
-        arrays: list[NDArray[Any]] = [self._keys, self._codes, self._trusted, self._measured, self._openings]
+        arrays: list[NDArray[Any]] = [self._keys, self._codes, self._trusted, self._openings]
         arrays += self._scalars.values()
         return sum(array.nbytes for array in arrays) + sum(column.nbytes for column in self._columns.values())
 
@@ -100,10 +95,7 @@ class History:
         row = self._row(position)
         step, axis, optimizer = self._keys[row].tolist()
         count = self._count - (self._end - 1 - row)
-        late = AFTER_STEP if self._before_step and row == self._end - 1 else frozenset()
-        known = frozenset(
-            name for name, place in self._places.items() if self._measured[row, place] == count and name not in late
-        )
+        known = frozenset(name for name in self._columns if self._measured(name, count, count)[0])
         values = {
             name: column.window(count, count, known=count, sites=ALL_SITES)[0].copy()
             if name in known or name == "grad_norm"
@@ -114,7 +106,7 @@ class History:
         scalars = {
             name: number
             for name, column in self._scalars.items()
-            if name not in late and (number := float(column[row])) == number
+            if count <= self._last(name) and (number := float(column[row])) == number
         }
         return Record(step, axis, optimizer, self.layout, values, scalars, self._codes[row].copy(), known)
 
@@ -122,15 +114,14 @@ class History:
         """The history as rules judge the record at `position`: it is the latest record, and its own numbers of
         `AFTER_STEP` are hidden. A read-only view, valid until the next record is added.
         """
-        row = self._row(position)
-        view = copy(self)
+        row, view = self._row(position), self._view()
         view._end, view._count = row + 1, self._count - (self._end - 1 - row)
         view._before_step, view.nonfinite_origin = True, None
         return view
 
     def covering(self, records: int) -> History:
         """The history with all records that any of the last `records` has in `until`. A read-only view."""
-        view = copy(self)
+        view = self._view()
         view.capacity += records - 1
         return view
 
@@ -138,16 +129,17 @@ class History:
         """The last `n` records, copied."""
         rows = self._rows(n)
         first, last = self._numbers(rows)
-        measured = self._measured[rows] == np.arange(first, last + 1)[:, None]
-        nothing = np.broadcast_to(np.nan, (len(measured), len(self.layout)))
-        known = {name for name, place in self._places.items() if name == "grad_norm" or measured[:, place].any()}
+        measured = {name: self._measured(name, first, last) for name in self._columns}
+        nothing = np.broadcast_to(np.nan, (last + 1 - first, len(self.layout)))
         return Block(
             self.layout,
             self._keys[rows, 0].copy(),
             self._keys[rows, 1].copy(),
             self._keys[rows, 2].copy(),
             {
-                name: column.window(first, last, known=last, sites=ALL_SITES).copy() if name in known else nothing
+                name: column.window(first, last, known=last, sites=ALL_SITES).copy()
+                if name == "grad_norm" or measured[name].any()
+                else nothing
                 for name, column in self._columns.items()
             },
             {
@@ -156,7 +148,7 @@ class History:
                 if not np.isnan(numbers := column[rows]).all()
             },
             self._codes[rows].copy(),
-            {name: measured[:, place] for name, place in self._places.items()},
+            measured,
         )
 
     @property
@@ -173,9 +165,9 @@ class History:
         if not self._has(statistic) or statistic not in self._columns:
             return ()
         rows = self._rows()
-        there: Mask = np.any(~np.isnan(self._columns[statistic].measured(*self._numbers(rows))), axis=0)
+        there: Mask = np.any(~np.isnan(self._columns[statistic].between(*self._numbers(rows))[1]), axis=0)
         if statistic == "grad_norm":  # a gradient that is NaN at every step was measured too
-            there |= (self._codes[rows] == int(Missing.MEASURED)).any(axis=0)
+            there |= (self._codes[rows] == MEASURED).any(axis=0)
         return self.layout.names(1 + np.flatnonzero(there[1:]))
 
     def statistics(self) -> tuple[str, ...]:
@@ -199,19 +191,32 @@ class History:
 
     def age(self, statistic: str) -> int:
         """Records since `statistic` was last measured: 0 for the latest; `sys.maxsize` if it never was."""
-        place, row = self._places.get(statistic), self._end - 1
-        if self._before_step and statistic in AFTER_STEP:
-            row -= 1
-        last = 0 if place is None or row < 0 else int(self._measured[row, place])
+        column, known = self._columns.get(statistic), self._last(statistic)
+        if statistic == "grad_norm":
+            there = np.flatnonzero(self.measured(statistic, len(self)))
+            return len(self) - 1 - int(there[-1]) if len(there) else sys.maxsize
+        last = 0 if column is None else column.latest(known)
         return self._count - last if last else sys.maxsize
 
-    def measured(self, n: int) -> dict[str, Mask]:
-        """Statistics that were measured at any of the last `n` records -> at which of them: shape [records]."""
-        rows = self._rows(n)
-        first, last = self._numbers(rows)
-        found = self._measured[rows] == np.arange(first, last + 1)[:, None]
-        there = found.any(axis=0).tolist()
-        return {name: found[:, place] for name, place in self._places.items() if there[place]}
+    def measured(self, statistic: str, n: int) -> Mask:
+        """At which of the last `n` records `statistic` was measured: shape [records]."""
+        return self._measured(statistic, self._count + 1 - min(self._end, self.capacity, n), self._count)
+
+    def samples(self, statistic: str, n: int) -> tuple[Floats, Sites]:
+        """`statistic` at those of the last `n` records at which it was measured, oldest first: shape [samples, sites],
+        not to be changed; and how many records ago each was, 0 for the latest.
+        """
+        if (column := self._columns.get(statistic)) is None:
+            return np.empty((0, len(self.layout))), np.empty(0, dtype=np.intp)
+        first = self._count + 1 - min(self._end, self.capacity, n)
+        numbers, rows = column.between(first, self._last(statistic))
+        return rows, self._count - numbers
+
+    def at(self, statistic: str, ago: Sites) -> Floats:
+        """`statistic` at the records that many before the latest: shape [records, sites]; NaN where not measured."""
+        if (column := self._columns.get(statistic)) is None:
+            return np.full((len(ago), len(self.layout)), np.nan)
+        return column.at(self._count - ago, known=self._last(statistic))
 
     @property
     def whole(self) -> bool:
@@ -241,18 +246,19 @@ class History:
 
         Fewer than `n` records at the start of a run. None where the statistic was never measured.
         """
-        if not self._has(statistic) or statistic not in self._columns:
+        known = self._last(statistic)
+        if self._first.get(statistic, sys.maxsize) > known or (column := self._columns.get(statistic)) is None:
             return None
         last, records = self._count, min(self._end, self.capacity, n)
-        known = last - 1 if self._before_step and statistic in AFTER_STEP else last
-        return self._columns[statistic].window(last + 1 - records, last, known=known, sites=sites)
+        return column.window(last + 1 - records, last, known=known, sites=sites)
 
     def scalar(self, name: str, n: int) -> Floats | None:
         """A number of the whole step over the last `n` records: shape [records], not to be changed; None if unknown."""
-        if not self._has(name) or name not in self._scalars:
+        known = self._last(name)
+        if self._first.get(name, sys.maxsize) > known or (column := self._scalars.get(name)) is None:
             return None
-        numbers = self._scalars[name][self._rows(n)]
-        if self._before_step and name in AFTER_STEP and numbers[-1] == numbers[-1]:
+        numbers = column[self._rows(n)]
+        if known < self._count and numbers[-1] == numbers[-1]:
             numbers = numbers.copy()
             numbers[-1] = np.nan
         return numbers
@@ -271,44 +277,47 @@ class History:
 
     def extend(self, block: Block) -> None:
         """Add the rows of `block`, which has this layout; `amend` adds numbers to the last one."""
-        self._make_room(len(block))
-        first, self._end = self._end, self._end + len(block)
-        rows = slice(first, self._end)
-        numbers = np.arange(self._count, self._count + len(block)) + 1
+        count = len(block)
+        self._make_room(count)
+        rows = slice(self._end, self._end + count)
+        numbers = np.arange(self._count, self._count + count) + 1
         self._keys[rows, 0], self._keys[rows, 1], self._keys[rows, 2] = block.steps, block.axis, block.optimizers
         self._codes[rows], self._trusted[rows] = block.codes, True
         for name, values in block.values.items():
-            there, column = block.measured[name], self._column(name)
-            if name == "grad_norm" or there.all():
-                column.extend(numbers, values, most=self._most_rows)
-            elif there.any():
-                column.extend(numbers[there], values[there], most=self._most_rows)
-            self._measured[rows, self._places[name]] = np.where(there, numbers, 0)
-            if name not in self._first and (name == "grad_norm" or there.any()):
-                self._first[name] = int(numbers[0 if name == "grad_norm" else there.argmax()])
+            if name not in self._columns:
+                self._columns[name] = MeasuredRows(len(self.layout))
+            there = block.measured[name].nonzero()[0]
+            if name == "grad_norm" or len(there) == count:
+                self._columns[name].extend(numbers, values, most=self._most_rows)
+            elif len(there):
+                self._columns[name].extend(numbers[there], values[there], most=self._most_rows)
+            if name not in self._first and (name == "grad_norm" or len(there)):
+                self._first[name] = int(numbers[0 if name == "grad_norm" else there[0]])
         for name, scalars in block.scalars.items():
-            self._scalar_column(name)[rows] = scalars
+            if name not in self._scalars:
+                self._scalars[name] = np.full(len(self._keys), np.nan)
+            self._scalars[name][rows] = scalars
             if name not in self._first and (known := scalars == scalars).any():
                 self._first[name] = int(numbers[known.argmax()])
-        past = self._measured[max(first - 1, 0) : self._end]
-        np.maximum.accumulate(past, axis=0, out=past)
         if self._count < OPENING and "grad_norm" in block.values:
             self._open(block.values["grad_norm"][:, 0].tolist())
-        self._count += len(block)
+        self._end, self._count = rows.stop, self._count + count
         self.nonfinite_origin = None
 
     def amend(self, values: Mapping[str, Floats], scalars: Mapping[str, float] | None = None) -> None:
         """Add numbers to the latest record."""
-        row = self._end - 1
         for name, numbers in values.items():
-            column, known = self._column(name), has_numbers(numbers)
+            if name not in self._columns:
+                self._columns[name] = MeasuredRows(len(self.layout))
+            column, known = self._columns[name], has_numbers(numbers)
             if not column.replace_last(self._count, numbers) and known:
                 column.extend(np.array([self._count]), numbers[None], most=self._most_rows)
             if known:
-                self._measured[row, self._places[name]] = self._count
                 self._first.setdefault(name, self._count)
         for name, number in (scalars or {}).items():
-            self._scalar_column(name)[row] = number
+            if name not in self._scalars:
+                self._scalars[name] = np.full(len(self._keys), np.nan)
+            self._scalars[name][self._end - 1] = number
             if number == number:
                 self._first.setdefault(name, self._count)
 
@@ -347,9 +356,7 @@ class History:
             "scalars": {name: column[rows] for name, column in self._scalars.items()},
             "count": self._count,
             "written": {
-                name: int(self._measured[self._end - 1, place])
-                for name, place in self._places.items()
-                if self._end and self._measured[self._end - 1, place]
+                name: number for name, column in self._columns.items() if (number := column.latest(self._count))
             },
             "opening": list(self.opening),
         }
@@ -395,19 +402,12 @@ class History:
         self._scalars = {name: np.array(rows[newest], dtype=np.float64) for name, rows in state["scalars"].items()}
         self._end, self._count = len(self._keys), int(state["count"])
         self._first = dict.fromkeys((*state["columns"], *self._scalars), 0)
-        self._places = {name: place for place, name in enumerate(state["columns"])}
         numbers = np.arange(self._count - self._end, self._count) + 1
-        self._measured = np.zeros((self._end, len(self._places)), dtype=np.int64)
-        for name, place in self._places.items():
-            values = mapped(state["columns"][name], np.nan)
-            there = ~np.isnan(values).all(axis=1)
-            self._measured[:, place] = np.where(there, numbers, 0)
-            kept = np.ones_like(there) if name == "grad_norm" else there
-            self._columns[name] = MeasuredRows(len(self.layout))
-            self._columns[name].extend(numbers[kept], values[kept], most=self._most_rows)
-            if self._end:
-                self._measured[-1, place] = int(state["written"].get(name, 0))
-        np.maximum.accumulate(self._measured, axis=0, out=self._measured)
+        for name, column in state["columns"].items():
+            values = mapped(column, np.nan)
+            there = ~np.isnan(values).all(axis=1) | (name == "grad_norm")
+            self._columns[name] = MeasuredRows(len(self.layout), forgotten=int(state["written"].get(name, 0)))
+            self._columns[name].extend(numbers[there], values[there], most=self._most_rows)
         self._openings[: self._count + 1 if self._count < OPENING else None] = state["opening"]
         gone = set(state["sites"]) - set(state.get("activations", ())) - self.layout.index.keys()
         if not unknown and not gone:
@@ -431,24 +431,31 @@ class History:
 
     def _has(self, name: str) -> bool:
         """Whether any record up to the latest has a number of that name."""
-        last = self._count - 1 if self._before_step and name in AFTER_STEP else self._count
-        return self._first.get(name, sys.maxsize) <= last
+        return self._first.get(name, sys.maxsize) <= self._last(name)
+
+    def _last(self, name: str) -> int:
+        """The number of the last record whose number of that name is seen."""
+        return self._count - (self._before_step and name in AFTER_STEP)
+
+    def _measured(self, statistic: str, first: int, last: int) -> Mask:
+        """At which of the records number `first` to `last` a statistic was measured: shape [records]."""
+        if statistic == "grad_norm":  # it has rows at which nothing was measured
+            end = self._end - (self._count - last)
+            return np.asarray((self._codes[end - (last + 1 - first) : end] == MEASURED).any(axis=1))
+        there = np.zeros(last + 1 - first, dtype=bool)
+        if (column := self._columns.get(statistic)) is not None:
+            there[column.between(first, min(last, self._last(statistic)))[0] - first] = True
+        return there
+
+    def _view(self) -> History:
+        """A history that shares all records with this one."""
+        view = object.__new__(History)
+        view.__dict__.update(self.__dict__)
+        return view
 
     def _numbers(self, rows: slice) -> tuple[int, int]:
         """The numbers of the first and the last record of `rows`, which end with the latest one."""
         return self._count - (rows.stop - rows.start) + 1, self._count
-
-    def _column(self, statistic: str) -> MeasuredRows:
-        if statistic not in self._columns:
-            self._columns[statistic] = MeasuredRows(len(self.layout))
-            self._places[statistic] = self._measured.shape[1]
-            self._measured = np.pad(self._measured, ((0, 0), (0, 1)))
-        return self._columns[statistic]
-
-    def _scalar_column(self, name: str) -> Floats:
-        if name not in self._scalars:
-            self._scalars[name] = np.full(len(self._keys), np.nan)
-        return self._scalars[name]
 
     def _open(self, totals: list[float]) -> None:
         """Extend `_openings` by the total gradient norms of the next records."""
@@ -471,7 +478,6 @@ class History:
             self._codes = _lengthened(self._codes, added, Missing.NOT_SAMPLED)
             self._trusted = _lengthened(self._trusted, added, True)
             self._keys = _lengthened(self._keys, added, 0)
-            self._measured = _lengthened(self._measured, added, 0)
         if self._end + more <= len(self._keys):
             return
         keep = min(self._end, self.capacity)
@@ -481,9 +487,8 @@ class History:
         for scalars in self._scalars.values():
             scalars[:keep] = scalars[newest]
             scalars[keep:] = np.nan
-        for rows in (self._codes, self._trusted, self._keys, self._measured):
+        for rows in (self._codes, self._trusted, self._keys):
             rows[:keep] = rows[newest]
-        self._measured[keep:] = 0
         self._end = keep
 
 

@@ -17,7 +17,9 @@ class MeasuredRows:
     A statistic that is sampled at one of fifty records takes a fiftieth of the memory.
     """
 
-    def __init__(self, sites: int) -> None:
+    def __init__(self, sites: int, *, forgotten: int = 0) -> None:
+        """`forgotten`: the number of the last record whose row was dropped."""
+        self._forgotten = forgotten
         self._numbers = np.empty(0, dtype=np.int64)  # ascending
         self._rows: Floats = np.empty((0, sites))
         self._end = 0
@@ -46,7 +48,9 @@ class MeasuredRows:
 
     def forget(self, before: int) -> None:
         """Drop the rows of records with numbers below `before`."""
-        first = int(np.searchsorted(self._numbers[: self._end], before))
+        first = int(self._numbers[: self._end].searchsorted(before))
+        if first:
+            self._forgotten = int(self._numbers[first - 1])
         kept = self._end - first
         self._numbers[:kept], self._rows[:kept] = self._numbers[first : self._end], self._rows[first : self._end]
         self._end = kept
@@ -55,17 +59,36 @@ class MeasuredRows:
         """Add sites, at which nothing was measured."""
         self._rows = np.pad(self._rows, ((0, 0), (0, added)), constant_values=np.nan)
 
-    def measured(self, first: int, last: int) -> Floats:
-        """The rows of records number `first` to `last`, those that there are: shape [rows, sites], a read-only view."""
-        start, end = np.searchsorted(self._numbers[: self._end], (first, last + 1))
-        return self._rows[start:end]
+    def latest(self, last: int) -> int:
+        """The number of the latest record up to number `last` that has a row, or had one; 0 without one."""
+        end = int(self._numbers[: self._end].searchsorted(last, "right"))
+        return int(self._numbers[end - 1]) if end else self._forgotten
+
+    def between(self, first: int, last: int) -> tuple[NDArray[np.int64], Floats]:
+        """Those of the records number `first` to `last` that have rows: their numbers, and their rows, shape
+        [rows, sites]; read-only views.
+        """
+        start, end = self._numbers[: self._end].searchsorted((first, last + 1))
+        return self._numbers[start:end], self._rows[start:end]
+
+    def at(self, numbers: NDArray[np.int64], *, known: int) -> Floats:
+        """One row for each of the records `numbers`, NaN where nothing was measured, and beyond record number `known`:
+        shape [records, sites].
+        """
+        there = self._numbers[: self._end]
+        if not self._end:
+            return np.full((len(numbers), self._rows.shape[1]), np.nan)
+        places = np.minimum(there.searchsorted(numbers), self._end - 1)
+        rows = self._rows[places]
+        rows[(there[places] != numbers) | (numbers > known)] = np.nan
+        return rows
 
     def window(self, first: int, last: int, *, known: int, sites: int | slice) -> Floats:
         """One row for each record number `first` to `last`, NaN where nothing was measured, and beyond record number
         `known`: shape [records, sites], or [records] of a single site, not to be changed.
         """
         records = last + 1 - first
-        start, end = np.searchsorted(self._numbers[: self._end], (first, min(last, known) + 1))
+        start, end = self._numbers[: self._end].searchsorted((first, min(last, known) + 1))
         measured = self._rows[start:end, sites]
         if end - start == records:
             return measured

@@ -17,12 +17,12 @@ from gradwatch.core.block import Block
 from gradwatch.core.history import History, NonfiniteOrigin
 from gradwatch.core.layer_graph import Edge, merge_edges, topological_order
 from gradwatch.core.loss_levels import LossLevels
-from gradwatch.core.record import Floats, Layout, Mask, Missing, Run
+from gradwatch.core.record import Floats, Layout, Missing, Run
 from gradwatch.engine.history_state import packed, unpacked
 from gradwatch.rules import Rule
 from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.incidents import IncidentChanges, IncidentTracker
-from gradwatch.rules.rule import rows_to_call
+from gradwatch.rules.rule import rows_to_call, samples_of
 from gradwatch.sinks import Sink
 from gradwatch.sinks.dispatcher import Dispatcher
 from gradwatch.sinks.flight_recorder import FlightRecorder
@@ -84,6 +84,8 @@ class Diagnosis:
         self._rules = list(rules)
         self._selective = frozenset(rule.name for rule in rules if getattr(rule, "suspects", None) is not None)
         """Rules that say at which rows they are to be called; others are called at all that can tell them something."""
+        self._samples = {rule.name: needs for rule in rules if (needs := samples_of(rule))}
+        """Rules that need samples only -> of which statistics."""
         self.dispatcher = Dispatcher(sinks, dropped=partial(self.drop, "sink"))
         self._on_alert, self._trace = on_alert, trace
         self._open = False
@@ -180,20 +182,20 @@ class Diagnosis:
         measured = (block.codes == int(Missing.MEASURED)).any(axis=0)
         more = len(measured) - len(self._reached)
         self._reached = (np.pad(self._reached, (0, more)) if more else self._reached) | measured
-        suspected = self._suspected(len(block))
-        visited, open_rules = _anywhere(suspected), self.incidents.open_rules
+        suspected, judged = self._suspected(block), 0
+        open_rules = self.incidents.open_rules
         for row, step in enumerate(block.steps.tolist()):
             self._recorded += 1
-            if (suspected and visited[row]) or open_rules:
+            names = {name for name, rows in suspected.items() if rows[row - judged]} if suspected else ()
+            if names or open_rules:
                 called = [
                     rule
                     for rule in self._rules
-                    if suspected[rule.name][row] or (rule.name in open_rules and rule.name in self._selective)
+                    if rule.name in names or (rule.name in open_rules and rule.name in self._selective)
                 ]
                 if self._judge(called, step, len(block) - row) and row + 1 < len(block):
-                    later = self._suspected(len(block) - 1 - row)  # baselines have changed
-                    suspected = {name: np.append(suspected[name][: row + 1], mask) for name, mask in later.items()}
-                    visited = _anywhere(suspected)
+                    judged = row + 1
+                    suspected = self._suspected(block.rows(judged, len(block)))  # baselines have changed
             if self.on_incidents is not None:
                 self._tell_incidents(self.on_incidents, step)
 
@@ -226,16 +228,20 @@ class Diagnosis:
             self._losses.levels,
         )
 
-    def _suspected(self, rows: int) -> dict[str, Mask]:
-        """For each rule, at which of the last `rows` records it may find something."""
-        recent, found = RecentRows(self.history, rows), dict[str, Mask]()
+    def _suspected(self, block: Block) -> dict[str, list[bool]]:
+        """For each rule that may find something, at which rows of `block`, the latest records, it may."""
+        recent, found = RecentRows(self.history, block), dict[str, list[bool]]()
+        fresh = recent.fresh.keys()
         for rule in tuple(self._rules):
+            if rule.name in self._samples and self._samples[rule.name].isdisjoint(fresh):
+                continue
             try:
                 asked = getattr(rule, "suspects", None)
                 mask = rows_to_call(rule, recent) if asked is None else asked(recent)
-                if mask.shape != (rows,):
-                    raise ValueError(f"suspects returned the shape {mask.shape} for {rows} rows")
-                found[rule.name] = found[rule.name] | mask if rule.name in found else mask
+                if mask.shape != (len(block),):
+                    raise ValueError(f"suspects returned the shape {mask.shape} for {len(block)} rows")
+                if mask.any():
+                    found[rule.name] = (mask | found[rule.name] if rule.name in found else mask).tolist()
             except Exception as error:
                 self._switch_off(rule, error)
         return found
@@ -338,12 +344,6 @@ class Diagnosis:
         """Report that a rule or sink failed and is not used any more."""
         note = f"the {kind} {name} failed and was switched off: {type(error).__name__}: {error}"
         self.note(note, said=f"GradWatch: {note}", error=error)
-
-
-def _anywhere(suspected: Mapping[str, Mask]) -> list[bool]:
-    """For each row, whether any rule may find something there."""
-    found: list[bool] = np.logical_or.reduce(list(suspected.values())).tolist() if suspected else []
-    return found
 
 
 def _onset(history: History, finding: Finding) -> int:

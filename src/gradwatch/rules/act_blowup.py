@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import ClassVar
 
 import numpy as np
@@ -73,9 +74,14 @@ class ActBlowup:
         require_positive(self)
 
     def suspects(self, rows: RecentRows) -> Mask:
-        """Samples: a rule of samples says nothing between them."""
-        sampled = rows.fresh("output_rms")
-        return rows.nowhere if sampled is None else sampled
+        """Samples with such a product, or with an output that far over its lowest."""
+        if "output_rms" not in rows.fresh:
+            return rows.nowhere
+        outputs, layers = rows.block.values["output_rms"], rows.layout.layers
+        suspected = (outputs[:, layers] >= rows.extremes("output_rms")[0] * 10.0**self.growth_dex).any(axis=1)
+        for query, key in _pairs(rows.layout):
+            suspected |= outputs[:, query] * outputs[:, key] >= self.logits
+        return np.asarray(rows.fresh["output_rms"] & suspected)
 
     def __call__(self, history: History) -> Sequence[Finding] | None:
         found = samples(history, "output_rms")
@@ -202,14 +208,16 @@ def _growth(history: History, site: int, back: int) -> tuple[str, str]:
     return cause, f"{lower}." if norms else f"{lower}, or nn.LayerNorm before layer {layer}."
 
 
-def _pairs(layout: Layout) -> Iterator[tuple[int, int]]:
+@lru_cache(maxsize=8)
+def _pairs(layout: Layout) -> tuple[tuple[int, int], ...]:
     """Layers that make the queries and the keys of one attention, unless norms follow them there."""
-    known = {layout.sites[i].name: int(i) for i in layout.layers}
+    known, found = {layout.sites[i].name: int(i) for i in layout.layers}, []
     for name, query in known.items():
         parent, dot, last = name.rpartition(".")
         key = known.get(f"{parent}{dot}{QUERIES_AND_KEYS.get(last, '')}")
         if key is not None and key != query and not _normed(known, f"{parent}{dot}"):
-            yield query, key
+            found.append((query, key))
+    return tuple(found)
 
 
 def _normed(known: dict[str, int], prefix: str) -> bool:

@@ -47,14 +47,13 @@ class BadHead:
 
     def suspects(self, rows: RecentRows) -> Mask:
         """Samples that show it: the latest of those in a row is one."""
-        suspected = rows.nowhere
+        suspected, values = rows.nowhere, rows.block.values
         for fault in ("softmax_head", "sigmoid_head", "loss_broadcast"):
-            if (sampled := rows.fresh(fault)) is not None and (heads := rows.numbers(fault)) is not None:
-                suspected = suspected | (sampled & (heads[:, 0] > 0))
-        if (sampled := rows.fresh("logit_misfit")) is not None and (
-            misfits := rows.numbers("logit_misfit")
-        ) is not None:
-            suspected = suspected | (sampled & (misfits[:, rows.layout.activations] < self.misfit).any(axis=1))
+            if fault in rows.fresh:
+                suspected = suspected | (values[fault][:, 0] > 0)
+        if "logit_misfit" in rows.fresh:
+            misfits = values["logit_misfit"][:, rows.layout.activations]
+            suspected = suspected | (misfits < self.misfit).any(axis=1)
         return suspected
 
     def __call__(self, history: History) -> Sequence[Finding] | None:

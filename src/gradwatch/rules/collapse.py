@@ -15,7 +15,7 @@ from gradwatch.core.history import History
 from gradwatch.core.record import MEASURED, Floats, Layout, Mask, Sites
 from gradwatch.rules.evidence.baseline import LEVEL_RECORDS
 from gradwatch.rules.evidence.onsets import own_records, streak_starts
-from gradwatch.rules.evidence.recent_rows import RecentRows
+from gradwatch.rules.evidence.recent_rows import ROUNDING, RecentRows
 from gradwatch.rules.evidence.samples import RECENT_RECORDS, lasted, records_with, samples
 from gradwatch.rules.evidence.shocks import shock_before
 from gradwatch.rules.evidence.wording import name_text
@@ -82,11 +82,14 @@ class Collapse:
         require_positive(self)
 
     def suspects(self, rows: RecentRows) -> Mask:
-        """Samples: it says nothing between them."""
-        suspected = rows.nowhere
-        for statistic in ("weight_norm", "output_rms") if _codes_of(rows.layout) else ("weight_norm",):
-            if (sampled := rows.fresh(statistic)) is not None:
-                suspected = suspected | sampled
+        """Samples of weights that have shrunk enough for a decay, or of such small outputs."""
+        suspected, values = rows.nowhere, rows.block.values
+        if "weight_norm" in rows.fresh:
+            share = max(self.left, 0.5 ** (SHORTEST_DECAY / self.half_life)) / ROUNDING
+            limits = share * rows.extremes("weight_norm")[1]
+            suspected = (values["weight_norm"][:, rows.layout.layers] <= limits).any(axis=1)
+        for _, group in _codes_of(rows.layout) if "output_rms" in rows.fresh else ():
+            suspected = suspected | (values["output_rms"][:, group].max(axis=1) <= self.code_rms)
         return suspected
 
     def __call__(self, history: History) -> Sequence[Finding] | None:

@@ -65,8 +65,9 @@ class Dead:
         lowest, highest = rows.range("grad_norm")
         suspected = (lowest == 0) & (highest > 0)
         for statistic, share in (("zero_share", 1.0), ("dead_units", self.dead_share)):
-            if (sampled := rows.fresh(statistic)) is not None and (shares := rows.numbers(statistic)) is not None:
-                suspected |= sampled & (shares[:, rows.layout.activations] >= share).any(axis=1)
+            if statistic in rows.fresh:
+                shares = rows.block.values[statistic][:, rows.layout.activations]
+                suspected |= rows.fresh[statistic] & (shares >= share).any(axis=1)
         return np.asarray(suspected)
 
     def __call__(self, history: History) -> Sequence[Finding] | None:

@@ -43,7 +43,7 @@ class Disconnected:
 
     def suspects(self, rows: RecentRows) -> Mask:
         """A gradient is missing or zero: at the latest of the records without one it is."""
-        missing = (rows.codes == NO_GRADIENT).any(axis=1)
+        missing = (rows.block.codes == NO_GRADIENT).any(axis=1)
         return np.asarray(missing | (rows.range("grad_norm")[0] == 0))
 
     def __call__(self, history: History) -> Sequence[Finding] | None:

@@ -16,7 +16,7 @@ from gradwatch.rules.evidence.applied_gradients import summed_passes
 from gradwatch.rules.evidence.baseline import LEVEL_RECORDS, first_steps, was_learnt
 from gradwatch.rules.evidence.gradient_jump import EFFECT_RECORDS, gradient_jump
 from gradwatch.rules.evidence.learning_rates import better_rate, rate_jump, rate_text
-from gradwatch.rules.evidence.recent_rows import RecentRows
+from gradwatch.rules.evidence.recent_rows import ROUNDING, RecentRows
 from gradwatch.rules.evidence.samples import RECENT_RECORDS, records_with
 from gradwatch.rules.evidence.weights import (
     WEIGHT_FLOOR_SHARE,
@@ -111,16 +111,14 @@ class Divergence:
 
     def suspects(self, rows: RecentRows) -> Mask:
         """A step as large as the weights lately, a loss far over the optimizer's first, or a sample of the weights."""
-        suspected = self._after_large_updates(rows) | self._far_losses(rows)
-        sampled = rows.fresh("weight_norm")
-        return suspected if sampled is None or has_norm_layers(rows.layout) else suspected | sampled
-
-    def _after_large_updates(self, rows: RecentRows) -> Mask:
-        suspected = rows.nowhere.copy()
-        for back in range(1, EFFECT_RECORDS + 1):
-            if (sampled := rows.sampled_before("update_ratio", back)) is not None:
-                updates = rows.before("update_ratio", back)[sampled]
-                suspected[sampled] |= (updates >= min(self.often, self.update)).any(axis=1)
+        suspected = self._far_losses(rows)
+        updates, ago = rows.history.samples("update_ratio", rows.count + EFFECT_RECORDS)
+        for back in ago[(updates >= min(self.often, self.update)).any(axis=1)].tolist():
+            suspected = suspected.copy()
+            suspected[max(0, rows.count - back) : max(0, rows.count - back + EFFECT_RECORDS)] = True
+        if "weight_norm" in rows.fresh and not has_norm_layers(rows.layout):
+            limits = self.growth * ROUNDING * rows.extremes("weight_norm")[0]
+            suspected = suspected | (rows.block.values["weight_norm"][:, rows.layout.layers] >= limits).any(axis=1)
         return suspected
 
     def _far_losses(self, rows: RecentRows) -> Mask:
@@ -129,11 +127,16 @@ class Divergence:
         if losses is None:
             return rows.nowhere
         sizes, optimizers = np.abs(losses), rows.history.optimizers(len(losses))
+        lowest = sizes[: max(0, len(sizes) - rows.capacity) + 1].min()  # of the first ones that these rows see
+        alone = (optimizers == optimizers[-1]).all()
+        if alone and (sizes[-rows.count - LEVEL_RECORDS :] < self.loss * lowest).all():
+            return rows.nowhere
         first, newest = np.zeros(rows.count), np.zeros((rows.count, LEVEL_RECORDS))
-        for optimizer in set(rows.optimizers.tolist()):
-            own, mine = (optimizers == optimizer).nonzero()[0], (rows.optimizers == optimizer).nonzero()[0]
-            first[mine] = sizes[own[own.searchsorted(rows.begins[mine])]]
-            latest = own.searchsorted(len(losses) - rows.count + mine)
+        places = np.arange(len(losses) - rows.count, len(losses))
+        for optimizer in set(rows.block.optimizers.tolist()):
+            own, mine = (optimizers == optimizer).nonzero()[0], (rows.block.optimizers == optimizer).nonzero()[0]
+            first[mine] = sizes[own[own.searchsorted(places[mine] + 1 - rows.lengths[mine])]]
+            latest = own.searchsorted(places[mine])
             newest[mine] = sizes[own[np.maximum(latest[:, None] - np.arange(LEVEL_RECORDS), 0)]]
         far = ~(newest < self.loss * first[:, None])
         flat = rows.totals < self.gradient * rows.openings[:, 0]

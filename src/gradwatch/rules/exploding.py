@@ -113,8 +113,8 @@ class Exploding:
     def suspects(self, rows: RecentRows) -> Mask:
         """The total is that far over the opening, a sample of recurrent layers, or two layers that far apart."""
         suspected = rows.totals >= 10.0**self.total_dex * rows.openings[:, 0]
-        if (sampled := rows.fresh("time_growth")) is not None:
-            suspected |= sampled
+        if "time_growth" in rows.fresh:
+            suspected |= rows.fresh["time_growth"]
         apart = may_differ(
             rows,
             signal_dex=self.signal_dex,

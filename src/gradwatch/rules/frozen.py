@@ -63,10 +63,12 @@ class Frozen:
 
     def suspects(self, rows: RecentRows) -> Mask:
         """A parameter is in no optimizer, the step before left one where it was, or layers amid others are off."""
-        layout, codes = rows.layout, rows.codes
+        layout, codes = rows.layout, rows.block.codes
         suspected = np.asarray((codes == NO_OPTIMIZER).any(axis=1) | bool(layout.unowned))
-        if (sampled := rows.sampled_before("update_ratio")) is not None:
-            suspected |= sampled & (rows.before("update_ratio")[:, layout.parameters] == 0).any(axis=1)
+        if "update_ratio" in rows.fresh:
+            updates, ago = rows.history.samples("update_ratio", rows.count + 1)
+            stood = ago[(updates[:, layout.parameters] == 0).any(axis=1) & (ago > 0)]
+            suspected[rows.count - stood] = True
         if (codes == FROZEN).any():
             begins = [0, *(1 + np.flatnonzero((codes[1:] != codes[:-1]).any(axis=1))).tolist()]
             for begin, end in zip(begins, [*begins[1:], rows.count], strict=True):

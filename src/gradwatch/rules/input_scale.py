@@ -63,12 +63,13 @@ class InputScale:
         """Samples with such an input, or with such a loss: no residual is larger than it, or than the root of its
         double.
         """
-        suspected, losses = rows.nowhere, rows.scalar("loss")
-        if (sampled := rows.fresh("input_rms")) is not None:
+        suspected, losses = rows.nowhere, rows.block.scalars.get("loss")
+        if "input_rms" in rows.fresh:
             lowest, highest = rows.range("input_rms")
-            suspected = sampled & ((highest > min(self.rms, self.large_rms)) | (lowest == 0))
-        if (sampled := rows.fresh("output_rms")) is not None and losses is not None:
-            suspected = suspected | (sampled & (losses > min(self.rms, self.rms**2 / 2) * ROUNDING))
+            suspected = rows.fresh["input_rms"] & ((highest > min(self.rms, self.large_rms)) | (lowest == 0))
+        if "output_rms" in rows.fresh and losses is not None:
+            wide = losses > min(self.rms, self.rms**2 / 2) * ROUNDING
+            suspected = suspected | (rows.fresh["output_rms"] & wide)
         return suspected
 
     def __call__(self, history: History) -> Sequence[Finding] | None:

@@ -53,9 +53,9 @@ class Nonfinite:
     def suspects(self, rows: RecentRows) -> Mask:
         """A total or a loss that is not finite."""
         suspected = ~np.isfinite(rows.totals)
-        if (losses := rows.scalar("loss")) is not None:
+        if (losses := rows.block.scalars.get("loss")) is not None:
             suspected |= np.isinf(losses)
-        if (said := rows.scalar("loss_nan")) is not None:
+        if (said := rows.block.scalars.get("loss_nan")) is not None:
             suspected |= said == 1
         return suspected
 

@@ -30,8 +30,8 @@ class Rule(Protocol):
     An optional method, `suspects(rows: RecentRows) -> Mask`: at which of the rows of a block the rule may find
     something, shape [rows], computed over all of them at once. It must be true wherever the rule, called on
     `history.until` that row, returns a finding, and may be true elsewhere. The rule is called at these rows alone, and
-    at every row while its incident is open. Without the method it is called at every row, or, if all that it needs is
-    sampled, at every row with a sample of that.
+    at every row while its incident is open. Without the method it is called at every row. A rule all of whose `needs`
+    are sampled is not asked of rows without a new sample of them, and without the method is called at the others.
     """
 
     @property
@@ -50,13 +50,18 @@ class Rule(Protocol):
         """
 
 
+def samples_of(rule: Rule) -> frozenset[str]:
+    """What `rule` needs, if all of it is sampled; otherwise nothing."""
+    needs = frozenset(getattr(rule, "needs", ()))
+    return needs if all(CATALOGUE[statistic].sampled for statistic in needs) else frozenset()
+
+
 def rows_to_call(rule: Rule, rows: RecentRows) -> Mask:
     """At which of `rows` a rule without `suspects` is called: shape [rows]."""
-    needs = tuple(getattr(rule, "needs", ()))
-    if not needs or not all(CATALOGUE[statistic].sampled for statistic in needs):
+    needs = samples_of(rule)
+    if not needs:
         return ~rows.nowhere
-    samples = [sampled for statistic in needs if (sampled := rows.fresh(statistic)) is not None]
-    return np.asarray(np.logical_or.reduce([rows.nowhere, *samples]))
+    return np.asarray(np.logical_or.reduce([rows.nowhere, *(rows.fresh[name] for name in needs & rows.fresh.keys())]))
 
 
 def require_positive(rule: DataclassInstance) -> None:

@@ -48,10 +48,10 @@ class Saturation:
 
     def suspects(self, rows: RecentRows) -> Mask:
         """Samples with such an activation."""
-        sampled, shares = rows.fresh("saturated"), rows.numbers("saturated")
-        if sampled is None or shares is None:
+        if "saturated" not in rows.fresh:
             return rows.nowhere
-        return np.asarray(sampled & (shares[:, rows.layout.activations] >= self.least_share).any(axis=1))
+        shares = rows.block.values["saturated"][:, rows.layout.activations]
+        return np.asarray(rows.fresh["saturated"] & (shares >= self.least_share).any(axis=1))
 
     def __call__(self, history: History) -> Sequence[Finding] | None:
         found = samples(history, "saturated")

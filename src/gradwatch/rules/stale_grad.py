@@ -43,7 +43,7 @@ class StaleGrad:
 
     def suspects(self, rows: RecentRows) -> Mask:
         """Old gradients were there."""
-        stale = rows.scalar("stale")
+        stale = rows.block.scalars.get("stale")
         return rows.nowhere if stale is None else stale >= self.old_share
 
     def __call__(self, history: History) -> Sequence[Finding] | None:

@@ -82,9 +82,21 @@ class Stalled:
         require_positive(self)
 
     def suspects(self, rows: RecentRows) -> Mask:
-        """The update of the step before is known."""
-        sampled = rows.sampled_before("update_ratio")
-        return rows.nowhere if sampled is None else sampled
+        """The step before moved no layer by enough; where optimizers take turns, any whose update is known."""
+        history, n = rows.history, rows.count + 1
+        if "update_ratio" not in rows.fresh:
+            return rows.nowhere
+        sampled, optimizers = rows.fresh["update_ratio"], history.optimizers(RECENT_RECORDS + n)
+        totals = history.window("update_ratio", n, sites=0)
+        if totals is None or not (optimizers == optimizers[-1]).all():
+            return sampled
+        ago = rows.count - np.flatnonzero(sampled)
+        places = min(len(history), RECENT_RECORDS) - 1 - ago
+        pulled = _pulled(history, places) & ~zeroed_by_interventions(history, n, rows.layout.layers)[-1 - ago]
+        moving = self._moving(history, places, pulled, max(self.update, self.stuck_update))
+        suspected = sampled.copy()
+        suspected[sampled] = (pulled.any(axis=1) & ~moving) | np.isnan(totals[-1 - ago])
+        return suspected
 
     def __call__(self, history: History) -> Sequence[Finding] | None:
         if not update_is_new(history):
@@ -93,7 +105,7 @@ class Stalled:
         if not len(places):
             return None
         layers, back = history.layout.layers, min(len(history), RECENT_RECORDS) - int(places[-1])
-        pulled = _pulled(history, places[-1]) & ~zeroed_by_interventions(history, back, layers)[0]
+        pulled = _pulled(history, places[-1:])[0] & ~zeroed_by_interventions(history, back, layers)[0]
         if not pulled.any():
             return []
         if not self._moving(history, places[-1:], pulled, self.update).any():
@@ -265,11 +277,12 @@ def _cause(history: History, own: Indices, place: np.intp, most: float) -> tuple
     return "The learning rate is too low for these gradients.", usual if most >= RELIABLE_UPDATE else HIGHER_RATE
 
 
-def _pulled(history: History, place: np.intp) -> Mask:
-    """Layers that had a gradient at `place`, shape [layers]."""
+def _pulled(history: History, places: Indices) -> Mask:
+    """Layers that had a gradient at `places`, shape [places, layers]."""
     layers, norms = history.layout.layers, history.window("grad_norm", RECENT_RECORDS)
     assert norms is not None, "every record has it"
-    return np.asarray((history.codes(RECENT_RECORDS)[place, layers] == MEASURED) & (norms[place, layers] > 0))
+    codes = history.codes(RECENT_RECORDS)
+    return np.asarray((codes[places][:, layers] == MEASURED) & (norms[places][:, layers] > 0))
 
 
 def _levels(series: Floats) -> tuple[float, float]:

@@ -55,8 +55,9 @@ class Underflow:
 
     def suspects(self, rows: RecentRows) -> Mask:
         """Samples with a signal of which that share is zero."""
-        sampled = rows.fresh("half_zeros")
-        return rows.nowhere if sampled is None else sampled & (rows.range("half_zeros")[1] >= self.zero_share)
+        if "half_zeros" not in rows.fresh:
+            return rows.nowhere
+        return rows.fresh["half_zeros"] & (rows.range("half_zeros")[1] >= self.zero_share)
 
     def __call__(self, history: History) -> Sequence[Finding] | None:
         found = samples(history, "half_zeros")

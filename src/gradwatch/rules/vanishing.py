@@ -90,9 +90,8 @@ class Vanishing:
     def suspects(self, rows: RecentRows) -> Mask:
         """The total is that far under the opening, recurrent layers are looked at, or two layers are that far apart."""
         suspected = rows.totals <= 10.0**-self.total_dex * rows.openings[:, 1]
-        if rows.numbers("time_growth") is not None:
-            sampled = rows.fresh("time_growth")
-            suspected |= fades_are_due(rows.lengths, rows.nowhere if sampled is None else sampled)
+        if rows.history.window("time_growth", 1) is not None:
+            suspected |= fades_are_due(rows.lengths, rows.fresh.get("time_growth", rows.nowhere))
         apart = may_differ(
             rows,
             signal_dex=min(self.signal_dex, self.stuck_dex),

@@ -49,9 +49,8 @@ def per_full_accumulation(history: History, statistic: str, n: int) -> Floats | 
 
     Records of an incomplete accumulation, of n of N micro-batches, are multiplied by N / n.
     """
-    rows = history.window(statistic, n)
-    done, whole = history.scalar("accumulated", n), history.scalar("accumulate", n)
-    if rows is None or done is None or whole is None:
+    rows, done = history.window(statistic, n), history.scalar("accumulated", n)
+    if rows is None or done is None or (whole := history.scalar("accumulate", n)) is None:
         return rows
     ratio = whole / done
     short = np.isfinite(ratio) & (ratio > 1)

@@ -98,11 +98,12 @@ def _steepest(logs: Floats) -> tuple[int, float]:
 def may_differ(rows: RecentRows, *, signal_dex: float, gradient_dex: float, stale_records: int, zeros: bool) -> Mask:
     """At which rows `judge_depth` has a profile in which two layers, `zeros` left aside or not, are so far apart."""
     suspected = rows.nowhere
-    if (sampled := rows.fresh("signal_norm")) is not None:
-        suspected = sampled & rows.apart("signal_norm", signal_dex, zeros=zeros)
-    ages = min(rows.age("signal_norm"), stale_records) + np.arange(rows.count)  # less after the next sample
-    if (stale := ages >= stale_records).any():
-        suspected = suspected | (stale & rows.apart("grad_norm", gradient_dex, zeros=zeros))
+    if "signal_norm" in rows.fresh:
+        suspected = rows.fresh["signal_norm"] & rows.apart("signal_norm", signal_dex, zeros=zeros)
+    # records until no signal counts: more after the next sample
+    if (left := max(0, stale_records - rows.signal_age)) < rows.count:
+        suspected = suspected.copy()
+        suspected[left:] |= rows.apart("grad_norm", gradient_dex, zeros=zeros)[left:]
     return suspected
 
 

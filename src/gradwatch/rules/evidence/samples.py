@@ -25,11 +25,9 @@ def samples(history: History, statistic: str) -> tuple[Floats, NDArray[np.intp]]
     """
     if history.age(statistic) > 0:
         return None
-    rows, optimizers = history.window(statistic, RECENT_RECORDS), history.optimizers(RECENT_RECORDS)
-    assert rows is not None, "the latest record holds it"
-    there = np.flatnonzero(~np.isnan(rows[:, 0]) & (optimizers == optimizers[-1]))
-    # a record without a total cannot be judged
-    return (rows[there], len(rows) - 1 - there) if len(there) and there[-1] == len(rows) - 1 else None
+    (rows, ago), optimizers = history.samples(statistic, RECENT_RECORDS), history.optimizers(RECENT_RECORDS)
+    own = ~np.isnan(rows[:, 0]) & (optimizers[len(optimizers) - 1 - ago] == optimizers[-1])
+    return (rows[own], ago[own]) if own[-1] else None  # a record without a total cannot be judged
 
 
 def records_with(
@@ -39,11 +37,12 @@ def records_with(
 
     Only the first, middle and last site of `among` are looked at, by default the layers.
     """
-    rows = history.window(statistic, records)
+    rows, ago = history.samples(statistic, records)
     sites = forward_order(history.layout) if among is None else among
-    if rows is None or not len(sites):
+    if not len(sites):
         return np.empty(0, dtype=np.intp)
-    return np.flatnonzero(~np.isnan(rows[:, sites[[0, len(sites) // 2, -1]]]).all(axis=1))
+    there = ~np.isnan(rows[:, sites[[0, len(sites) // 2, -1]]]).all(axis=1)
+    return np.asarray(min(len(history), records) - 1 - ago[there])
 
 
 def lasted(found: NDArray[np.bool_], ago: NDArray[np.intp], *, samples: int, records: int) -> NDArray[np.bool_]:

@@ -92,13 +92,9 @@ def relative_updates(history: History, places: NDArray[np.intp]) -> Floats:
 
     `places`: among the last `RECENT_RECORDS` records.
     """
-    layout, ratios = history.layout, history.window("update_ratio", RECENT_RECORDS)
-    assert ratios is not None, "there are samples"
-    found = ratios[np.ix_(places, layout.layers)]
-    weights = history.window("weight_norm", RECENT_RECORDS)
-    if weights is None:
-        return found
-    norms, floor = weights[np.ix_(places, layout.layers)], WEIGHT_FLOOR_SHARE * usual_norms(layout)
+    layers, floor = history.layout.layers, WEIGHT_FLOOR_SHARE * usual_norms(history.layout)
+    ago = min(len(history), RECENT_RECORDS) - 1 - places
+    found, norms = history.at("update_ratio", ago)[:, layers], history.at("weight_norm", ago)[:, layers]
     return np.where(norms < floor, found * norms / floor, found)
 
 
