@@ -27,7 +27,7 @@ class Block:
     optimizers: NDArray[np.int64]
     """`Record.optimizer` of each row: shape [k]."""
     values: Mapping[str, Floats]
-    """Statistic -> array of shape [k, sites], NaN where it was not measured."""
+    """Statistic -> array of shape [k, sites], NaN where it was not measured; of those that any of the rows has."""
     scalars: Mapping[str, Floats]
     """Numbers of the whole step (`loss`, `lr`, ...), shape [k], NaN at rows that have none."""
     codes: NDArray[np.int8]

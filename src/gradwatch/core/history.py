@@ -76,8 +76,8 @@ class History:
         """Name -> number of the first record that has it."""
         self._openings = np.tile([np.inf, 0.0], (OPENING + 1, 1))
         """Row i: `opening` as of record number i."""
-        self._before_step = False
-        """Whether the numbers of `AFTER_STEP` are hidden at the latest record."""
+        self._hidden: frozenset[str] = frozenset()
+        """Names whose numbers are hidden at the latest record."""
         self.nonfinite_origin: NonfiniteOrigin | None = None
         """Found by a second run of the latest record's batch; None without one."""
 
@@ -116,7 +116,7 @@ class History:
         """
         row, view = self._row(position), self._view()
         view._end, view._count = row + 1, self._count - (self._end - 1 - row)
-        view._before_step, view.nonfinite_origin = True, None
+        view._hidden, view.nonfinite_origin = AFTER_STEP, None
         return view
 
     def covering(self, records: int) -> History:
@@ -129,24 +129,21 @@ class History:
         """The last `n` records, copied."""
         rows = self._rows(n)
         first, last = self._numbers(rows)
-        measured = {name: self._measured(name, first, last) for name in self._columns}
-        nothing = np.broadcast_to(np.nan, (last + 1 - first, len(self.layout)))
+        values, measured = dict[str, Floats](), dict[str, Mask]()
+        for name, column in self._columns.items():
+            numbers, found = column.between(first, last)
+            if len(numbers):
+                values[name] = np.full((last + 1 - first, len(self.layout)), np.nan)
+                values[name][numbers - first] = found
+                measured[name] = self._measured(name, first, last)
+        scalars = {name: column[rows].copy() for name, column in self._scalars.items()}
         return Block(
             self.layout,
             self._keys[rows, 0].copy(),
             self._keys[rows, 1].copy(),
             self._keys[rows, 2].copy(),
-            {
-                name: column.window(first, last, known=last, sites=ALL_SITES).copy()
-                if name == "grad_norm" or measured[name].any()
-                else nothing
-                for name, column in self._columns.items()
-            },
-            {
-                name: numbers.copy()
-                for name, column in self._scalars.items()
-                if not np.isnan(numbers := column[rows]).all()
-            },
+            values,
+            {name: numbers for name, numbers in scalars.items() if not np.isnan(numbers).all()},
             self._codes[rows].copy(),
             measured,
         )
@@ -421,9 +418,10 @@ class History:
 
     def _row(self, position: int) -> int:
         """The row of the record at `position`, as in a list."""
-        if not -len(self) <= position < len(self):
-            raise IndexError(f"record {position} of a history of {len(self)}")
-        return self._end + position if position < 0 else self._end - len(self) + position
+        kept = len(self)
+        if not -kept <= position < kept:
+            raise IndexError(f"record {position} of a history of {kept}")
+        return self._end + position if position < 0 else self._end - kept + position
 
     def _rows(self, n: int | None = None) -> slice:
         kept = min(self._end, self.capacity)
@@ -435,7 +433,7 @@ class History:
 
     def _last(self, name: str) -> int:
         """The number of the last record whose number of that name is seen."""
-        return self._count - (self._before_step and name in AFTER_STEP)
+        return self._count - (name in self._hidden)
 
     def _measured(self, statistic: str, first: int, last: int) -> Mask:
         """At which of the records number `first` to `last` a statistic was measured: shape [records]."""

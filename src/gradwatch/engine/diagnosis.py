@@ -17,7 +17,7 @@ from gradwatch.core.block import Block
 from gradwatch.core.history import History, NonfiniteOrigin
 from gradwatch.core.layer_graph import Edge, merge_edges, topological_order
 from gradwatch.core.loss_levels import LossLevels
-from gradwatch.core.record import Floats, Layout, Missing, Run
+from gradwatch.core.record import MEASURED, Floats, Layout, Missing, Run
 from gradwatch.engine.history_state import packed, unpacked
 from gradwatch.rules import Rule
 from gradwatch.rules.evidence.recent_rows import RecentRows
@@ -91,6 +91,8 @@ class Diagnosis:
         self._open = False
         self._recorded = 0
         self._losses = LossLevels()
+        self._judged: Block | None = None
+        """The latest records as a block; None where something has changed them."""
         self._reached: NDArray[np.bool_] = np.zeros(0, dtype=bool)
         """Sites that got a gradient at least once."""
         self._waiting: Mapping[str, Any] | None = None
@@ -109,6 +111,7 @@ class Diagnosis:
             self.history.relayout(replace(more, unowned=known.unowned))
         else:
             self.history = History(run.layout)
+        self._judged = None
         self.dispatcher.open(run)
         self._open = True
         state, self._waiting = self._waiting, None
@@ -179,10 +182,11 @@ class Diagnosis:
         """Add the rows of `block` to the history, and judge them in their order."""
         self.history.extend(block)
         self._losses.extend(block)
-        measured = (block.codes == int(Missing.MEASURED)).any(axis=0)
+        self._judged = block
+        measured = (block.codes == MEASURED).any(axis=0)
         more = len(measured) - len(self._reached)
         self._reached = (np.pad(self._reached, (0, more)) if more else self._reached) | measured
-        suspected, judged = self._suspected(block), 0
+        count, judged, suspected = len(block), 0, self._suspected(block)
         open_rules = self.incidents.open_rules
         for row, step in enumerate(block.steps.tolist()):
             self._recorded += 1
@@ -193,20 +197,27 @@ class Diagnosis:
                     for rule in self._rules
                     if rule.name in names or (rule.name in open_rules and rule.name in self._selective)
                 ]
-                if self._judge(called, step, len(block) - row) and row + 1 < len(block):
+                if self._judge(called, step, count - row) and row + 1 < count:
                     judged = row + 1
-                    suspected = self._suspected(block.rows(judged, len(block)))  # baselines have changed
+                    suspected = self._suspected(block.rows(judged, count))  # baselines have changed
             if self.on_incidents is not None:
                 self._tell_incidents(self.on_incidents, step)
 
     def amend(self, values: Mapping[str, Floats], scalars: Mapping[str, float]) -> None:
         """Complete the record with what was measured after the step."""
         self.history.amend(values, scalars)
+        self._judged = None
 
     def emit(self, n: int = 1, *, before: int = 0) -> None:
         """`n` records are complete: send them on. They are the latest, but for the last `before` of them."""
-        if self.dispatcher:
-            self.dispatcher.block(self.history.block(n + before).rows(0, n))
+        if not self.dispatcher:
+            return
+        block, layout = self._judged, self.history.layout
+        if block is None or len(block) != n + before:
+            block = self.history.block(n + before)
+        elif block.layout is not layout:
+            block = replace(block, layout=layout)
+        self.dispatcher.block(block.rows(0, n) if before else block)
 
     def close(self, overhead: float) -> None:
         """The run is over: the verdict to the sinks, once."""
@@ -230,7 +241,7 @@ class Diagnosis:
 
     def _suspected(self, block: Block) -> dict[str, list[bool]]:
         """For each rule that may find something, at which rows of `block`, the latest records, it may."""
-        recent, found = RecentRows(self.history, block), dict[str, list[bool]]()
+        count, recent, found = len(block), RecentRows(self.history, block), dict[str, list[bool]]()
         fresh = recent.fresh.keys()
         for rule in tuple(self._rules):
             if rule.name in self._samples and self._samples[rule.name].isdisjoint(fresh):
@@ -238,8 +249,8 @@ class Diagnosis:
             try:
                 asked = getattr(rule, "suspects", None)
                 mask = rows_to_call(rule, recent) if asked is None else asked(recent)
-                if mask.shape != (len(block),):
-                    raise ValueError(f"suspects returned the shape {mask.shape} for {len(block)} rows")
+                if mask.shape != (count,):
+                    raise ValueError(f"suspects returned the shape {mask.shape} for {count} rows")
                 if mask.any():
                     found[rule.name] = (mask | found[rule.name] if rule.name in found else mask).tolist()
             except Exception as error:

@@ -85,12 +85,16 @@ class IncidentTracker:
         `order`: site -> its place in the model; an incident names its layers in that order. `onset`: the step at which
         the fault of a finding begins, `step` by default.
         """
-        if not self._open and not any(findings.values()):
+        clean = [rule for rule, found in findings.items() if found is not None and not found and rule in self._open]
+        for rule in clean:
+            self._clean_evaluations[rule] += 1
+        over = [rule for rule in clean if self._clean_evaluations[rule] >= self.close_after]
+        if not over and not any(findings.values()):
             return IncidentChanges()
         before = self._incidents()
-        for rule, found in findings.items():
-            if found is not None and not found:
-                self._clear(rule)
+        for rule in over:
+            place = self._open.pop(rule)
+            self._faults[place] = replace(self._faults[place], closed_step=self._last_seen[rule])
         for rule, found in findings.items():
             if found:
                 self._clean_evaluations[rule], self._last_seen[rule] = 0, step
@@ -260,15 +264,6 @@ class IncidentTracker:
             end = None if None in ends else max(step for step in ends if step is not None)
             found[cause] = replace(found[cause], effects=_merged((*found[cause].effects, *more), {}), closed_step=end)
         return found
-
-    def _clear(self, rule: str) -> None:
-        """Count an evaluation without a finding, and close the fault after enough of them."""
-        if rule not in self._open:
-            return
-        self._clean_evaluations[rule] += 1
-        if self._clean_evaluations[rule] >= self.close_after:
-            place = self._open.pop(rule)
-            self._faults[place] = replace(self._faults[place], closed_step=self._last_seen[rule])
 
 
 def _sites(found: Sequence[Finding]) -> tuple[str, ...]:

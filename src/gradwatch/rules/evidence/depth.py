@@ -130,11 +130,8 @@ def judge_depth(
 
 def profile(history: History, statistic: str, back: int = 1) -> Profile | None:
     """The profile of the record `back` from the end; None where fewer than two layers were measured, or all are 0."""
-    rows = history.window(statistic, back)
-    if rows is None or not len(rows):
-        return None
     order = forward_order(history.layout)
-    values = np.minimum(rows[0, order], HIGHEST)
+    values = np.minimum(history.at(statistic, np.array([back - 1]))[0, order], HIGHEST)
     keep = (history.codes(back)[0, order] == MEASURED) & (values >= 0)
     values = values[keep]
     return Profile(statistic, order[keep], values) if len(values) > 1 and values.any() else None

@@ -34,10 +34,11 @@ def starts_from_zero(history: History, layers: NDArray[np.intp]) -> NDArray[np.b
 
     What lies before such a layer (LoRA, a zero-initialised head or residual branch) gets its signal as they grow.
     """
-    weights, known = _known_weights(history)
-    if weights is None or not len(known):
+    known = _known_weights(history)
+    if not len(known):
         return np.zeros(len(layers), dtype=bool)
-    samples = weights[known[np.linspace(0, len(known) - 1, GROWTH_SAMPLES).astype(np.intp)]][:, layers]
+    some = known[np.linspace(0, len(known) - 1, GROWTH_SAMPLES).astype(np.intp)]
+    samples = history.at("weight_norm", some)[:, layers]
     usual = np.array([history.layout.sites[i].numel for i in layers]) ** 0.25
     earlier, later = np.fmax.reduce(samples[: GROWTH_SAMPLES // 2]), np.fmax.reduce(samples[GROWTH_SAMPLES // 2 :])
     growing = (later >= GROWTH_RATIO * earlier) | (len(known) < GROWTH_SAMPLES)
@@ -50,18 +51,18 @@ def sensitivity(history: History, layers: NDArray[np.intp]) -> Floats | None:
     Scaling the weights of a layer that a norm follows scales its signal, and leaves this as it is. None where the
     model has no norm, or the numbers are not known.
     """
-    gradients, (weights, known) = history.window("grad_norm", 1), _known_weights(history)
-    if gradients is None or weights is None or not len(known) or not has_norm_layers(history.layout):
+    gradients, known = history.window("grad_norm", 1), _known_weights(history)
+    if gradients is None or not len(known) or not has_norm_layers(history.layout):
         return None
-    found = gradients[0, layers] * weights[known[-1], layers]
+    found = gradients[0, layers] * history.at("weight_norm", known[-1:])[0, layers]
     return None if np.isnan(found).any() else found
 
 
-def _known_weights(history: History) -> tuple[Floats | None, NDArray[np.intp]]:
-    """Norms of the weights, and the records of this optimizer at which they were sampled, oldest first."""
+def _known_weights(history: History) -> NDArray[np.intp]:
+    """How many records ago each sample of the weights of this optimizer was taken, oldest first."""
     optimizers = history.optimizers(RECENT_RECORDS)
     places = records_with(history, "weight_norm", RECENT_RECORDS, among=np.zeros(1, dtype=np.intp))
-    return history.window("weight_norm", RECENT_RECORDS), places[optimizers[places] == optimizers[-1]]
+    return np.asarray(len(optimizers) - 1 - places[optimizers[places] == optimizers[-1]])
 
 
 def has_norm_layers(layout: Layout) -> bool:
