@@ -214,6 +214,16 @@ def alike(one: History, other: History) -> None:
         np.testing.assert_array_equal(one.window(name, 100), other.window(name, 100))
         np.testing.assert_array_equal(one.scalar(name, 100), other.scalar(name, 100))
         assert one.age(name) == other.age(name)
+        np.testing.assert_array_equal(one.measured(name, 100), other.measured(name, 100))
+        ago = np.arange(len(one))[::-1]
+        np.testing.assert_array_equal(one.at(name, ago), other.at(name, ago))
+        (rows, places), (same, there) = one.samples(name, 100), other.samples(name, 100)
+        np.testing.assert_array_equal(rows, same)
+        np.testing.assert_array_equal(places, there)
+        if (window := one.window(name, 100)) is not None:
+            np.testing.assert_array_equal(window, one.at(name, ago))
+            np.testing.assert_array_equal(window[len(window) - 1 - places], rows)
+            assert np.isnan(np.delete(window, len(window) - 1 - places, axis=0)).all()
     for question in (History.trusted, History.codes, History.optimizers):
         np.testing.assert_array_equal(question(one, 100), question(other, 100))
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -100,6 +101,42 @@ def test_a_rule_of_samples_without_suspects_is_called_at_samples() -> None:
     assert diagnosis.incidents.open_faults
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 12])
+def test_a_sample_of_what_follows_a_step_is_new_at_the_next_row(size: int) -> None:
+    rule, sampled = Counted(), (2, 5, 11)
+    rule.needs = frozenset({"update_ratio"})
+    diagnosis = opened([rule])
+    whole = block(diagnosis, [{}] * 12)
+    updates = np.full(whole.codes.shape, np.nan)
+    updates[sampled, :] = 1e-3
+    there = np.isin(np.arange(12), sampled)
+    whole = replace(
+        whole,
+        values={**whole.values, "update_ratio": updates},
+        measured={**whole.measured, "update_ratio": there},
+    )
+    for begin in range(0, 12, size):
+        diagnosis.judge(whole.rows(begin, begin + size))
+    assert rule.steps == [3, 6]
+
+
+def test_a_rule_of_samples_is_not_asked_of_rows_without_one() -> None:
+    asked = []
+
+    class Asked(Selective):
+        def suspects(self, rows: RecentRows) -> Mask:
+            asked.append(rows.history.steps[-1])
+            return rows.nowhere
+
+    rule = Asked()
+    rule.needs = frozenset({"weight_norm"})
+    diagnosis = opened([rule])
+    whole = block(diagnosis, [{"weights": 1.0} if step == 14 else {} for step in range(30)])
+    for begin in range(0, 30, 10):
+        diagnosis.judge(whole.rows(begin, begin + 10))
+    assert asked == [19]
+
+
 @pytest.mark.parametrize("answer", [ValueError("no idea"), np.zeros(3, dtype=bool)])
 def test_a_rule_whose_suspects_fail_is_switched_off(answer: Any) -> None:
     class Failing(Selective):
@@ -161,4 +198,4 @@ def test_a_quiet_block_takes_few_calls() -> None:
     finally:
         sys.setprofile(profiler)
     assert not diagnosis.incidents.alerts
-    assert 20 < calls <= 150
+    assert 20 < calls <= 85

@@ -137,7 +137,8 @@ class Vanishing:
         faint = self._unexcused(history, now, faint) if len(faint) else faint
         if not len(faint):
             return []
-        begun = onset(history, now, lambda each: bool(np.isin(faint, self._faint(history.layout, each, dex)).any()))
+        them = set(faint.tolist())
+        begun = onset(history, now, lambda each: not them.isdisjoint(self._faint(history.layout, each, dex).tolist()))
         return [self._finding(history, now, faint, dex, begun)]
 
     def _faint(self, layout: Layout, now: Profile, dex: float) -> Sites:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -130,11 +130,26 @@ def judge_depth(
 
 def profile(history: History, statistic: str, back: int = 1) -> Profile | None:
     """The profile of the record `back` from the end; None where fewer than two layers were measured, or all are 0."""
-    order = forward_order(history.layout)
-    values = np.minimum(history.at(statistic, np.array([back - 1]))[0, order], HIGHEST)
-    keep = (history.codes(back)[0, order] == MEASURED) & (values >= 0)
-    values = values[keep]
-    return Profile(statistic, order[keep], values) if len(values) > 1 and values.any() else None
+    return next(_profiles(history, statistic, np.array([back])))
+
+
+def _profiles(history: History, statistic: str, backs: NDArray[np.intp]) -> Iterator[Profile | None]:
+    """The profiles of the records `backs` from the end."""
+    order, codes = forward_order(history.layout), history.codes(int(backs.max(initial=0)))
+    numbers = np.minimum(history.at(statistic, backs - 1)[:, order], HIGHEST)
+    for values, keep in zip(numbers, (codes[-backs][:, order] == MEASURED) & (numbers >= 0), strict=True):
+        there = values[keep]
+        yield Profile(statistic, order[keep], there) if len(there) > 1 and there.any() else None
+
+
+def _own_samples(history: History, now: Profile, count: int) -> NDArray[np.intp]:
+    """The positions, from the end of the history, of the `count` newest records of this optimizer that have a profile
+    like `now`, the latest record's, which comes first.
+    """
+    places = records_with(history, now.statistic, RECENT_RECORDS, among=now.sites)
+    optimizers = history.optimizers(RECENT_RECORDS)
+    own: NDArray[np.intp] = places[optimizers[places] == optimizers[-1]][::-1]
+    return len(optimizers) - own[:count]
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,12 +164,9 @@ class Onset:
 
 def onset(history: History, now: Profile, agrees: Callable[[Profile], bool]) -> Onset:
     """Since when profiles agree that `now`, the latest record's, shows a fault; `STREAK_SAMPLES` are looked at."""
-    places = records_with(history, now.statistic, RECENT_RECORDS, among=now.sites)
-    optimizers = history.optimizers(RECENT_RECORDS)
-    backs = (len(optimizers) - places[optimizers[places] == optimizers[-1]])[::-1].tolist()
-    found = 1
-    for back in backs[1:STREAK_SAMPLES]:
-        before = profile(history, now.statistic, back)
+    backs, found = _own_samples(history, now, STREAK_SAMPLES + 1), 1
+    earlier = backs[1:STREAK_SAMPLES]
+    for back, before in zip(earlier.tolist(), _profiles(history, now.statistic, earlier), strict=True):
         if before is None or not agrees(before):
             return Onset(found, False)
         found = back
@@ -163,8 +175,5 @@ def onset(history: History, now: Profile, agrees: Callable[[Profile], bool]) -> 
 
 def recent_profiles(history: History, now: Profile, count: int) -> list[Profile]:
     """The profiles of the last `count` records of this optimizer that have one, `now` first."""
-    places = records_with(history, now.statistic, RECENT_RECORDS, among=now.sites)
-    optimizers = history.optimizers(RECENT_RECORDS)
-    own = places[optimizers[places] == optimizers[-1]]
-    earlier = (profile(history, now.statistic, len(optimizers) - int(place)) for place in own[-count:-1][::-1])
+    earlier = _profiles(history, now.statistic, _own_samples(history, now, count)[1:])
     return [now, *(found for found in earlier if found is not None)]
