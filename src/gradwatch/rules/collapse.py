@@ -16,8 +16,9 @@ from gradwatch.core.record import MEASURED, Floats, Layout, Mask, Sites
 from gradwatch.rules.evidence.baseline import LEVEL_RECORDS
 from gradwatch.rules.evidence.onsets import own_records, streak_starts
 from gradwatch.rules.evidence.recent_rows import ROUNDING, RecentRows
-from gradwatch.rules.evidence.samples import RECENT_RECORDS, lasted, records_with, samples
+from gradwatch.rules.evidence.samples import RECENT_RECORDS, lasted, samples
 from gradwatch.rules.evidence.shocks import shock_before
+from gradwatch.rules.evidence.weights import weight_samples
 from gradwatch.rules.evidence.wording import name_text
 from gradwatch.rules.rule import require_positive
 
@@ -141,9 +142,7 @@ class Collapse:
         layers = _weighed(history, norms[0], codes[0])
         if not len(layers):
             return []
-        places = records_with(history, "weight_norm", RECENT_RECORDS, among=np.zeros(1, dtype=np.intp))
-        optimizers = history.optimizers(RECENT_RECORDS)
-        places = places[optimizers[places] == optimizers[-1]]
+        places = weight_samples(history)
         found = self._shrunk(history, layers, places)
         return found and self._shrunk(history, layers, _unwritten(history, layers, places))
 

@@ -17,13 +17,14 @@ from gradwatch.rules.evidence.baseline import LEVEL_RECORDS, first_steps, was_le
 from gradwatch.rules.evidence.gradient_jump import EFFECT_RECORDS, gradient_jump
 from gradwatch.rules.evidence.learning_rates import better_rate, rate_jump, rate_text
 from gradwatch.rules.evidence.recent_rows import ROUNDING, RecentRows
-from gradwatch.rules.evidence.samples import RECENT_RECORDS, records_with
+from gradwatch.rules.evidence.samples import RECENT_RECORDS, records_since
 from gradwatch.rules.evidence.weights import (
     WEIGHT_FLOOR_SHARE,
     has_norm_layers,
     relative_updates,
     update_samples,
     usual_norms,
+    weight_samples,
 )
 from gradwatch.rules.evidence.wording import capitalized, name_text, ratio_text
 from gradwatch.rules.rule import require_positive
@@ -451,15 +452,11 @@ def _weight_growth(history: History, records: int) -> tuple[Floats, NDArray[np.i
 
     None where it is not known, or where a norm makes the size of weights arbitrary.
     """
-    layout, rows = history.layout, history.window("weight_norm", RECENT_RECORDS)
-    if rows is None or has_norm_layers(layout):
+    layout, places = history.layout, weight_samples(history)
+    places = places[records_since(history, places) <= records]
+    if not len(places) or has_norm_layers(layout):
         return None
-    optimizers = history.optimizers(RECENT_RECORDS)
-    places = records_with(history, "weight_norm", RECENT_RECORDS, among=np.zeros(1, dtype=np.intp))
-    places = places[(optimizers[places] == optimizers[-1]) & (places >= len(optimizers) - 1 - records)]
-    if not len(places):
-        return None
-    sampled = rows[places][:, layout.layers]
+    sampled = history.at("weight_norm", records_since(history, places))[:, layout.layers]
     first = sampled[0]
     trained = (history.codes(1)[0, layout.layers] == MEASURED) & (first >= WEIGHT_FLOOR_SHARE * usual_norms(layout))
     with np.errstate(divide="ignore", invalid="ignore"):

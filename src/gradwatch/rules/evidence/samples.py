@@ -45,6 +45,11 @@ def records_with(
     return np.asarray(min(len(history), records) - 1 - ago[there])
 
 
+def records_since(history: History, places: Sites) -> Sites:
+    """How many records ago each of `places` among the last `RECENT_RECORDS` was, 0 for the latest."""
+    return min(len(history), RECENT_RECORDS) - 1 - places
+
+
 def lasted(found: NDArray[np.bool_], ago: NDArray[np.intp], *, samples: int, records: int) -> NDArray[np.bool_]:
     """The sites where `found`, shape [samples, sites], has been true at every sample up to the latest, for at least
     `samples` samples that span at least `records` records.

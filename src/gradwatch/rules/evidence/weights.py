@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from gradwatch.core.history import History
 from gradwatch.core.record import Floats, Layout
-from gradwatch.rules.evidence.samples import RECENT_RECORDS, records_with
+from gradwatch.rules.evidence.samples import RECENT_RECORDS, records_since, records_with
 
 NEAR_ZERO_SHARE = 1e-3
 """Share of the usual norm of a layer's weights, the fourth root of their number, below which they start near zero.
@@ -34,11 +34,11 @@ def starts_from_zero(history: History, layers: NDArray[np.intp]) -> NDArray[np.b
 
     What lies before such a layer (LoRA, a zero-initialised head or residual branch) gets its signal as they grow.
     """
-    known = _known_weights(history)
+    known = weight_samples(history)
     if not len(known):
         return np.zeros(len(layers), dtype=bool)
     some = known[np.linspace(0, len(known) - 1, GROWTH_SAMPLES).astype(np.intp)]
-    samples = history.at("weight_norm", some)[:, layers]
+    samples = history.at("weight_norm", records_since(history, some))[:, layers]
     usual = np.array([history.layout.sites[i].numel for i in layers]) ** 0.25
     earlier, later = np.fmax.reduce(samples[: GROWTH_SAMPLES // 2]), np.fmax.reduce(samples[GROWTH_SAMPLES // 2 :])
     growing = (later >= GROWTH_RATIO * earlier) | (len(known) < GROWTH_SAMPLES)
@@ -51,18 +51,19 @@ def sensitivity(history: History, layers: NDArray[np.intp]) -> Floats | None:
     Scaling the weights of a layer that a norm follows scales its signal, and leaves this as it is. None where the
     model has no norm, or the numbers are not known.
     """
-    gradients, known = history.window("grad_norm", 1), _known_weights(history)
+    gradients, known = history.window("grad_norm", 1), weight_samples(history)
     if gradients is None or not len(known) or not has_norm_layers(history.layout):
         return None
-    found = gradients[0, layers] * history.at("weight_norm", known[-1:])[0, layers]
+    found = gradients[0, layers] * history.at("weight_norm", records_since(history, known[-1:]))[0, layers]
     return None if np.isnan(found).any() else found
 
 
-def _known_weights(history: History) -> NDArray[np.intp]:
-    """How many records ago each sample of the weights of this optimizer was taken, oldest first."""
+def weight_samples(history: History) -> NDArray[np.intp]:
+    """Which of the last `RECENT_RECORDS` records are samples of the weights, of the latest record's optimizer."""
     optimizers = history.optimizers(RECENT_RECORDS)
     places = records_with(history, "weight_norm", RECENT_RECORDS, among=np.zeros(1, dtype=np.intp))
-    return np.asarray(len(optimizers) - 1 - places[optimizers[places] == optimizers[-1]])
+    own: NDArray[np.intp] = places[optimizers[places] == optimizers[-1]]
+    return own
 
 
 def has_norm_layers(layout: Layout) -> bool:
@@ -94,7 +95,7 @@ def relative_updates(history: History, places: NDArray[np.intp]) -> Floats:
     `places`: among the last `RECENT_RECORDS` records.
     """
     layers, floor = history.layout.layers, WEIGHT_FLOOR_SHARE * usual_norms(history.layout)
-    ago = min(len(history), RECENT_RECORDS) - 1 - places
+    ago = records_since(history, places)
     found, norms = history.at("update_ratio", ago)[:, layers], history.at("weight_norm", ago)[:, layers]
     return np.where(norms < floor, found * norms / floor, found)
 
