@@ -85,6 +85,22 @@ def test_a_sink_with_both_gets_blocks() -> None:
     assert both.received == [[0, 1]]
 
 
+def test_the_sinks_of_a_fit_share_one_summary_and_the_next_fit_has_another() -> None:
+    class Asks(ByBlock):
+        def open(self, run: Run) -> None:
+            self.received.append(run.summary)
+
+    first, last = Asks(), Asks()
+    out, _ = box(first, last)
+    for _ in range(2):
+        out.open(Run(Layout(()), ""))
+        out.open(Run(Layout(()), "with more parameters"))
+        out.close(VERDICT)
+    before, again, after = first.received[0], first.received[1], first.received[3]
+    assert before is again is last.received[0] is not after
+    assert after is last.received[3]
+
+
 def test_one_that_fails_is_dropped_once_and_the_others_go_on() -> None:
     first, failing, last = OneByOne(), Failing(), ByBlock()
     out, dropped = box(first, failing, last)

@@ -153,7 +153,7 @@ def test_sites_that_come_later_have_no_past() -> None:
 
 def test_a_summary_has_the_layers_as_they_were_last() -> None:
     layout = layout_of("a", "b")
-    summary = RunSummary(["update_ratio"])
+    summary = RunSummary()
     records = [record_of(layout, step, [1.0 + step, 5.0], codes=[0, step == 3]) for step in range(4)]
     records[1].values["zero_fraction"] = np.array([0.25, 0.5, np.nan, np.nan, np.nan])
     records[2].values["update_ratio"] = np.full(5, 0.01)
@@ -166,3 +166,13 @@ def test_a_summary_has_the_layers_as_they_were_last() -> None:
     ratios = summary.courses["update_ratio"]
     assert ratios.axis == (2, 2)
     np.testing.assert_allclose(ratios.last, 0.01)
+
+
+def test_a_summary_that_sinks_share_takes_each_block_once() -> None:
+    summary, block = RunSummary(), block_of([record_of(layout_of("a"), 0, [1.0])])
+    summary.block(block)
+    summary.block(block)
+    summary.block(block_of([record_of(layout_of("a"), 1, [3.0])]))
+    assert summary.grad_norm.axis == (0, 1)
+    np.testing.assert_allclose(summary.grad_norm.minimum[1], 1.0, rtol=1e-6)
+    assert len(summary.grad_norm) == 2

@@ -271,6 +271,8 @@ class Run:
     """Settings of the training, as text: "precision" -> "bf16-mixed"."""
     loop: TrainingLoop | None = None
     """The training loop; None without Lightning."""
+    summary: Any = None
+    """The `RunSummary` that the sinks of a run have in common; None where each has its own."""
 
     def with_layout(self, layout: Layout, labels: Mapping[str, str]) -> Run:
         """The same run with another layout, other labels and a description of them."""

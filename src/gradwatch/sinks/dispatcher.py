@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 from gradwatch.core.alert import Alert, Verdict
@@ -11,6 +12,7 @@ from gradwatch.core.block import Block
 from gradwatch.core.record import Run
 from gradwatch.sinks import BlockSink, Sink
 from gradwatch.sinks.flight_recorder import FlightRecorder
+from gradwatch.sinks.run_summary import RunSummary
 
 
 class Dispatcher:
@@ -26,11 +28,14 @@ class Dispatcher:
         self._dropped = dropped
         self._unsent: deque[tuple[Sink, Callable[[], None]]] = deque()
         """Calls that have not been made yet: a KeyboardInterrupt between them loses none and repeats none."""
+        self._summary: RunSummary | None = None
 
     def __bool__(self) -> bool:
         return bool(self._sinks)
 
     def open(self, run: Run) -> None:
+        self._summary = self._summary or RunSummary()
+        run = replace(run, summary=self._summary)
         self.to_all(lambda sink: sink.open(run))
 
     def block(self, block: Block) -> None:
@@ -46,6 +51,7 @@ class Dispatcher:
         self._send()
 
     def close(self, verdict: Verdict) -> None:
+        self._summary = None
         self.to_all(lambda sink: sink.close(verdict))
 
     def to_all(self, send: Callable[[Sink], None]) -> None:

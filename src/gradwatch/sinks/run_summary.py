@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -12,6 +12,9 @@ from gradwatch.core.alert import Severity, Verdict
 from gradwatch.core.block import Block
 from gradwatch.core.record import MEASURED, Floats, Layout, Missing, Sites
 from gradwatch.sinks.downsampling import Downsampling
+
+DRAWN_STATISTICS = ("grad_norm", "signal_rms", "signal_norm", "update_ratio")
+"""Statistics that have a heatmap; the gradient norm also has a table."""
 
 
 class RowFault(NamedTuple):
@@ -23,12 +26,14 @@ class RowFault(NamedTuple):
 
 
 class RunSummary:
-    """The rows are the total, the layers and the tapped tensors."""
+    """The rows are the total, the layers and the tapped tensors.
 
-    def __init__(self, statistics: Iterable[str] = ()) -> None:
-        """`statistics`: those that are kept over the run besides the gradient norm."""
+    The sinks of a run have one in common (`Run.summary`): each adds the block that it gets, and the first does.
+    """
+
+    def __init__(self) -> None:
         self.layout = Layout(())
-        self.courses = {name: Downsampling() for name in ("grad_norm", *statistics)}
+        self.courses = {name: Downsampling() for name in DRAWN_STATISTICS}
         """Statistic -> its downsampled numbers over the run."""
         self.grad_norm = self.courses["grad_norm"]
         self.zeros: Floats = np.zeros(0)
@@ -37,6 +42,7 @@ class RunSummary:
         """A `Missing` for each row, at the last step."""
         self.places: Sites = np.zeros(0, dtype=np.intp)
         """Site index of each row."""
+        self._latest: Block | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -45,6 +51,8 @@ class RunSummary:
 
     def adopt(self, layout: Layout) -> None:
         """Continue with `layout`, which begins with the sites of the present one."""
+        if layout is self.layout:
+            return
         # sorted: new rows come last, and others keep their indices
         self.layout, self.places = layout, np.sort(np.concatenate([[0], layout.layers, layout.taps]).astype(np.intp))
         for course in self.courses.values():
@@ -54,8 +62,11 @@ class RunSummary:
         self.codes = np.pad(self.codes, more, constant_values=int(Missing.NOT_SAMPLED))
 
     def block(self, block: Block) -> None:
-        if block.layout is not self.layout:
-            self.adopt(block.layout)
+        """Add a block, unless another sink has."""
+        if block is self._latest:
+            return
+        self._latest = block
+        self.adopt(block.layout)
         places = self.places
         for name, course in self.courses.items():
             if name != "grad_norm" and name in block.values and (rows := np.flatnonzero(block.measured[name])).size:

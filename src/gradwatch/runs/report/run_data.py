@@ -14,20 +14,18 @@ from gradwatch.sinks.downsampling import Downsampling
 from gradwatch.sinks.record.incident_spans import Key, Span
 from gradwatch.sinks.run_summary import RunSummary
 
-HEATMAP_STATISTICS = ("signal_rms", "signal_norm", "update_ratio")
-"""Statistics besides the gradient norm that have a heatmap."""
-
 
 class RunData:
     """Collects blocks, and at the end the alerts."""
 
-    def __init__(self) -> None:
+    def __init__(self, summary: RunSummary | None = None) -> None:
+        """`summary`: the one that the sinks of the run have in common, if they have."""
         self.meta: Mapping[str, Any] = {}
         self.verdict = Verdict((), 0, 0, 0.0, {})
         self.spans: Mapping[Key, Span] = {}
         self.ended = False
         self.notes: tuple[str, ...] = ()
-        self.summary = RunSummary(HEATMAP_STATISTICS)
+        self.summary = summary or RunSummary()
         self.loss = Downsampling(1, log=False)
         self.steps = 0
 

@@ -46,7 +46,7 @@ class Report:
 
     def open(self, run: Run) -> None:
         if self._data is None:
-            self._data, self._incidents, self._began = RunData(), IncidentSpans(), time()
+            self._data, self._incidents, self._began = RunData(run.summary), IncidentSpans(), time()
         self._loggers = [logger for logger in run.loggers if not is_tensorboard_logger(logger)]
         self._folder = self.folder or (None if run.log_dir is None else Path(run.log_dir))
         self._data.meta = json.loads(run_metadata.meta_text(run, self._began))

@@ -56,7 +56,7 @@ class BuiltinTabs:
         self._files = tuple(files)
         self._per_layer, self._charts, self._histograms = per_layer, charts or per_layer > 0, histograms
         self._incidents = IncidentSpans()
-        self._summary = RunSummary()
+        self._summary = run.summary or RunSummary()
         self._steps, self._next_histogram = 0, 1.0
         self._seconds, self._last = 0.0, monotonic()
         self._next_picture = FIRST_PICTURE, FIRST_SECONDS
@@ -72,7 +72,7 @@ class BuiltinTabs:
         row -> tag -> log10 norm.
         """
         optimizers = int(block.optimizers.max()) + 1
-        if block.layout is not self._summary.layout or optimizers > self._optimizers:
+        if block.layout is not self._layout or optimizers > self._optimizers:
             self._optimizers = max(optimizers, self._optimizers)
             self._adopt(block.layout)
         self._incidents.extend(block.steps, block.axis)
@@ -99,6 +99,7 @@ class BuiltinTabs:
 
     def _adopt(self, layout: Layout) -> None:
         """Write the layout of custom charts, unless the run has one of the user: TensorBoard shows one layout a run."""
+        self._layout = layout
         self._summary.adopt(layout)
         self._layers = layout.names(layout.layers)
         self._kept = evenly_chosen(len(self._layers), self._per_layer)

@@ -37,7 +37,7 @@ class Console:
         self._summary: RunSummary | None = None
 
     def open(self, run: Run) -> None:
-        self._summary = self._summary or RunSummary()
+        self._summary = self._summary or run.summary or RunSummary()
         self._summary.adopt(run.layout)
 
     def block(self, block: Block) -> None:
