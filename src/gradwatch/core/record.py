@@ -38,15 +38,14 @@ def as_float32(numbers: NDArray[np.floating[Any]]) -> NDArray[np.float32]:
     """`numbers` rounded to float32. Finite numbers never become 0 or infinite, which rules report as faults: those
     beyond the range of float32 become its smallest or largest number.
     """
-    limits = np.finfo(np.float32)
-    if numbers.size and limits.tiny < numbers.min() and numbers.max() < limits.max:
-        return numbers.astype(np.float32)
     with np.errstate(over="ignore", under="ignore"):
         rounded = numbers.astype(np.float32)
-    overflown = np.isinf(rounded) & np.isfinite(numbers)
-    lost = (rounded == 0) & (numbers != 0)
-    rounded[overflown] = np.copysign(limits.max, numbers[overflown])
-    rounded[lost] = np.copysign(limits.smallest_subnormal, numbers[lost])
+    if (np.isinf(rounded) | (rounded == 0)).any():
+        limits = np.finfo(np.float32)
+        overflown = np.isinf(rounded) & np.isfinite(numbers)
+        lost = (rounded == 0) & (numbers != 0)
+        rounded[overflown] = np.copysign(limits.max, numbers[overflown])
+        rounded[lost] = np.copysign(limits.smallest_subnormal, numbers[lost])
     return rounded
 
 

@@ -87,9 +87,8 @@ def _of_gradients(block: Block, rows: slice | Sites) -> dict[str, Floats]:
         norms = values["grad_norm"][rows][:, layers]
         measured = block.codes[rows][:, layers] == MEASURED
         usable = measured & (norms > 0) & (norms < np.inf)
-        zeros = np.count_nonzero(measured & (norms == 0), axis=1)
-        nonfinite = np.count_nonzero(measured, axis=1) - zeros - np.count_nonzero(usable, axis=1)
-        found |= {"nonfinite_layers": nonfinite.astype(float), "zero_layers": zeros.astype(float)}
+        zeros = (measured & (norms == 0)).sum(axis=1)
+        found |= {"nonfinite_layers": (measured ^ usable).sum(axis=1) - zeros, "zero_layers": zeros}
         quantiles = log_quantiles(norms, usable, [*QUANTILES.values()])
         found |= {f"grad_norm_log10_{name}": logs for name, logs in zip(QUANTILES, quantiles, strict=True)}
     for statistic in ("grad_norm", "grad_norm_clipped"):
@@ -112,7 +111,7 @@ def log_quantiles(numbers: Floats, usable: Mask, shares: list[float]) -> Floats:
     if not numbers.shape[1]:
         return np.full((len(shares), len(numbers)), np.nan)
     ordered = np.sort(np.where(usable, numbers, np.nan), axis=1)  # NaN goes last
-    last = np.maximum(np.count_nonzero(usable, axis=1) - 1, 0)
+    last = np.maximum(usable.sum(axis=1) - 1, 0)
     place = np.multiply.outer(shares, last)
     low = place.astype(np.intp)
     lower, higher = np.log10(ordered[np.arange(len(numbers)), np.array([low, np.minimum(low + 1, last)])])

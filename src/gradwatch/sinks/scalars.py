@@ -39,6 +39,8 @@ class Scalars:
         numbers = headlines(block, (*self._alerts.values(),))
         if self._run.metrics is not None:
             self._run.metrics().update(_as_tensors(numbers.newest()))
+        if not self._working():
+            return
         for row, due in self._due.extend(block, numbers).items():
             for logger in self._working():
                 self._log(logger, due, int(block.axis[row]))

@@ -140,13 +140,15 @@ class RecordWriter:
             due["grad_norm"] = np.flatnonzero(measured.pop("grad_norm"))
         intervals = (block.axis + 1) // self._interval
         optimizers = set(block.optimizers.tolist())
+        newest = int(intervals[-1])
         for optimizer in sorted(optimizers):
             for statistic, mask in measured.items():
-                rows = np.flatnonzero(mask if len(optimizers) == 1 else mask & (block.optimizers == optimizer))
-                if not len(rows):
+                before = self._latest_interval.get((statistic, optimizer), -1)
+                if before == newest:
                     continue
-                now, before = intervals[rows], self._latest_interval.get((statistic, optimizer), -1)
-                if now[-1] != before:
+                rows = np.flatnonzero(mask if len(optimizers) == 1 else mask & (block.optimizers == optimizer))
+                now = intervals[rows]
+                if len(rows) and now[-1] != before:
                     first = rows[now != np.concatenate([[before], now[:-1]])]
                     due[statistic] = np.union1d(due[statistic], first) if statistic in due else first
                     self._latest_interval[statistic, optimizer] = int(now[-1])
