@@ -25,6 +25,7 @@ from gradwatch.sinks.tensorboard.builtin_tabs import (
 )
 from gradwatch.sinks.tensorboard.heatmap_image import (
     HEADLINE_HEIGHT,
+    INK,
     MAP_WIDTH,
     MISSING_COLOUR,
     RED,
@@ -229,7 +230,7 @@ def test_a_spike_is_seen_though_a_stretch_of_steps_is_one_column() -> None:
     course, norms = Downsampling(1), np.ones((1000, 1))
     norms[500] = 1e4
     course.extend(np.arange(1000), norms)
-    drawn = np.asarray(draw_heatmap(["net"], *course.extremes(), Axis(0, 999, 1000), []))
+    drawn = np.asarray(draw_heatmap(["net"], *course.extremes(), Axis(0, 999, 1000), []).convert("RGB"))
     left = drawn.shape[1] - 96 - MAP_WIDTH
     row = drawn[50, left : left + MAP_WIDTH].astype(int)
     bright = np.flatnonzero(row.sum(axis=1) > row[10].sum() + 50)
@@ -257,7 +258,7 @@ def test_alerts_that_begin_close_together_share_a_line_of_text(monkeypatch: pyte
     text = ImageDraw.ImageDraw.text
 
     def noted(self: Any, at: tuple[float, float], words: str, **more: Any) -> None:
-        if more.get("fill") == RED and at[1] < 40:
+        if at[1] < 40 and words != "gradient norm of each layer":
             said.append(words)
             assert at[1] + 6 <= marked[-1][1], "the text is above the marks"
         text(self, at, words, **more)
@@ -297,6 +298,12 @@ def layouts_or_none(folder: Path) -> list[dict[str, dict[str, Any]]]:
     return layouts(folder) if "custom_scalars__config__" in accumulated(folder).Tags()["tensors"] else []
 
 
+def test_the_legend_fits_beside_a_single_row_under_two_lines() -> None:
+    logs = np.zeros((200, 1), dtype=np.float32)
+    drawn = draw_heatmap(["a"], logs, logs, Axis(0, 199, 200), [], headline="long words " * 10)
+    assert drawn.height == draw_heatmap(["a"], logs, logs, Axis(0, 199, 200), []).height + 2 * HEADLINE_HEIGHT
+
+
 @pytest.mark.parametrize("headline", ["", "Healthy", "Warning: vanishing in " + "<b>block</b>." * 40, "a " * 500])
 def test_the_headline_of_the_picture_takes_two_lines_at_most(headline: str) -> None:
     names, logs = [f"layer{i}" for i in range(20)], np.zeros((200, 20), dtype=np.float32)
@@ -304,3 +311,5 @@ def test_the_headline_of_the_picture_takes_two_lines_at_most(headline: str) -> N
     lines = (drawn.height - plain.height) / HEADLINE_HEIGHT
     assert lines in ((0,) if not headline else (1, 2))
     assert drawn.width == plain.width
+    above = np.asarray(drawn.convert("RGB"))[:HEADLINE_HEIGHT, :40]
+    assert np.all(above == INK, axis=2).any() == bool(headline)

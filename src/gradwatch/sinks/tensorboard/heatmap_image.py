@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -36,7 +37,7 @@ HEADLINE_SIZE, HEADLINE_HEIGHT, HEADLINE_LINES = 32, 38, 2
 """Pixels of the headline's letters and of its lines, and lines, at most. Judgement: on a card of TensorBoard's the
 picture has half its size or less."""
 
-MEASURED_NAMES = 20
+MEASURED_NAMES = 5
 """The longest names that are measured in pixels to find the widest: each takes 40 us."""
 
 MAX_NAME_LENGTH = 32
@@ -49,6 +50,14 @@ INK, QUIET, PAPER, RED = (32, 33, 36), (120, 124, 130), (255, 255, 255), (200, 3
 
 MISSING_COLOUR = (226, 226, 226)
 """The colour of cells without a number."""
+
+PAPER_INDEX, STRENGTHS = MISSING + 1, 4
+"""Index of the paper in the picture's palette, after those of the numbers; and shades of each ink, which follow."""
+INK_INDEX = {ink: PAPER_INDEX + 1 + STRENGTHS * place for place, ink in enumerate((INK, QUIET, RED))}
+"""Ink -> the index of its weakest shade."""
+
+FULL = 255
+"""How strong an ink is drawn, but for the edges of letters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +103,8 @@ def heatmap_of(
 def draw_heatmap(
     names: Sequence[str], low: Logs, high: Logs, axis: Axis, marks: Iterable[Mark], *, headline: str = ""
 ) -> Image.Image:
-    """`names`: those of the rows. `low` and `high`: lowest and highest log10 norm, shape [columns, rows]. `headline`:
-    text above the map, in letters that are read on TensorBoard's small cards too.
+    """An image of 256 colours. `names`: those of the rows. `low` and `high`: lowest and highest log10 norm, shape
+    [columns, rows]. `headline`: text above the map, in letters that are read on TensorBoard's small cards too.
     """
     from PIL import Image, ImageDraw, ImageFont
 
@@ -114,34 +123,47 @@ def draw_heatmap(
     lines = _wrapped(headline, large, left + MAP_WIDTH + right - 12) if headline else []
     above = len(lines) * HEADLINE_HEIGHT
     top = above + 46
-    image = Image.new("RGB", (left + MAP_WIDTH + right, max(top + height, 150) + 34), PAPER)
-    draw = ImageDraw.Draw(image)
+    pixels = np.full((top + max(height, 104) + 34, left + MAP_WIDTH + right), PAPER_INDEX, dtype=np.uint8)
     columns = np.arange(MAP_WIDTH) * logs.shape[1] // MAP_WIDTH
-    shades = _shades()
-    cells = np.repeat(shades[scale.shade(logs)][:, columns], row_height, axis=0)
-    image.paste(Image.fromarray(cells), (left, top))
+    shades = scale.shade(logs)
+    pixels[top : top + height, left : left + MAP_WIDTH] = np.repeat(shades[:, columns], row_height, axis=0)
+    # text has soft edges: each ink is drawn as how strong it is, and then put into the palette's shades of it
+    layers = {ink: Image.new("L", pixels.shape[::-1]) for ink in INK_INDEX}
+    draw = {ink: ImageDraw.Draw(layer) for ink, layer in layers.items()}
     for number, line in enumerate(lines):
-        draw.text((6, 4 + number * HEADLINE_HEIGHT), line, fill=INK, font=large)
-    draw.text((left, above + 6), "gradient norm of each layer", fill=INK, font=font)
+        draw[INK].text((6, 4 + number * HEADLINE_HEIGHT), line, fill=FULL, font=large)
+    draw[INK].text((left, above + 6), "gradient norm of each layer", fill=FULL, font=font)
     marks = list(marks)
     row_of = np.repeat(np.arange(len(groups)), np.diff([*groups, len(names)]))
     marked = {int(row_of[row]) for mark in marks for row in mark.rows}
     for row in _labelled(len(groups), row_height, marked):
         ink = RED if row in marked else QUIET
-        draw.text((left - 8, top + (row + 0.5) * row_height), texts[row], fill=ink, font=font, anchor="rm")
-    _draw_marks(draw, marks, row_of, (left, top), row_height, font)
-    _draw_axis(draw, axis, (left, top + height), font)
+        draw[ink].text((left - 8, top + (row + 0.5) * row_height), texts[row], fill=FULL, font=font, anchor="rm")
+    _draw_marks(draw[RED], marks, row_of, (left, top), row_height, font)
+    _draw_axis(draw[QUIET], axis, (left, top + height), font)
     beside, bar = left + MAP_WIDTH + 16, max(110, min(height, 300)) - 44
-    image.paste(Image.fromarray(_bar(scale, bar, shades)), (beside, top))
-    _draw_legend(draw, scale, (beside, top), bar, shades, font)
+    pixels[top : top + bar, beside : beside + 13] = _bar(scale, bar)
+    special = [place for place in SPECIAL if (shades == place).any()]
+    for number, place in enumerate(special):
+        at = top + bar + 8 + number * 13
+        pixels[at : at + 10, beside : beside + 10] = place
+    _draw_legend(draw[QUIET], scale, (beside, top), bar, [SPECIAL[place] for place in special], font)
+    for ink, layer in layers.items():
+        strength = np.asarray(layer)
+        drawn = strength >= 32  # the weakest shade stands for a quarter of 255, give or take 32
+        pixels[drawn] = INK_INDEX[ink] + (strength[drawn] - 32) // 64
+    image = Image.fromarray(pixels)
+    image.putpalette(_palette())
     return image
 
 
-def _shades() -> NDArray[np.uint8]:
-    """RGB of each index of the palette."""
-    shades = palette()[:, :3].copy()
-    shades[MISSING] = MISSING_COLOUR
-    return shades
+@cache
+def _palette() -> bytes:
+    """Red, green and blue of each index."""
+    shares = np.arange(1, STRENGTHS + 1)[:, None] / STRENGTHS
+    inks = [share * np.array(ink) + (1 - share) * np.array(PAPER) for ink in INK_INDEX for share in shares]
+    colours = [*palette()[:MISSING, :3], MISSING_COLOUR, PAPER, *inks]
+    return np.array(colours).round().astype(np.uint8).tobytes()
 
 
 def most_distinct(low: NDArray[np.floating], high: NDArray[np.floating]) -> NDArray[np.floating]:
@@ -184,8 +206,8 @@ def _draw_marks(
         end = max(left + round(mark.end * MAP_WIDTH), begin + 3)
         for first, last in _row_ranges(sorted({int(row_of[row]) for row in mark.rows})):
             box = (begin, top + first * row_height, min(end, left + MAP_WIDTH), top + (last + 1) * row_height)
-            draw.rectangle(box, outline=RED, width=2 if row_height > 3 else 1)
-        draw.polygon([(begin - 4, top - 8), (begin + 4, top - 8), (begin, top - 1)], fill=RED)
+            draw.rectangle(box, outline=FULL, width=2 if row_height > 3 else 1)
+        draw.polygon([(begin - 4, top - 8), (begin + 4, top - 8), (begin, top - 1)], fill=FULL)
         if written and begin - 4 < written[-1][0] + 7 + font.getlength(", ".join(written[-1][1])):
             if mark.text not in written[-1][1]:
                 written[-1][1].append(mark.text)
@@ -195,7 +217,7 @@ def _draw_marks(
         text = ", ".join(texts)
         # above the marks, which may be close together
         at = max(left, min(place - 4, left + MAP_WIDTH - font.getlength(text)))
-        draw.text((at, top - 15), text, fill=RED, font=font, anchor="lm")
+        draw.text((at, top - 15), text, fill=FULL, font=font, anchor="lm")
 
 
 def _row_ranges(rows: Sequence[int]) -> list[tuple[int, int]]:
@@ -214,40 +236,44 @@ def _draw_axis(draw: ImageDraw.ImageDraw, axis: Axis, corner: tuple[int, int], f
     for share in (0.0, 0.25, 0.5, 0.75, 1.0):
         step = round(axis.first + share * (axis.last - axis.first))
         at = left + round(axis.share(step) * MAP_WIDTH)
-        draw.line([(at, bottom), (at, bottom + 4)], fill=QUIET)
-        draw.text((at, bottom + 6), f"{step:,}", fill=QUIET, font=font, anchor="ma")
-    draw.text((left - 8, bottom + 6), "step", fill=QUIET, font=font, anchor="ra")
+        draw.line([(at, bottom), (at, bottom + 4)], fill=FULL)
+        draw.text((at, bottom + 6), f"{step:,}", fill=FULL, font=font, anchor="ma")
+    draw.text((left - 8, bottom + 6), "step", fill=FULL, font=font, anchor="ra")
 
 
-def _bar(scale: ColourScale, row_height: int, shades: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """The colours from the lightest to the darkest: shape [tall, 13, 3]."""
-    colours = shades[scale.shade(np.linspace(scale.high, scale.low, row_height, dtype=np.float32))]
-    return np.repeat(colours[:, None], 13, axis=1)
+def _bar(scale: ColourScale, height: int) -> NDArray[np.uint8]:
+    """The shades from the lightest to the darkest: shape [height, 1]."""
+    return scale.shade(np.linspace(scale.high, scale.low, height, dtype=np.float32))[:, None]
+
+
+SPECIAL = {NONFINITE: "not finite", ZERO: "zero", MISSING: "no number"}
+"""Shades that are not on the scale."""
 
 
 def _draw_legend(
     draw: ImageDraw.ImageDraw,
     scale: ColourScale,
     corner: tuple[int, int],
-    row_height: int,
-    shades: NDArray[np.uint8],
+    height: int,
+    special: Iterable[str],
     font: Any,
 ) -> None:
     """Draw the meaning of the colours, beside the bar and below it."""
     left, top = corner
     for share in (0.0, 0.5, 1.0):
         number = format_power_of_ten(scale.high - share * (scale.high - scale.low))
-        draw.text((left + 18, top + 5 + share * (row_height - 10)), number, fill=QUIET, font=font, anchor="lm")
-    for line, (place, text) in enumerate([(NONFINITE, "not finite"), (ZERO, "zero"), (MISSING, "no number")]):
-        at = top + row_height + 8 + line * 13
-        draw.rectangle((left, at, left + 9, at + 9), fill=tuple(shades[place].tolist()))
-        draw.text((left + 14, at + 5), text, fill=QUIET, font=font, anchor="lm")
+        draw.text((left + 18, top + 5 + share * (height - 10)), number, fill=FULL, font=font, anchor="lm")
+    for line, text in enumerate(special):
+        draw.text((left + 14, top + height + 13 + line * 13), text, fill=FULL, font=font, anchor="lm")
 
 
 def _wrapped(text: str, font: Any, width: float) -> list[str]:
     """`text` in lines of `width` pixels, `HEADLINE_LINES` at most."""
+    text = " ".join(printable(text).split())
+    if font.getlength(text) <= width:
+        return [text]
     lines: list[str] = []
-    for word in printable(text).split():
+    for word in text.split():
         longer = f"{lines[-1]} {word}" if lines else word
         if lines and font.getlength(longer) > width:
             lines.append(word)
