@@ -269,16 +269,16 @@ def _draw_legend(
 
 def _wrapped(text: str, font: Any, width: float) -> list[str]:
     """`text` in lines of `width` pixels, `HEADLINE_LINES` at most."""
-    text = " ".join(printable(text).split())
-    if font.getlength(text) <= width:
-        return [text]
     lines: list[str] = []
-    for word in text.split():
-        longer = f"{lines[-1]} {word}" if lines else word
-        if lines and font.getlength(longer) > width:
+    space, used = font.getlength(" "), 0.0
+    for word in printable(text).split():
+        own = font.getlength(word)
+        if lines and used + space + own <= width:
+            lines[-1] += f" {word}"
+            used += space + own
+        elif len(lines) <= HEADLINE_LINES:
             lines.append(word)
-        else:
-            lines[-1:] = [longer]
+            used = own
     shown = lines[:HEADLINE_LINES]
     if len(lines) > len(shown):
         shown[-1] += " ..."

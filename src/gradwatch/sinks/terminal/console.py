@@ -18,7 +18,7 @@ from gradwatch.sinks.terminal.layer_table import BAR_FROM, LEGEND, NARROWEST, Ta
 from gradwatch.sinks.terminal.progress_bars import print_whole
 
 if TYPE_CHECKING:
-    from rich.console import Console as Terminal
+    from rich.text import Text
 
 WIDEST = 10_000
 """Columns: a table fills all that it is given. Judgement."""
@@ -51,19 +51,20 @@ class Console:
         from rich.console import Console as Terminal
 
         terminal = Terminal(width=self.width, highlight=False, force_jupyter=False)
-        terminal.width = max(NARROWEST, terminal.width)
+        width, ascii_only = max(NARROWEST, terminal.width), terminal.options.ascii_only
+        shown = _verdict_text(verdict, width)
+        if self._summary is not None and self._summary.grad_norm.seen.any():
+            self._add_table(shown, self._summary, verdict, width=width, ascii_only=ascii_only)
+        self._summary = None
         # captured and printed at the end, so that it passes through the stream of a live display
         with terminal.capture() as captured:
-            _print_verdict(terminal, verdict)
-            if self._summary is not None and self._summary.grad_norm.seen.any():
-                self._print_table(terminal, self._summary, verdict)
-        self._summary = None
+            terminal.print(shown, soft_wrap=True)  # once: each call asks the environment about the terminal
         text = "".join(f"{line.rstrip()}\n" for line in captured.get().splitlines())
-        if terminal.options.ascii_only:
+        if ascii_only:
             text = text.encode("ascii", "replace").decode("ascii")
         print_whole(text)
 
-    def _print_table(self, terminal: Terminal, summary: RunSummary, verdict: Verdict) -> None:
+    def _add_table(self, text: Text, summary: RunSummary, verdict: Verdict, *, width: int, ascii_only: bool) -> None:
         faults = summary.faults_by_row(verdict)
         total, *layers = table_rows(summary, faults)
         unhealthy = [place for place in range(len(layers)) if any(map(_is_serious, faults.get(place + 1, ())))]
@@ -71,14 +72,11 @@ class Console:
         lines: list[TableRow | None] = [total]
         for before, place in zip([-1, *shown], shown, strict=False):
             lines += [None, layers[place]] if place > before + 1 else [layers[place]]
-        ascii_only = terminal.options.ascii_only
-        terminal.print()
-        terminal.print(table(lines, width=terminal.width, ascii_only=ascii_only), soft_wrap=True)
+        text.append("\n\n").append_text(table(lines, width=width, ascii_only=ascii_only))
         notes = [
             f"{column}: {text}"
             for column, text in LEGEND.items()
-            if (column != "zero" or not np.isnan(summary.zeros).all())
-            and (column != "size" or terminal.width >= BAR_FROM)
+            if (column != "zero" or not np.isnan(summary.zeros).all()) and (column != "size" or width >= BAR_FROM)
         ]
         if of := summary.grad_norm.median_of:
             notes.insert(1, f"median: {of}")
@@ -88,7 +86,7 @@ class Console:
             what = "layers and tapped tensors" if len(summary.layout.taps) else "layers"
             notes.append(f"{len(layers) - len(shown)} of {len(layers)} {what} left out{with_alerts}")
         for note in notes:
-            terminal.print("\n".join(wrap(note, terminal.width)), style="dim", markup=False, emoji=False)
+            text.append("\n" + "\n".join(wrap(note, width)), "dim")
 
 
 def table_rows(summary: RunSummary, faults: dict[int, list[RowFault]]) -> list[TableRow]:
@@ -121,13 +119,13 @@ def _is_serious(fault: RowFault) -> bool:
     return fault.severity is not Severity.NOTICE
 
 
-def _print_verdict(terminal: Terminal, verdict: Verdict) -> None:
-    """Print `str(verdict)` with hanging indents, and each incident's first line in the colour of its severity."""
+def _verdict_text(verdict: Verdict, width: int) -> Text:
+    """`str(verdict)` with hanging indents, and each incident's first line in the colour of its severity."""
     from rich.text import Text
 
-    lines = []
+    text = Text()
     for number, line in enumerate(verdict.lines):
         severity = re.match(r"\d+\. (\w+): ", line)
         style = STYLES[Severity(severity[1])] if severity else "bold" if number == 0 else ""
-        lines += [Text(piece, style=style) for piece in wrapped(printable(line), terminal.width)]
-    terminal.print(Text("\n").join(lines), soft_wrap=True)
+        text.append("\n" * (number > 0) + "\n".join(wrapped(printable(line), width)), style)
+    return text

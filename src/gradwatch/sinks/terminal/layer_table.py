@@ -65,14 +65,17 @@ def table(rows: Sequence[TableRow | None], *, width: int, ascii_only: bool = Fal
 
     columns = column_widths([row for row in rows if row is not None], width)
     headers = {name: name if len(name) <= cells else f"{name[: cells - 2]}." for name, cells in columns.items()}
-    lines = [_line(headers, columns, dict.fromkeys(columns, "bold"))]
+    text = Text()
+    _add_line(text, headers, columns, dict.fromkeys(columns, "bold"))
     with np.errstate(divide="ignore"):
         logs = np.log10([np.nan if row is None else row.median for row in rows])
     logs[0] = np.nan  # the total is no layer
     scale = scale_of(logs)
+    colours = palette()[scale.shade(logs)].tolist()
     for place, row in enumerate(rows):
+        text.append("\n")
         if row is None:
-            lines.append(Text("..." if ascii_only else "⋮", style="dim"))
+            text.append("..." if ascii_only else "⋮", "dim")
             continue
         cells = {
             "layer": shorten_name(row.name, columns["layer"], ascii_only=ascii_only),
@@ -83,23 +86,20 @@ def table(rows: Sequence[TableRow | None], *, width: int, ascii_only: bool = Fal
         }
         for name in ("median", "min", "max", "last"):
             cells[name] = format_number(getattr(row, name), columns[name]) if row.measured else "-"
-        red, green, blue, _ = palette()[scale.shade(logs[[place]])[0]].tolist()
+        red, green, blue, _ = colours[place]
         styles = {"size": f"rgb({red},{green},{blue})", "trend": "cyan", "status": row.style}
-        lines.append(_line(cells, columns, styles))
-    return Text("\n").join(lines)
+        _add_line(text, cells, columns, styles)
+    return text
 
 
-def _line(cells: Mapping[str, str], columns: Mapping[str, int], styles: Mapping[str, str]) -> Text:
-    """One line: words are aligned to the left of their columns, numbers to the right."""
+def _add_line(text: Text, cells: Mapping[str, str], columns: Mapping[str, int], styles: Mapping[str, str]) -> None:
+    """Add one line: words are aligned to the left of their columns, numbers to the right."""
     from rich.cells import cell_len, set_cell_size
-    from rich.text import Text
 
-    line = Text()
     for name, width in columns.items():
-        text = cells[name] if name in LEFT else " " * (width - cell_len(cells[name])) + cells[name]
-        line.append(set_cell_size(text, width), styles.get(name))
-        line.append(" ")
-    return line
+        cell = cells[name] if name in LEFT else " " * (width - cell_len(cells[name])) + cells[name]
+        text.append(set_cell_size(cell, width), styles.get(name))
+        text.append(" ")
 
 
 def column_widths(rows: Sequence[TableRow], width: int) -> dict[str, int]:

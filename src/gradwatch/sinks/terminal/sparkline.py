@@ -23,9 +23,10 @@ def sparkline(low: NDArray[np.floating], high: NDArray[np.floating], *, width: i
         return ""
     starts = np.arange(columns) * len(low) // columns
     low, high = np.fmin.reduceat(low, starts), np.fmax.reduceat(high, starts)
-    finite = np.concatenate([low, high])
-    finite = finite[np.isfinite(finite)] if np.isfinite(finite).any() else np.zeros(1)
-    middle, least, most = np.median(finite), finite.min(), finite.max()
+    ordered = np.sort(np.concatenate([low, high]))
+    ordered = ordered[np.isfinite(ordered)] if np.isfinite(ordered).any() else np.zeros(1)
+    middle = (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
+    least, most = ordered[0], ordered[-1]
     with np.errstate(invalid="ignore"):
         drawn = np.where(high - middle >= middle - low, high, low)
     drawn = np.where(np.isposinf(high), np.inf, np.where(np.isneginf(low), -np.inf, drawn))
