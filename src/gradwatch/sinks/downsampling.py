@@ -222,13 +222,15 @@ class Downsampling:
             self._filled = np.pad(self._filled, (0, more))
 
     def _merge_pairs(self) -> None:
+        self._stride *= 2
+        if not self._used:
+            return
         self._allocate(self._max_columns)
         half = len(self._filled) // 2
         merged = self._columns.select(slice(0, None, 2)).merged(self._columns.select(slice(1, None, 2)))
         self._columns = merged.concatenated(_empty_columns(half, len(self._last)), axis=0)
         self._filled = np.pad(self._filled[0::2] | self._filled[1::2], (0, half))
         self._used = -(-self._used // 2)
-        self._stride *= 2
 
 
 def _empty_columns(columns: int, sites: int) -> _Columns:

@@ -31,10 +31,10 @@ def path_of(loss: Downsampling, beside: Downsampling) -> tuple[str, float, float
     highs = np.clip(HEIGHT * (1 - (high - least) / span), 0, HEIGHT)
     lows = np.clip(HEIGHT * (1 - (low - least) / span), 0, HEIGHT)
     path, pen = "", "M"
-    for place in range(len(high)):
-        if finite[place]:
-            path += f"{pen}{x[place]:.1f} {highs[place]:.1f}"
-            path += f"V{lows[place]:.1f}" if lows[place] > highs[place] else ""
+    for there, at, top, bottom in zip(finite.tolist(), x.tolist(), highs.tolist(), lows.tolist(), strict=True):
+        if there:
+            path += f"{pen}{at:.1f} {top:.1f}"
+            path += f"V{bottom:.1f}" if bottom > top else ""
             pen = "L"
         else:
             pen = "M"

@@ -42,21 +42,15 @@ def sparkline(low: Logs, high: Logs) -> str:
         if where.any()
     ]
     highs = heights(high)
-    lines, band = _lines(xs, highs), _band(xs, heights(low), highs)
-    return figure("sparkline", width=WIDTH + 2, height=HEIGHT, band=band, lines=lines, ticks=ticks)
+    line, band = _line(xs, highs), _band(xs, heights(low), highs)
+    return figure("sparkline", width=WIDTH + 2, height=HEIGHT, band=band, line=line, ticks=ticks)
 
 
-def _lines(xs: list[int], ys: list[int | None]) -> list[str]:
-    """One path per stretch without a gap."""
-    paths, pen = [""], False
-    for x, y in zip(xs, ys, strict=True):
-        if y is None:
-            pen = False
-        else:
-            paths[-1] += f"{'L' if pen else 'M'}{x} {y}"
-            paths[-1] += "h.1" if not pen else ""
-            pen = True
-    return [path for path in paths if path]
+def _line(xs: list[int], ys: list[int | None]) -> str:
+    """A path that begins again after each gap; a point alone is a dot."""
+    before = [None, *ys[:-1]]
+    points = zip(xs, ys, before, strict=True)
+    return "".join(f"M{x} {y}h.1" if last is None else f"L{x} {y}" for x, y, last in points if y is not None)
 
 
 def _band(xs: list[int], low: list[int | None], high: list[int | None]) -> str:
