@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from gradwatch.core import disk_space
 from gradwatch.core.alert import Alert, Verdict
 from gradwatch.core.block import Block
-from gradwatch.core.record import Run
+from gradwatch.core.record import Run, as_float32
 from gradwatch.sinks.headline_scalars import DueHeadlines, checked_interval, headlines, is_tensorboard_logger
 
 
@@ -77,4 +79,5 @@ def _as_tensors(numbers: dict[str, float]) -> dict[str, object]:
     """0-d float32 tensors on the CPU, as Lightning's callbacks expect."""
     import torch
 
-    return dict(zip(numbers, torch.tensor([*numbers.values()]).unbind(), strict=True))
+    values = as_float32(np.array([*numbers.values()]))
+    return dict(zip(numbers, torch.from_numpy(values).unbind(), strict=True))

@@ -56,7 +56,7 @@ class IncidentSpans:
         """Add optimizer steps and their positions on the x-axis."""
         first = -self._steps % self._every
         every = slice(first, None, self._every)
-        self._points += zip(map(int, steps[every]), map(int, axis[every]), strict=True)
+        self._points += zip(np.asarray(steps)[every].tolist(), np.asarray(axis)[every].tolist(), strict=True)
         self._steps += len(steps)
         self._last = int(steps[-1]), int(axis[-1])
         while len(self._points) > MAX_POINTS:

@@ -98,7 +98,7 @@ class RecordColumns:
     def values(self, block: Block, statistic: str, rows: Rows) -> NDArray[np.float32]:
         """The recorded numbers of `statistic` at `rows` of `block`: shape [rows, width]."""
         if statistic != PARAMETERS:
-            return as_float32(block.values[statistic][rows[:, None], self.places])
+            return as_float32(block.values[statistic][rows].take(self.places, axis=1))
         where = rows[:, None], self.parameters
         codes = block.codes[where]
         norms = as_float32(block.values["grad_norm"][where])

@@ -142,13 +142,14 @@ class RecordWriter:
         optimizers = set(block.optimizers.tolist())
         newest = int(intervals[-1])
         for optimizer in sorted(optimizers):
-            for statistic, mask in measured.items():
-                before = self._latest_interval.get((statistic, optimizer), -1)
-                if before == newest:
-                    continue
-                rows = np.flatnonzero(mask if len(optimizers) == 1 else mask & (block.optimizers == optimizer))
-                now = intervals[rows]
-                if len(rows) and now[-1] != before:
+            waiting = [name for name in measured if self._latest_interval.get((name, optimizer)) != newest]
+            if not waiting:
+                continue
+            there = np.array([measured[name] for name in waiting]) & (block.optimizers == optimizer)
+            for place in np.flatnonzero(there.any(axis=1)).tolist():
+                statistic, rows = waiting[place], np.flatnonzero(there[place])
+                now, before = intervals[rows], self._latest_interval.get((statistic, optimizer), -1)
+                if now[-1] != before:
                     first = rows[now != np.concatenate([[before], now[:-1]])]
                     due[statistic] = np.union1d(due[statistic], first) if statistic in due else first
                     self._latest_interval[statistic, optimizer] = int(now[-1])
