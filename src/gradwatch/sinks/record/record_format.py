@@ -95,14 +95,22 @@ class RecordColumns:
         """The tag of an event with the same x as `same` events right before it."""
         return f"{self._tag}/{same}" if same else self._tag
 
-    def values(self, block: Block, statistic: str, rows: Rows) -> NDArray[np.float32]:
-        """The recorded numbers of `statistic` at `rows` of `block`: shape [rows, width]."""
-        if statistic != PARAMETERS:
-            return as_float32(block.values[statistic][rows].take(self.places, axis=1))
-        where = rows[:, None], self.parameters
-        codes = block.codes[where]
-        norms = as_float32(block.values["grad_norm"][where])
-        return np.where(codes == int(Missing.MEASURED), norms, -codes.astype(np.float32))
+    def values(self, block: Block, due: Mapping[str, Rows]) -> dict[str, tuple[Rows, NDArray[np.float32]]]:
+        """Each statistic of `due` with its rows of `block`, and its recorded numbers there: shape [rows, width]."""
+        found = {}
+        if of_sites := [(statistic, rows) for statistic, rows in due.items() if statistic != PARAMETERS]:
+            together = np.concatenate([block.values[statistic][rows] for statistic, rows in of_sites])
+            numbers, end = as_float32(together.take(self.places, axis=1)), 0
+            for statistic, rows in of_sites:
+                begin, end = end, end + len(rows)
+                found[statistic] = rows, numbers[begin:end]
+        if PARAMETERS in due:
+            rows = due[PARAMETERS]
+            where = rows[:, None], self.parameters
+            codes = block.codes[where]
+            norms = as_float32(block.values["grad_norm"][where])
+            found[PARAMETERS] = rows, np.where(codes == int(Missing.MEASURED), norms, -codes.astype(np.float32))
+        return found
 
 
 @dataclass(frozen=True, slots=True, eq=False)

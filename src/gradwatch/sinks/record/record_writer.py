@@ -118,7 +118,7 @@ class RecordWriter:
             {name: block.scalars[name] for name in NUMBERS if not np.isnan(block.scalars.get(name, np.nan)).all()},
             changes,
             codes[changes],
-            {statistic: (rows, columns.values(block, statistic, rows)) for statistic, rows in self._due(block).items()},
+            columns.values(block, self._due(block)),
         )
         self._rows += len(recorded)
         events = min(len(recorded), -(-recorded.nbytes // EVENT_BYTES))
