@@ -17,8 +17,12 @@ LEAF = "AccumulateGrad"
 """Nodes of parameters: they may live as long as those, and have nothing behind them."""
 
 MAX_UNPREPARED = 64
-"""Calls of hooked modules, or tapped tensors, up to which a graph needs no preparation: at eight nodes each they take
-150 kB of stack, and small stacks have 512 kB. Judgement."""
+"""Tapped tensors, or nodes of a loss, up to which a graph needs no preparation: at eight nodes each they take 150 kB of
+stack, and small stacks have 512 kB. Judgement."""
+
+MAX_UNPREPARED_CALLS = 160
+"""The same for calls of hooked modules, whose hooks reach three nodes each: what made the output, and what it is a view
+of or made from."""
 
 
 def release_in_a_loop(*nodes: Node | None) -> None:

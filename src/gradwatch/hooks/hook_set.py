@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from time import perf_counter
 from typing import Any, Protocol
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import unserializable_hook
 
 from gradwatch.hooks.full_hooks import allows_full_hook, with_full_hook
-from gradwatch.hooks.graph_release import MAX_UNPREPARED, made_by, release_in_a_loop
+from gradwatch.hooks.graph_release import MAX_UNPREPARED_CALLS, made_by, release_in_a_loop
 from gradwatch.hooks.view_gradients import register_view_hook
 
 
@@ -108,33 +108,19 @@ class HookSet:
         on_grad_output: Callable[[Tensor | None], Tensor | None] | None,
         on_call: Callable[[], object] | None,
         *,
-        on_output: Callable[[object, Iterable[Tensor]], None] | None = None,
         full: bool = False,
         costs: HookCosts | None = None,
     ) -> None:
-        """Hook the outputs of `module` and their gradients.
-
-        `on_call()` is called when `module` has run. `on_output(arguments, outputs)` is called, where gradients are
-        enabled, with the positional arguments and the output tensors, each once, before any in-place edit; it must not
-        hold references to them. `on_grad_output(gradient)` is called with dL/d(output) of each output tensor, and with
-        None where a custom Function returns none. Its return value replaces the gradient, unless it is None or the
-        output has torch's own hook.
-
-        The gradients come from tensor hooks on the outputs: these work with in-place edits of the output, dict and
-        dataclass outputs and non-tensor arguments, and add nothing to the graph. `full`: from torch's own full backward
-        hook, where torch allows it and `allows_full_hook` holds. Errors and time are recorded in `costs`; an error is
-        not raised in the user's forward pass.
-        """
-        self.add(
-            module.register_forward_hook(_OutputHook(on_grad_output, on_call, on_output, costs or HookCosts(), full))
-        )
+        """Put an `OutputHook` of its own on `module`."""
+        hook = OutputHook(costs or HookCosts(), full=full)
+        hook.on_grad_output, hook.on_call = on_grad_output, on_call
+        self.add(module.register_forward_hook(hook))
 
     def full_backward(self, module: nn.Module, hook: Callable[..., Any]) -> None:
         """Register torch's own full backward hook."""
         self.add(_FullBackwardHandle(module.register_full_backward_hook(hook), module))
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _TensorHookHandle:
     """The handle of a hook on a parameter. Removing the last one also removes the parameter's empty dict of hooks:
     with it torch would still call into Python, 1 us per parameter and backward pass.
@@ -142,8 +128,10 @@ class _TensorHookHandle:
     `_backward_hooks` is private, and there is no public way; tests/hooks/test_hooks.py fails if it changes.
     """
 
-    handle: Removable
-    parameter: nn.Parameter
+    __slots__ = ("handle", "parameter")
+
+    def __init__(self, handle: Removable, parameter: nn.Parameter) -> None:
+        self.handle, self.parameter = handle, parameter
 
     def remove(self) -> None:
         self.handle.remove()
@@ -198,51 +186,60 @@ class Uncopied:
         return getattr, (nullcontext(), "__exit__")  # a callable that takes any arguments and returns None
 
 
-class _OutputHook(Uncopied):
-    """The forward hook behind `on_outputs`."""
+class OutputHook(Uncopied):
+    """A forward hook that passes on the outputs of a module and their gradients; it may be put on again and again.
+
+    The gradients come from tensor hooks on the outputs: these work with in-place edits of the output, dict and
+    dataclass outputs and non-tensor arguments, and add nothing to the graph. Errors and time are recorded in `costs`;
+    an error is not raised in the user's forward pass.
+    """
 
     __slots__ = ("costs", "full", "on_call", "on_grad_output", "on_output")
 
     def __init__(
-        self,
-        on_grad_output: Callable[[Tensor | None], Tensor | None] | None,
-        on_call: Callable[[], object] | None,
-        on_output: Callable[[object, Iterable[Tensor]], None] | None,
-        costs: HookCosts,
-        full: bool,
+        self, costs: HookCosts, on_output: Sequence[Callable[[object, Iterable[Tensor]], None]] = (), *, full: bool
     ) -> None:
-        self.on_grad_output = on_grad_output
-        self.on_call = on_call
+        """`full`: gradients come from torch's own full backward hook, where torch allows it and `allows_full_hook`
+        holds.
+        """
+        self.costs, self.full = costs, full
         self.on_output = on_output
-        self.costs = costs
-        self.full = full
+        """Each is called, where gradients are enabled, with the positional arguments and the output tensors, each once,
+        before any in-place edit; it must not hold references to them.
+        """
+        self.on_call: Callable[[], object] | None = None
+        """Called when the module has run."""
+        self.on_grad_output: Callable[[Tensor | None], Tensor | None] | None = None
+        """Called with dL/d(output) of each output tensor, and with None where a custom Function returns none. Its
+        return value replaces the gradient, unless it is None or the output has torch's own hook.
+        """
 
     def __call__(self, module: nn.Module, args: object, output: object) -> Tensor | None:
         # this runs at every call of every layer, so it is one function; most outputs are one tensor
         if is_tracing() or hooks_disabled:
             return None
         begun = perf_counter()
+        costs, on_grad_output = self.costs, self.on_grad_output
         try:
             if self.on_call is not None:
                 self.on_call()
-            on_grad_output, on_output = self.on_grad_output, self.on_output
-            if (on_grad_output is None and on_output is None) or not torch.is_grad_enabled():
+            if (on_grad_output is None and not self.on_output) or not torch.is_grad_enabled():
                 return None
             if isinstance(output, Tensor):
                 tensors: Collection[Tensor] = (output,)
             else:
                 tensors = {id(tensor): tensor for tensor in tensors_in(output)}.values()
-            self.costs.calls += 1
-            if self.costs.calls > MAX_UNPREPARED:
+            costs.calls += 1
+            if costs.calls > MAX_UNPREPARED_CALLS:
                 release_in_a_loop(*made_by(tensors))
-            if on_output is not None:
+            for on_output in self.on_output:
                 on_output(args, tensors)
             if on_grad_output is not None:
                 if self.full and allows_full_hook(output):
                     try:
                         return with_full_hook(output, module, on_grad_output)
                     except RuntimeError:  # inside torch.func and in forward-mode AD
-                        self.costs.refused = True
+                        costs.refused = True
                 for tensor in tensors:
                     # a leaf output (a Parameter, an input that is returned) would hold the hook after this call
                     if tensor.requires_grad and not tensor.is_leaf:
@@ -251,9 +248,9 @@ class _OutputHook(Uncopied):
                         else:
                             register_view_hook(tensor, on_grad_output)
         except Exception as error:
-            self.costs.errors.append(error)
+            costs.errors.append(error)
         finally:
-            self.costs.current += perf_counter() - begun
+            costs.current += perf_counter() - begun
         return None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -35,8 +35,12 @@ class ModuleReading(Protocol):
 class ModuleStatistic:
     """Base class of the statistics: a method that is not overridden measures nothing.
 
-    A statistic keeps numbers on the device and no tensor of the user's, and never waits for the device.
+    A statistic keeps numbers on the device and no tensor of the user's, and never waits for the device. Its callbacks
+    are used again at later samples, and hold no module and no parameter.
     """
+
+    version: int = 0
+    """Changes when modules want other callbacks than they were given, or none; so does what trains."""
 
     def on_input(self, site: int, module: nn.Module) -> InputCallback | None:
         """The callback for the arguments of each call of `module`; None to measure none."""
@@ -49,6 +53,10 @@ class ModuleStatistic:
     def on_grad_output(self, site: int, module: nn.Module, kind: str) -> GradOutputCallback | None:
         """The callback for the gradients of the outputs of `module`; None to measure none."""
         return None
+
+    def on_repeated_calls(self, sites: Sequence[int]) -> None:
+        """These layers and activations have run more than once since the last `collect`, which follows."""
+        return
 
     def on_loss(self, loss: Tensor) -> None:
         """A backward pass begins at `loss`, whose graph still exists; not every training loop reports it."""

@@ -31,30 +31,21 @@ class CallLoops:
     """Sites with a call whose output is an input of a later call."""
     tries: dict[int, int] = field(default_factory=dict)
     """Site of a layer that ran several times in a step -> samples in which it was checked for a loop."""
-
-
-def count_calls(loops: CallLoops, site: int) -> OutputCallback:
-    """Add the layer to `loops.tries` when it runs a second time."""
-    calls = 0
-
-    def on_output(arguments: object, tensors: Iterable[Tensor]) -> None:
-        nonlocal calls
-        calls += 1
-        if calls > 1:
-            loops.tries.setdefault(site, 0)
-
-    return on_output
+    calls: dict[int, int] = field(default_factory=dict)
+    """Site of such a layer -> its calls in this sample."""
+    tried: bool = False
+    """Whether a layer was checked in this sample."""
 
 
 def detect_loop(loops: CallLoops, site: int) -> OutputCallback:
     """Add the layer to `loops.known` when the arguments of a call have been made by an earlier call."""
-    calls, key = 0, f"{CALL_KEY}{site}"
+    key = f"{CALL_KEY}{site}"
 
     def on_output(arguments: object, tensors: Iterable[Tensor]) -> None:
-        nonlocal calls
-        calls += 1
+        calls = loops.calls[site] = loops.calls.get(site, 0) + 1
         if calls == 1:
             loops.tries[site] += 1
+            loops.tried = True
         elif calls <= 3 and any(key in metadata_of(node) for node in _nodes_behind(arguments)):
             loops.known.add(site)
         for tensor in tensors if calls < 3 else ():

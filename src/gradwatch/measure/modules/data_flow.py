@@ -62,11 +62,13 @@ class DataFlow(ModuleStatistic):
         self._nodes, self._max_walks = nodes, walks
         self._graph = LayerGraph()
         self._traced: set[int] = set()
+        self._number_traced = 0
+        """How many of them there were at the last `collect`."""
         self._walks = 0
         self._due = True
         self._unknowable = False
         self._edges: tuple[Edge, ...] | None = None
-        self._walk = _GraphWalk(self._graph, self._traced, nodes)
+        self.walk = _GraphWalk(self._graph, self._traced, nodes)
 
     @property
     def edges(self) -> tuple[Edge, ...] | None:
@@ -77,30 +79,34 @@ class DataFlow(ModuleStatistic):
         if kind or self._unknowable:
             return None
         if self._due:
-            return _trace_callback(self._walk, site)
-        return None if site in self._traced else _notice_callback(self._walk, site)
+            return _trace_callback(self, site)
+        return None if site in self._traced else _notice_callback(self, site)
 
     def on_grad_output(self, site: int, module: nn.Module, kind: str) -> GradOutputCallback | None:
-        return _backward_callback(self._walk) if self._due and not kind and not self._unknowable else None
+        return _backward_callback(self) if self._due and not kind and not self._unknowable else None
 
     def on_loss(self, loss: Tensor) -> None:
         # a later pass may be that of another forward, which was not walked
-        if self._due and not self._unknowable and not self._walk.backward_begun and loss.grad_fn is not None:
-            _add_edges_to_loss(self._walk, loss.grad_fn)
-            self._walk.backward_begun = True
+        if self._due and not self._unknowable and not self.walk.backward_begun and loss.grad_fn is not None:
+            _add_edges_to_loss(self.walk, loss.grad_fn)
+            self.walk.backward_begun = True
 
     def collect(self, layout: Layout) -> None:
-        walk = self._walk
+        walk, due, unknowable, traced = self.walk, self._due, self._unknowable, self._number_traced
         if self._due:
             self._walks += bool(self._traced)
             self._unknowable |= walk.ran_in_backward or walk.nodes_left <= 0
             self._edges = None if self._unknowable or not self._traced else self._graph.edges
         self._due = not self._traced or (walk.new_layer_ran and self._walks < self._max_walks)
-        self._walk = _GraphWalk(self._graph, self._traced, self._nodes)
+        self._number_traced = len(self._traced)
+        if (due, unknowable, traced) != (self._due, self._unknowable, self._number_traced):
+            self.version += 1
+        self.walk = _GraphWalk(self._graph, self._traced, self._nodes)
 
 
-def _trace_callback(walk: _GraphWalk, site: int) -> OutputCallback:
+def _trace_callback(flow: DataFlow, site: int) -> OutputCallback:
     def on_output(arguments: object, tensors: Iterable[Tensor]) -> None:
+        walk = flow.walk
         if walk.nodes_left <= 0 or (walk.backward_begun and site in walk.traced):
             return
         nodes = list(_nodes(tensors))
@@ -116,17 +122,17 @@ def _trace_callback(walk: _GraphWalk, site: int) -> OutputCallback:
     return on_output
 
 
-def _notice_callback(walk: _GraphWalk, site: int) -> OutputCallback:
+def _notice_callback(flow: DataFlow, site: int) -> OutputCallback:
     def on_output(arguments: object, tensors: Iterable[Tensor]) -> None:
-        if not walk.new_layer_ran and any(_nodes(tensors)) and not in_backward():
-            walk.new_layer_ran = True
+        if not flow.walk.new_layer_ran and any(_nodes(tensors)) and not in_backward():
+            flow.walk.new_layer_ran = True
 
     return on_output
 
 
-def _backward_callback(walk: _GraphWalk) -> GradOutputCallback:
+def _backward_callback(flow: DataFlow) -> GradOutputCallback:
     def on_grad_output(gradient: Tensor) -> None:
-        walk.backward_begun = True
+        flow.walk.backward_begun = True
 
     return on_grad_output
 

@@ -71,18 +71,18 @@ class DoubleSoftmax(ModuleStatistic):
     """
 
     def __init__(self, costs: HookCosts) -> None:
-        self._costs = costs
-        self._step = _StepMisfits()
+        self.costs = costs
+        self.step = _StepMisfits()
 
     def on_output(self, site: int, module: nn.Module, kind: str) -> OutputCallback | None:
         if isinstance(module, nn.Softmax) and kind == "Softmax" and isinstance(module.dim, int):
-            return _probability_callback(self._step, site, module.dim, self._costs)
+            return _probability_callback(self, site, module.dim)
         if kind == "Softmax2d":
-            return _probability_callback(self._step, site, -3, self._costs)
-        return _probability_callback(self._step, site, None, self._costs) if kind == "Sigmoid" else None
+            return _probability_callback(self, site, -3)
+        return _probability_callback(self, site, None) if kind == "Sigmoid" else None
 
     def collect(self, layout: Layout) -> DoubleSoftmaxReading | None:
-        step, self._step = self._step, _StepMisfits()
+        step, self.step = self.step, _StepMisfits()
         if not step.sums:
             return None
         found, sites = zip(*step.sums, strict=True)
@@ -90,16 +90,18 @@ class DoubleSoftmax(ModuleStatistic):
         return DoubleSoftmaxReading(layout, {"misfits": sums}, [*sites])
 
 
-def _probability_callback(step: _StepMisfits, site: int, class_dim: int | None, costs: HookCosts) -> OutputCallback:
+def _probability_callback(statistic: DoubleSoftmax, site: int, class_dim: int | None) -> OutputCallback:
     """`class_dim`: the dimension of the classes; None where each number is a probability of its own."""
 
     def on_output(arguments: object, tensors: Iterable[Tensor]) -> None:
+        step = statistic.step
         for tensor in tensors:
             if tensor.grad_fn is not None and is_dense_real(tensor) and tensor.numel() and step.calls < MAX_OUTPUTS:
                 step.calls += 1
                 # a copy: the user may edit the output in place
                 probabilities = _sampled(tensor.detach(), class_dim).float().clone()
-                register_node_hook(tensor.grad_fn, _gradient_callback(step, site, probabilities, class_dim), costs)
+                on_gradient = _gradient_callback(step, site, probabilities, class_dim)
+                register_node_hook(tensor.grad_fn, on_gradient, statistic.costs)
 
     return on_output
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -25,6 +26,13 @@ class _StepNorms:
     """Site of the layer, and name of the parameter in it."""
     norms: list[Tensor] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
+
+    def add(self, site: int, layer: nn.Module) -> None:
+        for name, parameter in layer._parameters.items():
+            if parameter is not None and is_dense_real(parameter.data):
+                self.names.append((site, name))
+                self.norms.append(torch.linalg.vector_norm(parameter.detach(), dtype=wide_type(parameter)))
+                self.sizes.append(max(1, parameter.numel()))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,21 +65,19 @@ class FrozenWeights(ModuleStatistic):
     def on_output(self, site: int, module: nn.Module, kind: str) -> OutputCallback | None:
         if kind or site in self._known:
             return None
-        parameters = [(name, each) for name, each in module._parameters.items() if each is not None]
-        if any(each.requires_grad for _, each in parameters):
+        parameters = [each for each in module._parameters.values() if each is not None]
+        if any(each.requires_grad for each in parameters):
             return None
-        own = [(name, each) for name, each in parameters if is_dense_real(each.data)]
-        if not own or any(each.numel() > MAX_ELEMENTS for _, each in own):
+        own = [each for each in parameters if is_dense_real(each.data)]
+        if not own or any(each.numel() > MAX_ELEMENTS for each in own):
             return None
-        step, known = self._step, self._known
+        there = weakref.ref(module)
 
         def on_output(arguments: object, tensors: Iterable[Tensor]) -> None:
-            if site not in known:
-                known.add(site)
-                for name, parameter in own:
-                    step.names.append((site, name))
-                    step.norms.append(torch.linalg.vector_norm(parameter.detach(), dtype=wide_type(parameter)))
-                    step.sizes.append(max(1, parameter.numel()))
+            if site not in self._known and (module := there()) is not None:
+                self._known.add(site)
+                self.version += 1
+                self._step.add(site, module)
 
         return on_output
 

@@ -91,13 +91,13 @@ class LossHead(ModuleStatistic):
     """
 
     def __init__(self) -> None:
-        self._layers: list[tuple[int, weakref.ref[nn.Module]]] = []
+        self._layers: dict[int, weakref.ref[nn.Module]] = {}
         """Sites and their modules."""
         self._found: dict[str, dict[int, float]] | None = None
 
     def on_output(self, site: int, module: nn.Module, kind: str) -> None:
         if not kind:
-            self._layers.append((site, weakref.ref(module)))
+            self._layers[site] = weakref.ref(module)
 
     def on_loss(self, loss: Tensor) -> None:
         if loss.grad_fn is None:
@@ -109,12 +109,11 @@ class LossHead(ModuleStatistic):
 
     def collect(self, layout: Layout) -> LossHeadReading | None:
         found, self._found = self._found, None
-        self._layers = []
         return None if found is None else LossHeadReading(layout, found, {})
 
     def _owners(self, parameters: frozenset[int]) -> set[int]:
         """Sites of the layers that own `parameters`."""
-        there = ((site, module()) for site, module in self._layers)
+        there = ((site, module()) for site, module in self._layers.items())
         return {
             site
             for site, module in there

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
@@ -13,20 +14,22 @@ from torch import Tensor, nn
 
 from gradwatch.core.record import Floats, Layout
 from gradwatch.hooks.garbage_collector import no_collections
-from gradwatch.hooks.hook_set import HookCosts, HookSet
+from gradwatch.hooks.hook_set import HookCosts, HookSet, OutputHook
 from gradwatch.measure.device_buffer import HostCopy
 from gradwatch.measure.devices import moved
 from gradwatch.measure.layers import Layer
-from gradwatch.measure.modules import GradOutputCallback, ModuleReading, ModuleStatistic, OutputCallback
+from gradwatch.measure.modules import GradOutputCallback, ModuleReading, ModuleStatistic
 from gradwatch.measure.modules.input_hooks import Arguments, InputCallback, register_input_hook
 
 
 @dataclass(slots=True, eq=False)
-class _StepOrder:
-    """The order in which the modules ran in one sampled step."""
+class _Sample:
+    """What the hooks of one sampled step share."""
 
-    sites: dict[int, None] = field(default_factory=dict)
-    """Sites of layers and activations in the order in which they first ran."""
+    calls: dict[int, int] = field(default_factory=dict)
+    """Site of a layer or activation -> how often it has run, in the order in which they first ran."""
+    collected: bool = False
+    """Whether the step has been read: gradients that arrive later are not its own."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,16 +53,19 @@ class ModuleHooksReading:
 
 
 class ModuleHooks:
-    """Owns the hooks on modules, which are attached on sampled steps only."""
+    """Owns the hooks on modules, which are made once and put on at sampled steps only."""
 
     def __init__(self, statistics: Sequence[ModuleStatistic], costs: HookCosts) -> None:
         """`costs`: those of these hooks and of the statistics' own."""
         self.hooks = HookSet()
         self.statistics = statistics
-        self._step = _StepOrder()
+        self._sample = _Sample()
         self._layers: dict[int, None] = {}
         """Sites of layers in the order in which they first ran, in the last step or an earlier one."""
         self._costs = costs
+        self._made: list[_HooksOfModule] = []
+        self._made_for: object = None
+        """What the hooks that are made depend on, besides their modules."""
 
     @no_collections()
     def attach(self, layers: Sequence[Layer], layout: Layout, *, full: bool = False) -> None:
@@ -70,38 +76,33 @@ class ModuleHooks:
         """
         if len(self.hooks):
             return
+        modules = list(_hookable(layers, layout))
+        trains = [
+            parameter.requires_grad
+            for module, _, _ in modules
+            for parameter in module._parameters.values()
+            if parameter is not None
+        ]
+        wanted = (layout, full, trains, [statistic.version for statistic in self.statistics])
+        if wanted != self._made_for or [made.module() for made in self._made] != [module for module, _, _ in modules]:
+            self._made_for = wanted
+            self._made = [self._make(module, site, kind, full=full) for module, site, kind in modules]
         try:
-            for layer in layers:
-                if layer.hookable:
-                    site = layout.index[layer.name]
-                    self._hook_outputs(layer.module, site, "", full=full)
-                    self._hook_inputs(layer.module, site)
-                for activation in layer.activations:
-                    site_of_activation = layout.index.get(activation.name)
-                    if site_of_activation is not None:
-                        self._hook_outputs(activation.module, site_of_activation, activation.kind, full=full)
+            for made, (module, _, _) in zip(self._made, modules, strict=True):
+                made.attach(module, self._sample, self.hooks)
         except BaseException:
             self.remove()
             raise
 
-    def _hook_outputs(self, module: nn.Module, site: int, kind: str, *, full: bool) -> None:
+    def _make(self, module: nn.Module, site: int, kind: str, *, full: bool) -> _HooksOfModule:
         each = self.statistics
         outputs = [hook for one in each if (hook := one.on_output(site, module, kind)) is not None]
         gradients = [call for one in each if (call := one.on_grad_output(site, module, kind)) is not None]
-        if outputs or gradients or not kind:
-            self.hooks.on_outputs(
-                module,
-                _call_with_gradient(self._costs, gradients) if gradients else None,
-                partial(self._step.sites.setdefault, site),
-                on_output=_call_with_outputs(outputs) if outputs else None,
-                full=full,
-                costs=self._costs,
-            )
-
-    def _hook_inputs(self, module: nn.Module, site: int) -> None:
-        for statistic in self.statistics:
-            if (on_input := statistic.on_input(site, module)) is not None:
-                self.hooks.add(register_input_hook(module, _timed(self._costs, on_input), self._costs.errors))
+        output_hook = OutputHook(self._costs, outputs, full=full) if outputs or gradients or not kind else None
+        on_grad_output = _call_with_gradient(self._costs, gradients) if gradients else None
+        inputs = [] if kind else [on_input for one in each if (on_input := one.on_input(site, module)) is not None]
+        input_hooks = [_timed(self._costs, on_input) for on_input in inputs]
+        return _HooksOfModule(weakref.ref(module), site, output_hook, on_grad_output, input_hooks, self._costs.errors)
 
     def remove(self) -> None:
         """Remove the hooks."""
@@ -118,23 +119,54 @@ class ModuleHooks:
 
     def collect(self, layout: Layout) -> ModuleHooksReading | None:
         """What has been measured since `attach`; None if nothing has."""
-        step, self._step = self._step, _StepOrder()
-        self._layers |= dict.fromkeys(site for site in step.sites if layout.sites[site].kind == "layer")
+        sample, self._sample = self._sample, _Sample()
+        sample.collected = True
+        self._layers |= dict.fromkeys(site for site in sample.calls if layout.sites[site].kind == "layer")
+        if repeated := [site for site, calls in sample.calls.items() if calls > 1]:
+            for statistic in self.statistics:
+                statistic.on_repeated_calls(repeated)
         readings = [reading for each in self.statistics if (reading := each.collect(layout)) is not None]
         tensors = {name: tensor for reading in readings for name, tensor in reading.tensors.items()}
         if not tensors:
             return None
         device = next(iter(tensors.values())).device
         host_copy = HostCopy({name: moved(tensor, device) for name, tensor in tensors.items()})
-        return ModuleHooksReading(layout, host_copy, readings, tuple(step.sites))
+        return ModuleHooksReading(layout, host_copy, readings, tuple(sample.calls))
 
 
-def _call_with_outputs(callbacks: Sequence[OutputCallback]) -> OutputCallback:
-    def on_output(arguments: object, tensors: Iterable[Tensor]) -> None:
-        for callback in callbacks:
-            callback(arguments, tensors)
+@dataclass(frozen=True, slots=True, eq=False)
+class _HooksOfModule:
+    """The hooks of one layer or activation."""
 
-    return on_output if len(callbacks) > 1 else callbacks[0]
+    module: weakref.ref[nn.Module]
+    site: int
+    output_hook: OutputHook | None
+    on_grad_output: Callable[[_Sample, Tensor | None], None] | None
+    input_hooks: Sequence[InputCallback]
+    errors: list[Exception]
+
+    def attach(self, module: nn.Module, sample: _Sample, hooks: HookSet) -> None:
+        if (hook := self.output_hook) is not None:
+            hook.on_call = partial(_count, sample.calls, self.site)
+            # hooks on outputs outlive the step
+            hook.on_grad_output = None if self.on_grad_output is None else partial(self.on_grad_output, sample)
+            hooks.add(module.register_forward_hook(hook))
+        for on_input in self.input_hooks:
+            hooks.add(register_input_hook(module, on_input, self.errors))
+
+
+def _hookable(layers: Sequence[Layer], layout: Layout) -> Iterator[tuple[nn.Module, int, str]]:
+    """The modules to be hooked, with their sites and the kinds of the activations among them."""
+    for layer in layers:
+        if layer.hookable:
+            yield layer.module, layout.index[layer.name], ""
+        for activation in layer.activations:
+            if (site := layout.index.get(activation.name)) is not None:
+                yield activation.module, site, activation.kind
+
+
+def _count(calls: dict[int, int], site: int) -> None:
+    calls[site] = calls.get(site, 0) + 1
 
 
 def _timed(costs: HookCosts, on_input: InputCallback) -> InputCallback:
@@ -147,9 +179,11 @@ def _timed(costs: HookCosts, on_input: InputCallback) -> InputCallback:
     return timed
 
 
-def _call_with_gradient(costs: HookCosts, callbacks: Sequence[GradOutputCallback]) -> Callable[[Tensor | None], None]:
-    def on_grad_output(gradient: Tensor | None) -> None:
-        if gradient is None:
+def _call_with_gradient(
+    costs: HookCosts, callbacks: Sequence[GradOutputCallback]
+) -> Callable[[_Sample, Tensor | None], None]:
+    def on_grad_output(sample: _Sample, gradient: Tensor | None) -> None:
+        if gradient is None or sample.collected:
             return
         begun = perf_counter()
         try:

@@ -99,9 +99,6 @@ class SiteNumbers:
     sizes: list[int] = field(default_factory=list)
     """Known once they are `joined`."""
 
-    def add_one(self, number: Tensor, site: int, size: int) -> None:
-        self.single.append((number, site, size))
-
     def add(self, numbers: Tensor, sites: Sequence[int], size: int) -> None:
         self.pieces.append((numbers, sites, size))
 
@@ -198,7 +195,7 @@ class _OutputStack:
 
 @dataclass(slots=True, eq=False)
 class _StepOutputs:
-    """What the hooks of one sampled step have measured. They hold it and nothing else."""
+    """What has been measured in one sampled step."""
 
     rows: dict[str, SiteNumbers] = field(default_factory=lambda: defaultdict(SiteNumbers))
     stacks: dict[tuple[Any, ...], _OutputStack] = field(default_factory=dict)
@@ -215,22 +212,21 @@ class OutputStatistics(ModuleStatistic):
     """Root mean squares, maxima, zeros, saturation and idle units of outputs and inputs; keeps no output."""
 
     def __init__(self) -> None:
-        self._step = _StepOutputs()
+        self.step = _StepOutputs()
         self._idle_samples: dict[tuple[int, int], Tensor] = {}
         """Site and number of units -> for how many samples in a row each unit has been idle."""
 
     def on_output(self, site: int, module: nn.Module, kind: str) -> OutputCallback:
-        step = self._step
         if kind:
-            return _activation_callback(step, site, _kind_of_output(module, kind))
-        return _layer_output_callback(step, site, any(part in type(module).__name__ for part in CHANNELS_SECOND))
+            return _activation_callback(self, site, _kind_of_output(module, kind))
+        return _layer_output_callback(self, site, any(part in type(module).__name__ for part in CHANNELS_SECOND))
 
     def collect(self, layout: Layout) -> OutputReading | None:
-        step = self._step
+        step = self.step
         for waiting in step.stacks.values():
             _reduce_stack(step, waiting)
         self._count_units(step)
-        self._step = _StepOutputs(unsafe=step.unsafe)
+        self.step = _StepOutputs(unsafe=step.unsafe)
         if not step.rows:
             return None
         tensors = {name: row.joined() for name, row in step.rows.items()}
@@ -285,8 +281,9 @@ def _highest(sites: Sequence[int], peaks: Tensor) -> tuple[list[int], Tensor]:
     return list(rows), torch.stack(highest)
 
 
-def _layer_output_callback(step: _StepOutputs, site: int, channels: bool) -> OutputCallback:
+def _layer_output_callback(statistic: OutputStatistics, site: int, channels: bool) -> OutputCallback:
     def on_output(arguments: object, tensors: Iterable[Tensor]) -> None:
+        step = statistic.step
         step.channels = channels
         for value in arguments if isinstance(arguments, tuple) else ():
             if isinstance(value, Tensor) and not value.requires_grad:
@@ -297,8 +294,9 @@ def _layer_output_callback(step: _StepOutputs, site: int, channels: bool) -> Out
     return on_output
 
 
-def _activation_callback(step: _StepOutputs, site: int, tensor_kind: TensorKind) -> OutputCallback:
+def _activation_callback(statistic: OutputStatistics, site: int, tensor_kind: TensorKind) -> OutputCallback:
     def on_output(arguments: object, tensors: Iterable[Tensor]) -> None:
+        step = statistic.step
         for tensor in tensors:
             _measure(step, tensor, site, tensor_kind)
 
@@ -348,21 +346,21 @@ def _measure(step: _StepOutputs, tensor: Tensor, site: int, tensor_kind: TensorK
 def _reduce_one(step: _StepOutputs, tensor: Tensor, site: int, tensor_kind: TensorKind) -> None:
     """Add the numbers of one output to `step`, each by one kernel where that is possible."""
     rows, row, size = step.rows, tensor_kind.row, tensor.numel()
-    rows[row].add_one(_norm(tensor, exact=site in step.unsafe), site, size)
+    rows[row].single.append((_norm(tensor, exact=site in step.unsafe), site, size))
     units = _units(tensor, 0, channels=step.channels) if tensor_kind.rectifies else None
     if units is not None:
         dims = [dim for dim in range(tensor.ndim) if dim != units]
         step.unit_peaks.append(((site,), tensor.amax(dims).unsqueeze(0)))
     elif tensor_kind.rectifies:
-        rows[f"{row}_peak"].add_one(tensor.amax(), site, size)
+        rows[f"{row}_peak"].single.append((tensor.amax(), site, size))
     else:
         lowest, highest = torch.aminmax(tensor)
-        rows[f"{row}_low"].add_one(lowest, site, size)
-        rows[f"{row}_high"].add_one(highest, site, size)
+        rows[f"{row}_low"].single.append((lowest, site, size))
+        rows[f"{row}_high"].single.append((highest, site, size))
     if tensor_kind.rectifies or tensor_kind.reach:
         some = tensor if size <= MAX_COUNTED else tensor[: max(1, MAX_COUNTED * len(tensor) // size)]
         name, ones = _ones(some, tensor_kind)
-        rows[name].add_one(_norm(ones), site, some.numel())
+        rows[name].single.append((_norm(ones), site, some.numel()))
 
 
 def _reduce_stack(step: _StepOutputs, waiting: _OutputStack) -> None:

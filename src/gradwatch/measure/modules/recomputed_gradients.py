@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -139,23 +139,50 @@ class RecomputedGradients(ModuleStatistic):
         """Whether some weight has had a hook that is not GradWatch's: from then on all weights are compared."""
 
     def on_output(self, site: int, module: nn.Module, kind: str) -> OutputCallback | None:
-        if kind or (self._samples >= DENSE_SAMPLES and self._samples % SAMPLE_INTERVAL):
+        if kind or len(module._parameters) > MOST_PARAMETERS or not any(self._candidates(module)):
             return None
-        if len(module._parameters) > MOST_PARAMETERS:
-            return None
+        there = weakref.ref(module)
+
+        def on_output(arguments: object, tensors: Iterable[Tensor]) -> None:
+            if self._samples >= DENSE_SAMPLES and self._samples % SAMPLE_INTERVAL:
+                return
+            if (layer := there()) is not None:
+                self._measure(site, layer, arguments, tensors)
+
+        return on_output
+
+    def _candidates(self, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters of `module` whose gradients can be computed a second time, a weight among them only if the
+        module is a plain linear map.
+        """
+        for key, parameter in module._parameters.items():
+            if parameter is None or not parameter.requires_grad or is_lazy(parameter) or is_dtensor(parameter):
+                continue
+            if parameter.ndim == 1 or (parameter.ndim > 1 and key == "weight" and linear_map_of(module) is not None):
+                yield key, parameter
+
+    def _measure(self, site: int, module: nn.Module, arguments: object, tensors: Iterable[Tensor]) -> None:
         wanted: dict[int, _ExpectedGradient] = {}
-        for key, parameter in module.named_parameters(recurse=False):
-            if not parameter.requires_grad or is_lazy(parameter) or is_dtensor(parameter) or not parameter.ndim:
+        weights = False
+        for key, parameter in self._candidates(module):
+            is_weight = parameter.ndim > 1
+            if is_weight and not (self._hooked or count_other_hooks(parameter)):
                 continue
-            weight = parameter.ndim > 1
-            if weight and not (
-                key == "weight" and linear_map_of(module) and (self._hooked or count_other_hooks(parameter))
-            ):
-                continue
-            self._hooked |= weight
-            new = _ExpectedGradient(weakref.ref(parameter), site, key, weight)
+            weights |= is_weight
+            new = _ExpectedGradient(weakref.ref(parameter), site, key, is_weight)
             wanted[id(parameter)] = self._expected.setdefault(id(parameter), new)
-        return _expected_gradient_callback(weakref.ref(module), wanted, self._costs) if wanted else None
+        self._hooked |= weights
+        for tensor in tensors if wanted else ():
+            node = skip_views(tensor.grad_fn) if is_dense_real(tensor) else None
+            if node is None:
+                continue
+            added = bias_of(node, module)
+            if added is not None and (bias := wanted.get(id(added[0]))):
+                register_node_hook(node, partial(_add_bias_gradient, bias, added[1]), self._costs)
+            if weights and (weight := wanted.get(id(weight_of(node)))):
+                projected = _project_input(weight, arguments, module)
+                if projected is not None:
+                    register_node_hook(node, partial(_add_weight_gradient, weight, projected), self._costs)
 
     def collect(self, layout: Layout) -> RecomputedReading | None:
         self._samples += 1
@@ -181,29 +208,6 @@ class RecomputedGradients(ModuleStatistic):
         usual_norms = [place for place, one in enumerate(compared) for _ in one.usual_norms]
         sites, hooks = [one.site for one in compared], [one.hooks for one in compared]
         return RecomputedReading(layout, tensors, sites, hooks, usual_norms, even)
-
-
-def _expected_gradient_callback(
-    there: weakref.ref[nn.Module], wanted: Mapping[int, _ExpectedGradient], costs: HookCosts
-) -> OutputCallback:
-    """`wanted`: `id` of each parameter of the module that is to be compared -> its expected gradient."""
-    weights = any(one.is_weight for one in wanted.values())
-
-    def on_output(arguments: object, tensors: Iterable[Tensor]) -> None:
-        module = there()
-        for tensor in tensors:
-            node = skip_views(tensor.grad_fn) if is_dense_real(tensor) else None
-            if node is None or module is None:
-                continue
-            added = bias_of(node, module)
-            if added is not None and (bias := wanted.get(id(added[0]))):
-                register_node_hook(node, partial(_add_bias_gradient, bias, added[1]), costs)
-            if weights and (weight := wanted.get(id(weight_of(node)))):
-                projected = _project_input(weight, arguments, module)
-                if projected is not None:
-                    register_node_hook(node, partial(_add_weight_gradient, weight, projected), costs)
-
-    return on_output
 
 
 def _add_bias_gradient(bias: _ExpectedGradient, dim: int | None, gradient: Tensor) -> None:

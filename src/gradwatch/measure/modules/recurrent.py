@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,7 +17,7 @@ from gradwatch.core.record import Floats, Layout
 from gradwatch.hooks.hook_set import HookCosts
 from gradwatch.measure.devices import moved
 from gradwatch.measure.modules import GradOutputCallback, ModuleStatistic, OutputCallback
-from gradwatch.measure.modules.call_loops import MAX_TRIES, CallLoops, carries_gradient, count_calls, detect_loop
+from gradwatch.measure.modules.call_loops import MAX_TRIES, CallLoops, carries_gradient, detect_loop
 from gradwatch.measure.modules.input_hooks import Arguments, InputCallback, is_hookable, view_with_hook
 from gradwatch.measure.modules.time_growth import LayerCalls, time_growths
 from gradwatch.measure.reductions import wide_type, widest_type
@@ -100,40 +101,44 @@ class TimeStepGradients(ModuleStatistic):
     """
 
     def __init__(self, costs: HookCosts) -> None:
-        self._step = _StepCalls(costs)
-        self._leaf = torch.empty(0, requires_grad=True)
-        self._samples = 0
+        self.step = _StepCalls(costs)
+        self.leaf = torch.empty(0, requires_grad=True)
         self._loops = CallLoops()
+        self._layers: set[int] = set()
+        """Sites of the layers that are no sequence layers."""
 
     def on_input(self, site: int, module: nn.Module) -> InputCallback | None:
-        return (
-            _sequence_input_callback(self._step, site, module, self._leaf) if type(module) in SEQUENCE_LAYERS else None
-        )
+        return _sequence_input_callback(self, site, module) if type(module) in SEQUENCE_LAYERS else None
 
     def on_output(self, site: int, module: nn.Module, kind: str) -> OutputCallback | None:
         if kind or type(module) in SEQUENCE_LAYERS:
             return None
         if isinstance(module, nn.RNNCellBase) or site in self._loops.known:
-            return _step_output_callback(self._step, site, state=isinstance(module, nn.RNNCellBase))
-        if site in self._loops.tries:
-            return detect_loop(self._loops, site) if self._loops.tries[site] < MAX_TRIES else None
-        # counting takes time: only at samples 0, 1, 2, 4, 8, ...
-        return count_calls(self._loops, site) if self._samples & (self._samples - 1) == 0 else None
+            return _step_output_callback(self, site, state=isinstance(module, nn.RNNCellBase))
+        self._layers.add(site)
+        return detect_loop(self._loops, site) if self._loops.tries.get(site, MAX_TRIES) < MAX_TRIES else None
 
     def on_grad_output(self, site: int, module: nn.Module, kind: str) -> GradOutputCallback | None:
         if type(module) not in SEQUENCE_LAYERS or not _is_bidirectional(module):
             return None
-        step = self._step
 
         def on_grad_output(gradient: Tensor) -> None:
             if is_hookable(gradient):
-                step.output_norms.setdefault(site, []).append(_norm_of(gradient.detach()))
+                self.step.output_norms.setdefault(site, []).append(_norm_of(gradient.detach()))
 
         return on_grad_output
 
+    def on_repeated_calls(self, sites: Sequence[int]) -> None:
+        new = [site for site in sites if site in self._layers and site not in self._loops.tries]
+        self._loops.tries |= dict.fromkeys(new, 0)
+        self.version += len(new)
+
     def collect(self, layout: Layout) -> TimeStepReading | None:
-        step, self._step = self._step, _StepCalls(self._step.costs)
-        self._samples += 1
+        step, self.step = self.step, _StepCalls(self.step.costs)
+        self._loops.calls.clear()
+        if self._loops.tried:  # some may be known now, or have been tried often enough
+            self.version += 1
+            self._loops.tried = False
         layer_calls: list[LayerCalls] = []
         pieces: list[Tensor] = []
         for site, calls in step.calls.items():
@@ -150,12 +155,14 @@ class TimeStepGradients(ModuleStatistic):
         return TimeStepReading(layout, {"time_steps": together}, layer_calls)
 
 
-def _sequence_input_callback(step: _StepCalls, site: int, module: nn.Module, leaf: Tensor) -> InputCallback:
+def _sequence_input_callback(statistic: TimeStepGradients, site: int, module: nn.Module) -> InputCallback:
+    there = weakref.ref(module)
     bidirectional, batch_first = _is_bidirectional(module), bool(getattr(module, "batch_first"))  # noqa: B009 (an RNNBase's)
 
     def on_input(arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Arguments | None:
+        step, layer = statistic.step, there()
         # without anything to train, its output would not have required a gradient
-        trained = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
+        trained = torch.is_grad_enabled() and layer is not None and any(p.requires_grad for p in layer.parameters())
         given: Any = arguments[0] if arguments else keywords.get("input")
         packed = type(given) is PackedSequence
         sequence = given.data if packed else given
@@ -166,7 +173,7 @@ def _sequence_input_callback(step: _StepCalls, site: int, module: nn.Module, lea
         sizes = given.batch_sizes if packed else None
 
         norms = partial(_norms_of_time_steps, sizes=sizes, batch_first=batch_first)
-        view = view_with_hook(sequence, step.gradient_hook(site, call, norms), leaf)
+        view = view_with_hook(sequence, step.gradient_hook(site, call, norms), statistic.leaf)
         stand_in = PackedSequence(view, *given[1:]) if packed else view
         if arguments:
             return (stand_in, *arguments[1:]), dict(keywords)
@@ -175,10 +182,11 @@ def _sequence_input_callback(step: _StepCalls, site: int, module: nn.Module, lea
     return on_input
 
 
-def _step_output_callback(step: _StepCalls, site: int, *, state: bool) -> OutputCallback:
+def _step_output_callback(statistic: TimeStepGradients, site: int, *, state: bool) -> OutputCallback:
     """`state`: whether the second argument is the state; otherwise every argument may be."""
 
     def on_output(arguments: object, tensors: Iterable[Tensor]) -> None:
+        step = statistic.step
         given = arguments if isinstance(arguments, tuple) else ()
         # a state that is given by keyword is unknown
         unknown = state and len(given) < 2

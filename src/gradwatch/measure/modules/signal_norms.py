@@ -17,7 +17,7 @@ from gradwatch.measure.reductions import SAFE_SQUARE, dense_real, exact_norm, ga
 
 @dataclass(slots=True, eq=False)
 class _StepNorms:
-    """What the hooks of one sampled step have measured. They hold it and nothing else."""
+    """What has been measured in one sampled step."""
 
     found: list[tuple[Tensor, int, int]] = field(default_factory=list)
     """Norm, site and elements of each signal, in one: autograd has a thread for each device."""
@@ -63,25 +63,24 @@ class SignalNorms(ModuleStatistic):
     """Takes the norm of every backward signal as it arrives, and keeps no signal."""
 
     def __init__(self) -> None:
-        self._step = _StepNorms()
+        self.step = _StepNorms()
 
     def on_grad_output(self, site: int, module: nn.Module, kind: str) -> GradOutputCallback | None:
-        return None if kind else _norm_callback(self._step, site)
+        return None if kind else _norm_callback(self, site)
 
     def collect(self, layout: Layout) -> SignalNormReading | None:
-        step = self._step
-        self._step = _StepNorms(unsafe=step.unsafe)
-        found = [*step.found]  # a copy: hooks on outputs that no backward pass has reached yet still append
-        if not found:
+        step, self.step = self.step, _StepNorms(unsafe=self.step.unsafe)
+        if not step.found:
             return None
-        norms, sites, sizes = zip(*found, strict=True)
+        norms, sites, sizes = zip(*step.found, strict=True)
         return SignalNormReading(
             layout, {"signals": gathered(norms)}, [*sites], [*sizes], frozenset(step.unsafe), step.unsafe
         )
 
 
-def _norm_callback(step: _StepNorms, site: int) -> GradOutputCallback:
+def _norm_callback(statistic: SignalNorms, site: int) -> GradOutputCallback:
     def on_grad_output(gradient: Tensor) -> None:
+        step = statistic.step
         if len(step.found) >= MAX_TENSORS:
             return
         if gradient.requires_grad:
