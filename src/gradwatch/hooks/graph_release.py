@@ -10,6 +10,11 @@ from typing import Any, cast
 from torch import Tensor
 from torch.autograd.graph import Node
 
+try:
+    import resource
+except ImportError:  # on Windows
+    resource = None  # type: ignore[assignment]
+
 NEXT_NODES = "gradwatch.behind"
 """The key in a node's `metadata` under which the nodes behind it are held."""
 
@@ -17,12 +22,28 @@ LEAF = "AccumulateGrad"
 """Nodes of parameters: they may live as long as those, and have nothing behind them."""
 
 MAX_UNPREPARED = 64
-"""Tapped tensors, or nodes of a loss, up to which a graph needs no preparation: at eight nodes each they take 150 kB of
-stack, and small stacks have 512 kB. Judgement."""
+"""Calls of hooked modules, tapped tensors, or nodes of a loss, up to which a graph needs no preparation on any stack:
+at eight nodes each they take 150 kB of it, and small stacks have 512 kB. Judgement."""
 
-MAX_UNPREPARED_CALLS = 160
-"""The same for calls of hooked modules, whose hooks reach three nodes each: what made the output, and what it is a view
-of or made from."""
+STACK_OF_NODE = 300
+"""Bytes of stack that one node takes at most."""
+
+NODES_OF_CALL = 3
+"""Nodes that the hooks on one call of a module reach: what made its output, what that is a view of, and its input."""
+
+SMALLEST_STACK, USUAL_STACK = 2**19, 2**23
+"""Bytes of stack of a thread where the system does not tell, and where it sets no limit."""
+
+
+def unprepared_calls() -> int:
+    """Calls of hooked modules up to which a graph needs no preparation: freed, they take a quarter of the stack of this
+    thread.
+    """
+    size = 0 if threading.current_thread() is threading.main_thread() else threading.stack_size()
+    if not size:
+        limit = SMALLEST_STACK if resource is None else resource.getrlimit(resource.RLIMIT_STACK)[0]
+        size = limit if limit > 0 else USUAL_STACK
+    return min(size, USUAL_STACK) // 4 // (STACK_OF_NODE * NODES_OF_CALL)
 
 
 def release_in_a_loop(*nodes: Node | None) -> None:

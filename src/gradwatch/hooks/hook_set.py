@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import unserializable_hook
 
 from gradwatch.hooks.full_hooks import allows_full_hook, with_full_hook
-from gradwatch.hooks.graph_release import MAX_UNPREPARED_CALLS, made_by, release_in_a_loop
+from gradwatch.hooks.graph_release import MAX_UNPREPARED, made_by, release_in_a_loop
 from gradwatch.hooks.view_gradients import register_view_hook
 
 
@@ -49,6 +49,8 @@ class HookCosts:
     errors: list[Exception] = dataclasses.field(default_factory=list)
     calls: int = 0
     """Calls of hooked modules since the last step that was collected."""
+    unprepared_calls: int = MAX_UNPREPARED
+    """Calls up to which a graph can be freed as it is."""
     refused: bool = False
     """Whether torch refused its own full backward hook, and a tensor hook took its place."""
 
@@ -230,7 +232,7 @@ class OutputHook(Uncopied):
             else:
                 tensors = {id(tensor): tensor for tensor in tensors_in(output)}.values()
             costs.calls += 1
-            if costs.calls > MAX_UNPREPARED_CALLS:
+            if costs.calls > costs.unprepared_calls:
                 release_in_a_loop(*made_by(tensors))
             for on_output in self.on_output:
                 on_output(args, tensors)

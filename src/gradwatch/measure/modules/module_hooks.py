@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from gradwatch.core.record import Floats, Layout
 from gradwatch.hooks.garbage_collector import no_collections
+from gradwatch.hooks.graph_release import unprepared_calls
 from gradwatch.hooks.hook_set import HookCosts, HookSet, OutputHook
 from gradwatch.measure.device_buffer import HostCopy
 from gradwatch.measure.devices import moved
@@ -76,6 +77,7 @@ class ModuleHooks:
         """
         if len(self.hooks):
             return
+        self._costs.unprepared_calls = unprepared_calls()
         modules = list(_hookable(layers, layout))
         trains = [
             parameter.requires_grad
