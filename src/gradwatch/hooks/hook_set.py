@@ -92,17 +92,14 @@ class HookSet:
         if parameter.is_inference() or not (parameter.is_floating_point() or parameter.is_complex()):
             return
         unserializable_hook(hook)
-        frozen = not parameter.requires_grad
-        if frozen:
-            parameter.requires_grad_(True)
+        if parameter.requires_grad:
+            self._handles.append(_hooked(parameter, hook, accumulated=accumulated))
+            return
+        parameter.requires_grad_(True)
         try:
-            if accumulated:
-                self.add(_AccumulatedHookHandle(parameter.register_post_accumulate_grad_hook(hook), parameter))
-            else:
-                self.add(_TensorHookHandle(parameter.register_hook(hook), parameter))
+            self._handles.append(_hooked(parameter, hook, accumulated=accumulated))
         finally:
-            if frozen:
-                parameter.requires_grad_(False)
+            parameter.requires_grad_(False)
 
     def on_outputs(
         self,
@@ -121,6 +118,12 @@ class HookSet:
     def full_backward(self, module: nn.Module, hook: Callable[..., Any]) -> None:
         """Register torch's own full backward hook."""
         self.add(_FullBackwardHandle(module.register_full_backward_hook(hook), module))
+
+
+def _hooked(parameter: nn.Parameter, hook: Callable[[Any], Tensor | None], *, accumulated: bool) -> Removable:
+    if accumulated:
+        return _AccumulatedHookHandle(parameter.register_post_accumulate_grad_hook(hook), parameter)
+    return _TensorHookHandle(parameter.register_hook(hook), parameter)
 
 
 class _TensorHookHandle:

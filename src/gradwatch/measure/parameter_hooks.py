@@ -167,13 +167,16 @@ class ParameterHooks:
         hooked: set[int] = set()
         try:
             for place, parameter in enumerate(self._parameters):
-                if is_lazy(parameter) or is_dtensor(parameter) or parameter.is_meta or id(parameter) in hooked:
+                if id(parameter) in hooked or parameter.is_meta:
+                    continue
+                if type(parameter) is not nn.Parameter and (is_lazy(parameter) or is_dtensor(parameter)):
                     continue
                 hooked.add(id(parameter))
-                if (device := parameter.device) not in arrivals.devices:
-                    arrivals.devices[device] = _DeviceSquares(device, len(self._parameters))
+                device = parameter.device
+                if (there := arrivals.devices.get(device)) is None:
+                    there = arrivals.devices[device] = _DeviceSquares(device, len(self._parameters))
                 written = at_once or is_hooked_by_others(parameter)
-                self.hooks.on_gradient(parameter, _hook(arrivals, arrivals.devices[device], place, at_once=written))
+                self.hooks.on_gradient(parameter, _hook(arrivals, there, place, at_once=written))
         except BaseException:
             self.disarm()
             raise
@@ -215,7 +218,7 @@ def _hook(
     parameter = arrivals.parameters[place]
 
     def arrived(gradient: Tensor | None) -> None:
-        if gradient is None or is_capturing():
+        if gradient is None or (gradient.is_cuda and is_capturing()):
             return
         begun = perf_counter()
         try:
