@@ -115,8 +115,9 @@ def structure_of(model: nn.Module) -> Structure:
     for path, module in model.named_modules():
         modules.append((path, id(module), is_compiled(path, module)))
         # `named_parameters` takes twice as long (measured)
-        own = module._parameters.items()
-        parameters += [(path, name, id(one), _size(one)) for name, one in own if one is not None]
+        for name, one in module._parameters.items():
+            if one is not None:
+                parameters.append((path, name, id(one), _size(one)))
     return modules, parameters
 
 
@@ -140,7 +141,8 @@ def _all_layers(model: nn.Module) -> Iterator[Layer]:
     for path, module in model.named_modules():
         if is_compiled(path, module):
             compiled.append(path)
-        own, kind = list(module.named_parameters(recurse=False)), _activation(module, kinds)
+        own = [(key, one) for key, one in module._parameters.items() if one is not None]
+        kind = _activation(module, kinds)
         if not own and not kind:
             continue
         # the original tensors of a parametrized weight belong to the module that has the weight
@@ -180,9 +182,10 @@ def is_compiled(path: str, module: nn.Module) -> bool:
     """
     if path.endswith("_orig_mod") and path.rpartition(".")[2] == "_orig_mod":
         return True
-    if getattr(module, "_compiled_call_impl", None) is not None:
+    own = vars(module)
+    if own.get("_compiled_call_impl") is not None:
         return True
-    forward = vars(module).get("forward")
+    forward = own.get("forward")
     return forward is not None and getattr(forward, "_torchdynamo_orig_callable", None) is not None
 
 
@@ -202,19 +205,15 @@ def layout_of(
     index = {site.name: i for i, site in enumerate(sites) if i and site.kind != "tap"}
 
     def add_or_replace(site: Site) -> None:
-        if site.name in index:
-            sites[index[site.name]] = site
-        else:
-            index[site.name] = len(sites)
+        place = index.setdefault(site.name, len(sites))
+        if place == len(sites):
             sites.append(site)
+        else:
+            sites[place] = site
 
     for layer in layers:
-        place = index.get(layer.name, len(sites))
-        add_or_replace(
-            Site(
-                layer.name, "layer", type(layer.module).__name__, place, sum(_size(p) for _, p in layer.parameters), ""
-            )
-        )
+        size, place = sum(_size(p) for _, p in layer.parameters), index.get(layer.name, len(sites))
+        add_or_replace(Site(layer.name, "layer", type(layer.module).__name__, place, size, ""))
     dtypes = {parameter.dtype for layer in layers for _, parameter in layer.parameters}
     names = {dtype: str(dtype).removeprefix("torch.") for dtype in dtypes}
     for layer in layers:
@@ -252,7 +251,7 @@ def is_lazy(parameter: nn.Parameter) -> bool:
 
 
 def _size(parameter: nn.Parameter) -> int:
-    return 0 if is_lazy(parameter) else parameter.numel()
+    return 0 if type(parameter) is not nn.Parameter and is_lazy(parameter) else parameter.numel()
 
 
 def has_doubles(parameters: Sequence[nn.Parameter]) -> bool:
