@@ -74,7 +74,11 @@ class TensorKind:
     """Which numbers are measured of a tensor. One object per kind: they are compared at every output, by identity."""
 
     row: str = "output"
-    """"output", or "input" for the input of a layer."""
+    """"output", or "input" for the input of a layer: the row of the norms."""
+    peak: str = "output_peak"
+    low: str = "output_low"
+    high: str = "output_high"
+    """The rows of the largest magnitudes, or of the lowest and highest numbers from which they follow."""
     rectifies: bool = False
     """Whether it is the output of one of `RECTIFIERS`."""
     middle: float = 0.0
@@ -82,7 +86,8 @@ class TensorKind:
     """How far from `middle` it is flat; 0 for one that is not bounded."""
 
 
-OUTPUT, LAYER_INPUT, RECTIFIED_OUTPUT = TensorKind(), TensorKind("input"), TensorKind(rectifies=True)
+OUTPUT, RECTIFIED_OUTPUT = TensorKind(), TensorKind(rectifies=True)
+LAYER_INPUT = TensorKind("input", "input_peak", "input_low", "input_high")
 
 NO_SITES: Sites = np.zeros(0, dtype=np.intp)
 
@@ -345,18 +350,18 @@ def _measure(step: _StepOutputs, tensor: Tensor, site: int, tensor_kind: TensorK
 
 def _reduce_one(step: _StepOutputs, tensor: Tensor, site: int, tensor_kind: TensorKind) -> None:
     """Add the numbers of one output to `step`, each by one kernel where that is possible."""
-    rows, row, size = step.rows, tensor_kind.row, tensor.numel()
-    rows[row].single.append((_norm(tensor, exact=site in step.unsafe), site, size))
+    rows, size = step.rows, tensor.numel()
+    rows[tensor_kind.row].single.append((_norm(tensor, exact=site in step.unsafe), site, size))
     units = _units(tensor, 0, channels=step.channels) if tensor_kind.rectifies else None
     if units is not None:
         dims = [dim for dim in range(tensor.ndim) if dim != units]
         step.unit_peaks.append(((site,), tensor.amax(dims).unsqueeze(0)))
     elif tensor_kind.rectifies:
-        rows[f"{row}_peak"].single.append((tensor.amax(), site, size))
+        rows[tensor_kind.peak].single.append((tensor.amax(), site, size))
     else:
         lowest, highest = torch.aminmax(tensor)
-        rows[f"{row}_low"].single.append((lowest, site, size))
-        rows[f"{row}_high"].single.append((highest, site, size))
+        rows[tensor_kind.low].single.append((lowest, site, size))
+        rows[tensor_kind.high].single.append((highest, site, size))
     if tensor_kind.rectifies or tensor_kind.reach:
         some = tensor if size <= MAX_COUNTED else tensor[: max(1, MAX_COUNTED * len(tensor) // size)]
         name, ones = _ones(some, tensor_kind)
@@ -369,18 +374,18 @@ def _reduce_stack(step: _StepOutputs, waiting: _OutputStack) -> None:
     if not sites:
         return
     stack, tensor_kind, rows = waiting.stack[: len(sites)], waiting.tensor_kind, step.rows
-    row, size = tensor_kind.row, stack.numel() // len(sites)
+    size = stack.numel() // len(sites)
     flat = stack.view(len(sites), -1)
-    rows[row].add(torch.linalg.vector_norm(flat, dim=1, dtype=wide_type(stack)), sites, size)
+    rows[tensor_kind.row].add(torch.linalg.vector_norm(flat, dim=1, dtype=wide_type(stack)), sites, size)
     units = _units(stack, 1, channels=waiting.channels) if tensor_kind.rectifies else None
     if units is not None:
         dims = [dim for dim in range(1, stack.ndim) if dim != units]
         step.unit_peaks.append((sites, stack.amax(dims)))
     elif tensor_kind.rectifies:
-        rows[f"{row}_peak"].add(flat.amax(1), sites, size)
+        rows[tensor_kind.peak].add(flat.amax(1), sites, size)
     else:
-        rows[f"{row}_low"].add(flat.amin(1), sites, size)
-        rows[f"{row}_high"].add(flat.amax(1), sites, size)
+        rows[tensor_kind.low].add(flat.amin(1), sites, size)
+        rows[tensor_kind.high].add(flat.amax(1), sites, size)
     if tensor_kind.rectifies or tensor_kind.reach:
         name, ones = _ones(flat, tensor_kind)
         rows[name].add(torch.linalg.vector_norm(ones, dim=1, dtype=wide_type(ones)), sites, size)
