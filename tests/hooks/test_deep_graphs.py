@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import threading
 import weakref
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 import forks
-from gradwatch.hooks.graph_release import NEXT_NODES, metadata_of, release_in_a_loop
+from gradwatch.hooks.graph_release import NEXT_NODES, metadata_of, release_in_a_loop, unprepared_calls
 
 SMALL = {"stack": 512}
 """In kB: 1,800 to 2,400 nodes in a row that Python knows overflow it, and with it 100 kB are enough without us."""
@@ -76,6 +77,18 @@ def test_a_deeply_nested_output_is_looked_into_as_far_as_it_is_reasonable(act: s
 @pytest.mark.slow
 def test_a_graph_that_python_has_seen_all_of_is_freed_on_a_small_stack() -> None:
     play("mixed", size=5_000, act="look", stack=64)
+
+
+def test_how_many_calls_need_no_preparation_follows_from_the_stack_of_the_thread() -> None:
+    before, found = threading.stack_size(2**19), []
+    try:
+        thread = threading.Thread(target=lambda: found.append(unprepared_calls()))
+        thread.start()
+        thread.join()
+    finally:
+        threading.stack_size(before)
+    assert found == [2**19 // 4 // 900]
+    assert unprepared_calls() >= found[0]
 
 
 def chain(size: int) -> torch.Tensor:
