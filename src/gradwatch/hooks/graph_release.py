@@ -32,15 +32,16 @@ NODES_OF_CALL = 3
 """Nodes that the hooks on one call of a module reach: what made its output, what that is a view of, and its input."""
 
 SMALLEST_STACK, USUAL_STACK = 2**19, 2**23
-"""Bytes of stack of a thread where the system does not tell, and where it sets no limit."""
+"""Bytes of stack of a thread: the least that systems give one, and what the main thread has where nothing limits it."""
 
 
 def unprepared_calls() -> int:
     """Calls of hooked modules up to which a graph needs no preparation: freed, they take a quarter of the stack of this
     thread.
     """
-    size = 0 if threading.current_thread() is threading.main_thread() else threading.stack_size()
-    if not size:
+    if threading.current_thread() is not threading.main_thread():
+        size = threading.stack_size() or SMALLEST_STACK
+    else:
         limit = SMALLEST_STACK if resource is None else resource.getrlimit(resource.RLIMIT_STACK)[0]
         size = limit if limit > 0 else USUAL_STACK
     return min(size, USUAL_STACK) // 4 // (STACK_OF_NODE * NODES_OF_CALL)

@@ -49,7 +49,7 @@ class SampledStep:
         if statistics:
             statistics.append(self._flow)
         self._module_hooks = ModuleHooks(statistics, self._costs)
-        self._thresholds: garbage_collector.Thresholds | None = None
+        self.thresholds: garbage_collector.Thresholds | None = None
         """Of Python's garbage collector, while it is paused."""
         self._refusal_reported = False
         self._unowned = UnownedParameters()
@@ -70,15 +70,15 @@ class SampledStep:
         `whole_batch`: whether that comes with the end of the batch: then reference cycles wait for it, too.
         """
         if self.hooks_modules:
-            if whole_batch and self._thresholds is None:
-                self._thresholds = garbage_collector.pause()
+            if whole_batch and self.thresholds is None:
+                self.thresholds = garbage_collector.pause()
             self._module_hooks.attach(layers, layout, full=self._full)
 
     def unhook_modules(self) -> None:
         """Remove all hooks; a second call does nothing."""
         self._module_hooks.remove()
-        garbage_collector.resume(self._thresholds)
-        self._thresholds = None
+        garbage_collector.resume(self.thresholds)
+        self.thresholds = None
 
     def unsupported(self) -> str:
         """A sentence about an option that has no effect in this run, once; otherwise empty."""
@@ -102,7 +102,7 @@ class SampledStep:
 
     def collect(self, layout: Layout) -> tuple[ModuleHooksReading | None, tuple[int, ...]]:
         """The statistics of the modules, and the order in which the layers ran."""
-        self.unhook_modules()
+        self._module_hooks.remove()  # the collector waits for the end of the batch: the graph may be there until then
         self._costs.collect()
         return self._module_hooks.collect(layout), self._module_hooks.order()
 
