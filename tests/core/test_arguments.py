@@ -9,8 +9,10 @@ from contextlib import suppress
 from dataclasses import fields
 from decimal import Decimal
 from fractions import Fraction
+from functools import cache
 from itertools import count, cycle
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -21,9 +23,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 import gradwatch as gw
+from damaged_files import small_run
 from gradwatch import rules
 from gradwatch.core.arguments import MOST, SHOWN_CHARACTERS, check_whole, shown
 from gradwatch.interventions import InterventionSettings
+from gradwatch.runs.arrays import RunArrays
 from gradwatch.runs.files import Unreadable
 from gradwatch.runs.report.sink import Report
 from gradwatch.sinks.flight_recorder import FlightRecorder
@@ -80,6 +84,18 @@ class HostileItems(Hostile):
 class HostilePath(Hostile):
     def __fspath__(self) -> str:
         raise RuntimeError("fspath")
+
+
+class HostileSequence(list[Any]):
+    """A list of settings of which one has no value yet."""
+
+    def __iter__(self) -> Iterator[Any]:
+        raise RuntimeError("a mandatory value is missing")
+
+
+class HostileNumber(float):
+    def __float__(self) -> float:
+        raise RuntimeError("float")
 
 
 class Unbound:
@@ -145,11 +161,15 @@ VALUES: list[Callable[[], Any]] = [
     lambda: np.zeros((300, 300)),
     lambda: np.array([Hostile()], dtype=object),
     lambda: np.datetime64("2020-01-01"),
+    lambda: np.timedelta64(3, "s"),
     lambda: torch.tensor(1.0),
     lambda: torch.tensor([1.0, 2.0]),
     lambda: torch.empty(0),
     lambda: torch.zeros(300, 300),
     lambda: torch.tensor(3, device="meta"),
+    lambda: torch.ones(1, 4, 4, device="meta"),
+    lambda: torch.ones(4, 4, device="meta"),
+    lambda: torch.ones(2, dtype=torch.uint64),
     lambda: torch.float32,
     lambda: torch.device("cpu"),
     lambda: "",
@@ -161,6 +181,8 @@ VALUES: list[Callable[[], Any]] = [
     lambda: "\0",
     lambda: "\x1b[31mred\nand a line\x1b[0m",
     lambda: "x" * 100_000,
+    lambda: "[" * 100_000,
+    lambda: "!" * 200,
     lambda: "\n" * 100_000,
     lambda: "\U0001f525" * 100_000,
     lambda: b"",
@@ -222,6 +244,9 @@ VALUES: list[Callable[[], Any]] = [
     lambda: Lists(),
     lambda: Unbound(),
     lambda: [Unbound()],
+    lambda: HostileSequence("x"),
+    lambda: HostileNumber(0.5),
+    lambda: type("x" * 100_000, (), {})(),
 ]
 """Made anew each time: an iterator is used up."""
 
@@ -267,7 +292,17 @@ def run(**given: Any) -> None:
         gw.load_run(**{"path": "nothing", **given})
 
 
+@cache
+def recorded() -> RunArrays:
+    with TemporaryDirectory() as folder:
+        small_run(Path(folder))
+        return gw.load_run(folder)
+
+
 ARGUMENTS: list[Argument] = [
+    *of(lambda statistic: recorded().array(statistic), "statistic"),
+    *of(lambda statistic: recorded().steps(statistic), "statistic"),
+    *of(lambda statistic: recorded().table(statistic), "statistic"),
     *of(step, "optimizer", "loss"),
     *of(incident, "path"),
     *of(run, "path", "statistics"),
@@ -301,7 +336,7 @@ ARGUMENTS: list[Argument] = [
     *of(Recorder, "folder", "every_n_steps"),
     *of(Report, "folder"),
     *of(Scalars, "every_n_steps"),
-    *of(TensorBoard, "writer", "every_n_steps", "per_layer"),
+    *of(TensorBoard, "writer", "every_n_steps", "per_layer", "charts", "histograms"),
     *((type(rule), each.name) for rule in gw.default_rules() for each in fields(rule)),  # type: ignore[arg-type]
     *of(
         lambda **given: gw.capture(**{"model": net(), "patterns": "*", **given}),
@@ -340,7 +375,7 @@ def check(make: Callable[..., Any], argument: str, value: Any) -> None:
     error = refusal(make, argument, value)
     if error is None:
         return
-    said, would_do = str(error), ("expected", "must be", "nearest", "choose")
+    said, would_do = str(error), ("expected", "must be", "nearest", "choose", "it has")
     # a model that is one may have no such layer
     assert re.search(r"\b(model|layer)\b" if argument == "model" else rf"\b{argument}\b", said), "the argument is named"
     assert any(word in said for word in would_do), "and what would do"

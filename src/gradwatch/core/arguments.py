@@ -25,8 +25,11 @@ bits has room for it."""
 MOST_ITEMS = 1000
 """The largest number of rules, interventions or sinks: an iterator may never end."""
 
+MOST_PATTERNS = 10**5
+"""The largest number of shell patterns on names: as many as there are names in a large model."""
+
 MOST_PATH = 4096
-"""Characters of a path: Linux opens none that is longer."""
+"""Characters of a path: Linux opens none that is longer. And of a shell pattern, which takes the square of its length."""
 
 _REPR = Repr()
 _REPR.maxstring = _REPR.maxother = SHOWN_CHARACTERS
@@ -83,6 +86,8 @@ def check_number(argument: str, value: object, expected: str, *, valid: Callable
         number = float(value)
     except OverflowError:
         number = -inf if value < 0 else inf
+    except Exception as error:
+        raise TypeError(wrong(argument, value, expected)) from error
     if not valid(number):
         raise ValueError(wrong(argument, value, expected))
     return number
@@ -94,7 +99,10 @@ def check_whole(argument: str, value: object, expected: str, *, least: int = 1, 
     """
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(wrong(argument, value, expected))
-    number = int(value)
+    try:
+        number = int(value)
+    except Exception as error:  # of NumPy's timedelta64, which calls itself an integer
+        raise TypeError(wrong(argument, value, expected)) from error
     if not least <= number <= most:
         raise ValueError(wrong(argument, value, expected) + f", at most {shown(MOST)}" * (number > MOST == most))
     return number
@@ -131,20 +139,35 @@ def check_path(argument: str, value: object, expected: str) -> Path:
     return Path(path)
 
 
-def check_items(argument: str, value: object, expected: str) -> tuple[Any, ...]:
+def check_items(argument: str, value: object, expected: str, *, most: int = MOST_ITEMS) -> tuple[Any, ...]:
     """The items of `value`, a list or another iterable of objects. Raises TypeError for text, bytes, mappings, arrays
-    and tensors, and for an iterator that fails; ValueError for more than `MOST_ITEMS`.
+    and tensors, and for an iterator that fails; ValueError for more than `most`.
     """
     array = attribute(value, "shape") is not None and attribute(value, "dtype") is not None
     if array or isinstance(value, str | bytes | bytearray | memoryview | Mapping) or not isinstance(value, Iterable):
         raise TypeError(wrong(argument, value, expected))
     try:
-        items = tuple(islice(value, MOST_ITEMS + 1))
+        items = tuple(islice(value, most + 1))
     except Exception as error:
         raise TypeError(f"{wrong(argument, value, expected)}; iterating over it: {shown(error)}") from error
-    if len(items) > MOST_ITEMS:
-        raise ValueError(f"{wrong(argument, value, expected)}, of at most {MOST_ITEMS} items")
+    if len(items) > most:
+        raise ValueError(f"{wrong(argument, value, expected)}, of at most {most} items")
     return items
+
+
+def check_pattern_list(argument: str, value: object, expected: str) -> tuple[str, ...]:
+    """One shell pattern or a sequence of them. Raises TypeError for anything else, ValueError for one that is long."""
+    if isinstance(value, str):
+        patterns: tuple[Any, ...] = (value,)
+    elif isinstance(value, Sequence):
+        patterns = check_items(argument, value, expected, most=MOST_PATTERNS)
+    else:
+        patterns = (None,)
+    if not all(isinstance(pattern, str) for pattern in patterns):
+        raise TypeError(wrong(argument, value, expected))
+    if any(len(pattern) > MOST_PATH for pattern in patterns):
+        raise ValueError(f"{wrong(argument, value, expected)}, of at most {MOST_PATH} characters")
+    return patterns
 
 
 def check_function(argument: str, value: object, expected: str, *, arguments: int = 1) -> Any:

@@ -15,7 +15,7 @@ from torch.jit import ScriptModule
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
-from gradwatch.core.arguments import SHOWN_CHARACTERS, shown, wrong
+from gradwatch.core.arguments import SHOWN_CHARACTERS, check_pattern_list, shown
 from gradwatch.core.guard import UserFacingError
 from gradwatch.core.record import ROOT, TOTAL, Layout, Site, clean_name
 
@@ -72,15 +72,13 @@ def check_patterns(layers: object) -> tuple[str, ...]:
     """The `layers` argument as a tuple of patterns. Raises TypeError or ValueError."""
     if layers is None:
         return ("*",)
-    patterns = (layers,) if isinstance(layers, str) else layers
-    if not isinstance(patterns, Sequence) or not all(isinstance(p, str) for p in patterns):
-        expected = "None, a shell pattern such as 'encoder.*' or a list of them such as ['*', '!head']"
-        raise TypeError(wrong("layers", layers, expected))
+    expected = "None, a shell pattern such as 'encoder.*' or a list of them such as ['*', '!head']"
+    patterns = check_pattern_list("layers", layers, expected)
     if not patterns or not all(p.lstrip("!") for p in patterns):
         raise ValueError(
             f"layers={shown(layers)}: empty; expected a shell pattern such as 'encoder.*', or None for every layer"
         )
-    return tuple(patterns)
+    return patterns
 
 
 def find_layers(model: nn.Module, patterns: Sequence[str] = ("*",), *, require_match: bool = True) -> list[Layer]:

@@ -12,7 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.core.alert import Alert, Verdict
+from gradwatch.core.arguments import cut, shown, wrong
 from gradwatch.core.block import Block
+from gradwatch.core.printable import printable
 from gradwatch.core.record import Layout, Missing
 from gradwatch.runs.files import Unreadable
 from gradwatch.runs.outcome import Outcome
@@ -101,9 +103,12 @@ class RunArrays:
         return found
 
     def _series(self, statistic: str) -> StatisticSeries:
+        if not isinstance(statistic, str):
+            raise TypeError(wrong("statistic", statistic, "the name of one, such as 'grad_norm'"))
         if statistic not in self.values:
-            known = ", ".join(sorted(self.values))
-            raise Unreadable(f"{self.path} has no statistic {statistic}; it has {known}")
+            known = ", ".join(cut(printable(name)) for name in sorted(self.values))
+            name = cut(statistic) if statistic.isprintable() else shown(statistic)
+            raise Unreadable(f"{self.path} has no statistic {name}; it has {known}")
         return self.values[statistic]
 
 

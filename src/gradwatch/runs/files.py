@@ -33,8 +33,11 @@ def files_of(path: Path) -> list[Path]:
     Looks into a folder's subfolders where it holds no record itself. Raises Unreadable where there is not exactly one
     run.
     """
-    if not path.exists():
-        raise Unreadable(f"there is no {path}")
+    try:
+        if not path.exists():
+            raise Unreadable(f"there is no {path}")
+    except OSError as error:  # a name that is too long, a folder that may not be looked into
+        raise Unreadable(f"{path} cannot be read: {error.strerror}") from error
     if not path.is_dir():
         if not path.is_file():
             raise Unreadable(f"{path} is neither a folder nor a regular file")

@@ -130,6 +130,8 @@ def read_incident(path: str | os.PathLike[str]) -> dict[str, Any]:
             found = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     except Exception as error:  # of a damaged file torch raises whatever its parts raise
         raise ValueError(f"{path} is no incident of GradWatch's, or is damaged: {type(error).__name__}") from error
     kind, version = (found.get("format"), found.get("version")) if isinstance(found, dict) else ("", 0)

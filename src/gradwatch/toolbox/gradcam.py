@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
 
-from gradwatch.core.arguments import check_number, check_whole, shown
+from gradwatch.core.arguments import check_number, check_whole, cut, shown
 from gradwatch.hooks.graph_release import made_by, release_in_a_loop
 from gradwatch.hooks.hook_set import HookSet, tensors_in
 from gradwatch.toolbox.functions import describe_tensor
@@ -34,7 +34,7 @@ def gradcam(model: nn.Module, layer: str | nn.Module, inputs: Tensor, target: Ta
     expected.
     """
     if not isinstance(inputs, Tensor):
-        raise TypeError(f"gradcam: inputs={type(inputs).__name__}: expected a tensor of images, [N, C, H, W]")
+        raise TypeError(f"gradcam: inputs={cut(type(inputs).__name__)}: expected a tensor of images, [N, C, H, W]")
     if inputs.ndim != 4 or not inputs.is_floating_point() or 0 in inputs.shape:
         raise ValueError(f"gradcam: inputs are {describe_tensor(inputs)}: expected floating-point images [N, C, H, W]")
     module, name = _layer(model, layer)
@@ -72,7 +72,10 @@ def overlay(image: Tensor, cam: Tensor, *, alpha: float = 0.5) -> Tensor:
     """
     for name, given in (("image", image), ("cam", cam)):
         if not isinstance(given, Tensor):
-            raise TypeError(f"overlay: {name} is {type(given).__name__}: expected a tensor, such as torch.from_numpy's")
+            kind = cut(type(given).__name__)
+            raise TypeError(f"overlay: {name} is {kind}: expected a tensor, such as torch.from_numpy's")
+        if given.is_meta:
+            raise ValueError(f"overlay: {name} is {describe_tensor(given)}: expected a tensor with values")
     if image.ndim < 3 or image.shape[-3] not in (1, 3) or cam.shape != (*image.shape[:-3], *image.shape[-2:]):
         raise ValueError(
             f"overlay: image is {list(image.shape)} and cam {list(cam.shape)}: "
@@ -146,6 +149,7 @@ def _classes(target: Target, scores: Tensor) -> Tensor:
         or target.is_meta
     ):
         raise ValueError(f"gradcam: target is {describe_tensor(target)}: expected integers, [{images}] of them")
+    target = target.to(torch.int64)  # torch compares no other integers without a sign
     if bool(((target < 0) | (target >= classes)).any()):
-        raise ValueError(f"gradcam: target={target.tolist()}: expected classes from 0 to {classes - 1}")
-    return target.to(scores.device, torch.int64)
+        raise ValueError(f"gradcam: target={shown(target.tolist())}: expected classes from 0 to {classes - 1}")
+    return target.to(scores.device)

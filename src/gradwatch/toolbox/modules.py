@@ -11,7 +11,7 @@ from torch import nn
 from torch.jit import ScriptModule
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from gradwatch.core.arguments import SHOWN_CHARACTERS, shown, wrong
+from gradwatch.core.arguments import SHOWN_CHARACTERS, check_pattern_list, shown, wrong
 from gradwatch.core.record import ROOT, clean_name
 from gradwatch.measure.layers import is_compiled, is_within
 
@@ -36,9 +36,7 @@ def find_modules(model: nn.Module, patterns: object, *, by: str) -> dict[str, Na
     """
     if not isinstance(model, nn.Module):
         raise TypeError(wrong(f"{by.partition(':')[0]}: model", model, "a torch.nn.Module"))
-    several = (patterns,) if isinstance(patterns, str) else patterns
-    if not isinstance(several, Sequence) or not all(isinstance(pattern, str) for pattern in several):
-        raise TypeError(wrong(by, patterns, "a shell pattern such as 'layer3.*', or a list of them"))
+    several = check_pattern_list(by, patterns, "a shell pattern such as 'layer3.*', or a list of them")
     if not several or not all(pattern.lstrip("!") for pattern in several):
         raise ValueError(
             f"{by}={shown(patterns)}: empty; expected a shell pattern such as 'layer3.*', or '*' for every module"
