@@ -29,7 +29,7 @@ MOST_PATTERNS = 10**5
 """The largest number of shell patterns on names: as many as there are names in a large model."""
 
 MOST_PATH = 4096
-"""Characters of a path: Linux opens none that is longer. And of a shell pattern, which takes the square of its length."""
+"""Characters of a path, as Linux has it, and of a shell pattern, which takes the square of its length."""
 
 _REPR = Repr()
 _REPR.maxstring = _REPR.maxother = SHOWN_CHARACTERS
