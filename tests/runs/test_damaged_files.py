@@ -7,6 +7,7 @@ import re
 import shutil
 import time
 import tracemalloc
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -212,6 +213,45 @@ def test_an_incident_says_what_is_wrong_with_it(tmp_path: Path, key: str, part: 
         assert load_incident(trial.path).content["records"] == part
         return
     with pytest.raises(ValueError, match=re.escape(f"{trial.path} is damaged: {said}")):
+        load_incident(trial.path)
+
+
+def deflated(path: Path) -> None:
+    with zipfile.ZipFile(path) as archive:
+        parts = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in parts.items():
+            archive.writestr(name, content)
+
+
+def test_an_incident_is_not_unpacked(tmp_path: Path) -> None:
+    """40 kB could become 40 MB, and more of them gigabytes."""
+    trial = IncidentTrial(tmp_path)
+    torch.save({**trial.content, "batch": {"data": [torch.zeros(10_000_000)], "notes": {}}}, trial.path)
+    deflated(trial.path)
+    assert trial.path.stat().st_size < 100_000
+    with pytest.raises(ValueError, match=r"is no incident of GradWatch's, or is damaged: ValueError$"):
+        load_incident(trial.path)
+
+
+WRONG_TENSORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "meta": lambda column: column.to("meta"),
+    "sparse": lambda column: column.to_sparse(),
+    "negative view": torch._neg_view,
+    "with a gradient": lambda column: column.clone().requires_grad_(),
+    "expanded": lambda column: column[:1].expand(len(column), *column.shape[1:]),
+    "nested": lambda column: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, of nested and sparse tensors
+@pytest.mark.parametrize("wrong", WRONG_TENSORS)
+def test_a_column_that_numpy_cannot_read_is_no_column(tmp_path: Path, wrong: str) -> None:
+    trial = IncidentTrial(tmp_path)
+    records = trial.content["records"]
+    column = WRONG_TENSORS[wrong](records["statistics"]["grad_norm"])
+    torch.save({**trial.content, "records": {**records, "statistics": {"grad_norm": column}}}, trial.path)
+    with pytest.raises(ValueError, match=r"is damaged: records\.statistics\[.*\] is of type Tensor; a float32 tensor"):
         load_incident(trial.path)
 
 
