@@ -21,7 +21,7 @@ from gradwatch.cli import main
 from gradwatch.core.record import Run
 from gradwatch.runs.arrays import read
 from gradwatch.runs.compare.comparison import Comparison, compare_runs, format_size
-from gradwatch.runs.compare.divergence_point import blocks_of, distances, divergence_points
+from gradwatch.runs.compare.divergence_point import blocks_of, distances, divergence_points, medians
 from gradwatch.runs.compare.first_difference import Difference, Rates
 from gradwatch.runs.compare.page import page
 from gradwatch.sinks.record.recorder import Recorder
@@ -384,3 +384,13 @@ def test_the_colours_have_a_middle_and_a_direction(tmp_path: Path) -> None:
         upper, lower = (image.getpixel((20, row)) for row in range(2))
         assert max(abs(x - y) for x, y in zip(upper, bytes.fromhex("e6e6e6"), strict=True)) < 12, "no difference"
         assert max(abs(x - y) for x, y in zip(lower, bytes.fromhex(below), strict=True)) < 60, "far to one side"
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")
+@pytest.mark.parametrize("rows", [1, 2, 5, 8])
+def test_medians_are_those_of_numpy(rows: int) -> None:
+    rng = np.random.default_rng(rows)
+    numbers = rng.normal(size=(rows, 50))
+    numbers[rng.random(numbers.shape) < rng.random(50)] = np.nan
+    numbers[rng.random(numbers.shape) < 0.1] = -np.inf
+    assert np.array_equal(medians(numbers), np.nanmedian(numbers, axis=0), equal_nan=True)

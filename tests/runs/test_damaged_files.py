@@ -28,6 +28,7 @@ from gradwatch.runs.report.run_data import RunDataReader
 from gradwatch.sinks.record.event_file import OwnEventFile
 from gradwatch.sinks.record.record_format import RecordedBlock, pack
 from gradwatch.sinks.record.recorder import Recorder
+from gradwatch.sinks.record.tfrecord import framed
 from sink_inputs import alert_of, feed, layout_of, record_of
 
 RECORDS = 200
@@ -139,6 +140,13 @@ def test_few_bytes_do_not_become_gigabytes(tmp_path: Path, wide_first: bool) -> 
     else:
         assert steps[0] == 1
         assert run.values["grad_norm"].every > 1
+
+
+def test_other_event_files_are_passed_over_fast(tmp_path: Path) -> None:
+    (tmp_path / "events.out.tfevents.1").write_bytes(framed(b"a scalar of someone") * 400_000)
+    began = time.process_time()
+    assert command("ls", str(tmp_path)) == (0, f"there is no recorded run below {tmp_path}\n")
+    assert time.process_time() - began < 2
 
 
 def test_thousands_of_rules_are_ranked_in_time(tmp_path: Path) -> None:

@@ -92,6 +92,9 @@ def holds_record(path: Path) -> bool:
     """Whether a GradWatch record begins in `path`."""
     try:
         with open(path, "rb") as file:
+            if RECORD_MARK not in file.read(SEARCHED_BYTES):  # most files, of which the checksums take seconds
+                return False
+            file.seek(0)
             return any(data is not None and RECORD_MARK in data for data in _first(file))
     except (OSError, Damaged):
         return False

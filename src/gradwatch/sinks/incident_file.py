@@ -150,7 +150,7 @@ def read_incident(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _check_parts(path: str | os.PathLike[str]) -> None:
-    """Raises where the parts of a file are larger than it: torch writes them as they are, but would unpack them, too."""
+    """Raises where the parts of a file are larger than it: torch writes none, but would unpack them."""
     with zipfile.ZipFile(path) as archive:
         size = sum(part.file_size for part in archive.infolist())
     if size > os.path.getsize(path):
