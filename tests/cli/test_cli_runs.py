@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -175,6 +176,10 @@ def test_control_characters_of_names_do_not_reach_the_terminal(
         ["report", str(tmp_path)],
         ["compare", str(folder), str(tmp_path / "other"), "-o", str(folder / "page.html")],
         ["compare", str(folder), f"{folder}none"],
+        ["report", str(folder), "--format", "json"],
+        ["report", str(folder), "--format", "md"],
+        ["top", str(folder), "--once"],
+        ["export", str(folder), "--to", f"{folder}.csv", "--statistic", CONTROLS],
         ["run", f"{CONTROLS}.py"],
     ):
         main(command)
@@ -182,7 +187,29 @@ def test_control_characters_of_names_do_not_reach_the_terminal(
         said = out + err
         assert [character for character in said if not character.isprintable() and character != "\n"] == []
         if command != ["report", str(tmp_path)]:  # which names the page of all runs, and none of them
-            assert "\\x1b[31m" in "".join(said.split())
+            assert re.search(r"(\\x|\\u00)1b\\?\[31m", "".join(said.split()))
+
+
+def test_a_folder_whose_name_is_no_unicode(tmp_path: Path, capsys: Any) -> None:
+    folder = tmp_path / os.fsdecode(b"caf\xe9")
+    record(folder, name="a\udce9")
+    record(tmp_path / "other", name="a\udce9")
+    for command in (
+        ["report", str(folder)],
+        ["report", str(tmp_path)],
+        ["report", str(folder), "--format", "json", "-o", str(folder / "summary.json")],
+        ["report", str(folder), "--format", "md", "-o", str(folder / "summary.md")],
+        ["compare", str(folder), str(tmp_path / "other"), "-o", str(folder / "page.html")],
+        ["export", str(folder), "--to", str(folder / "norms.csv")],
+        ["export", str(folder), "--to", str(folder / "norms.parquet")],
+        ["top", str(folder), "--once"],
+        ["ls", str(tmp_path)],
+    ):
+        assert main(command) == 0
+    assert 'href="caf%E9/gradwatch_report.html"' in (tmp_path / "gradwatch_runs.html").read_text()
+    out, err = capsys.readouterr()
+    assert out.encode()
+    assert err == ""
 
 
 def test_a_fifo_named_like_an_event_file_is_passed_over(tmp_path: Path, capsys: Any) -> None:

@@ -38,7 +38,9 @@ def write_parquet(run: RunArrays, statistic: str, path: Path) -> None:
     except ImportError:
         run.frame(statistic).to_parquet(path)
     else:
-        parquet.write_table(pyarrow.table(run.table(statistic)), path)
+        table = pyarrow.table(run.table(statistic))
+        with open(path, "wb") as file:  # it takes no path that is not Unicode
+            parquet.write_table(table, file)
 
 
 def _texts(numbers: NDArray[Any]) -> list[Any]:

@@ -143,7 +143,7 @@ def _found(loud: Sequence[Alert], stuck: str) -> str:
 def _report(path: Path, out: Path) -> str:
     """The link to a run's own report, where it has one."""
     own = (path if path.is_dir() else path.parent) / NAME
-    return quote(os.path.relpath(own.resolve(), out.parent.resolve())) if own.is_file() else ""
+    return quote(os.fsencode(os.path.relpath(own.resolve(), out.parent.resolve()))) if own.is_file() else ""
 
 
 def _rate(rates: tuple[float, float, float] | None) -> str:

@@ -11,12 +11,14 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from importlib.resources import files
 from typing import Any, NamedTuple
+from unicodedata import category
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch import __version__
 from gradwatch.core.alert import Alert, Severity, Verdict
+from gradwatch.core.printable import INVISIBLE
 from gradwatch.core.record import Missing
 from gradwatch.runs.arrays import RunArrays
 from gradwatch.sinks.terminal.layer_table import select_rows
@@ -88,8 +90,11 @@ def document(run: RunArrays) -> dict[str, Any]:
 
 
 def encoded(found: Mapping[str, Any]) -> str:
-    """The JSON of a document."""
-    return json.dumps(found, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    """The JSON of a document, with escapes for what a terminal acts on."""
+    text = json.dumps(found, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    if text.isprintable():
+        return text
+    return "".join(json.dumps(each)[1:-1] if category(each) in INVISIBLE else each for each in text)
 
 
 def _document(run: RunArrays, limits: Limits) -> dict[str, Any]:

@@ -89,7 +89,7 @@ class RecordColumns:
         }
         self.metadata = json.dumps(about).encode()
         names = "\n".join([*about["names"], "", *about["parameters"]])  # type: ignore[misc]
-        self._tag = f"{RECORD_TAG_PREFIX}{zlib.crc32(names.encode()):08x}"
+        self._tag = f"{RECORD_TAG_PREFIX}{zlib.crc32(names.encode(errors='backslashreplace')):08x}"
 
     def tag(self, same: int) -> str:
         """The tag of an event with the same x as `same` events right before it."""
