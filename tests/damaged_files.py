@@ -288,8 +288,11 @@ class TabTrial:
             assert response.status_code in (200, 404), response.data
             return response
 
-        ask("runs")
+        for question in ("runs", "health"):
+            json.loads(ask(question).data, parse_constant=int)
         about = ask("run", **run)
+        ask("summary", **run)
+        ask("profile", **run, step="5")
         if about.status_code == 200:
             json.loads(about.data, parse_constant=int)  # JavaScript's JSON has neither NaN nor Infinity
             for statistic in about.json["statistics"]:
@@ -301,6 +304,7 @@ class TabTrial:
                     columns="3",
                     **{"from": "-1" + "0" * 400, "to": "9" * 400},
                 )
+                ask("region", **run, statistic=statistic["name"], layers="0-9", to="9" * 400)
             for name in about.json["names"][:5]:
                 ask("layer", **run, layer=name)
             ask("steps", **run)
