@@ -196,6 +196,9 @@ def test_wrong_names_name_the_nearest() -> None:
         history.series("grad_nrom")
     with pytest.raises(IndexError, match="record 2 of a history of 2"):
         history[2]
+    for no_name in (range(10**9), 1, b"l1", ["l1"]):
+        with pytest.raises(TypeError, match=r"^name=.*expected the name of a site"):
+            history.series("grad_norm", no_name)  # type: ignore[arg-type]
 
 
 def test_every_reason_has_words() -> None:

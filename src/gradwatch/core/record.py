@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from gradwatch.core.arguments import wrong
 from gradwatch.core.training_loop import TrainingLoop
 
 Floats = NDArray[np.float64]
@@ -187,8 +188,10 @@ class Layout:
 
     def find(self, name: str) -> int:
         """Site index of `name`, with or without the parts that wrappers add. Raises KeyError, which names similar
-        sites.
+        sites, and TypeError for what is no name.
         """
+        if not isinstance(name, str):
+            raise TypeError(wrong("name", name, "the name of a site such as 'encoder.0'"))
         found = self.index.get(name or ROOT)
         if found is None and (found := self.index.get(clean_name(name) or ROOT)) is None:
             from difflib import get_close_matches
