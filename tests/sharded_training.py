@@ -107,14 +107,14 @@ class ShardedModule(pl.LightningModule):
 # ---- what runs on every rank
 
 
-def fit_sharded(module: ShardedModule, *callbacks: Any, **more: Any) -> Any:
+def fit_sharded(module: ShardedModule, *callbacks: Any, batches: int = BATCHES, **more: Any) -> Any:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     size = int(os.environ["WORLD_SIZE"])
     shape = {"tensor": (1, size), "hybrid": (2, size // 2)}.get(module.parallel, (size, 1))
     trainer = quiet_trainer(
         *callbacks, devices=size, strategy=ModelParallelStrategy(*shape, process_group_backend="gloo"), **more
     )
-    trainer.fit(module, DataLoader(torch.arange(shape[0] * BATCHES), batch_size=1))  # type: ignore[arg-type]
+    trainer.fit(module, DataLoader(torch.arange(shape[0] * batches), batch_size=1))  # type: ignore[arg-type]
     return trainer
 
 

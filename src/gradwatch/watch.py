@@ -130,6 +130,8 @@ class Watch:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is None:  # otherwise the other ranks may not be here
+            self._engine.end_epoch()
         self._engine.close()
         if self._engine.options.signals == "full" and (model := self._model()) is not None:
             explain_in_place_error(error, model)

@@ -14,6 +14,7 @@ from gradwatch.core.record import Floats, Mask, Missing
 from gradwatch.engine.diagnosis import Diagnosis
 from gradwatch.engine.interventions.runtime import InterventionRuntime
 from gradwatch.engine.step import StepState
+from gradwatch.measure.device_buffer import RowBlock
 from gradwatch.measure.gradient_reader import ARRIVED
 from gradwatch.measure.loss_scale import remaining_scale
 from gradwatch.measure.noise_scale import NoiseScale
@@ -35,6 +36,9 @@ class BlockBuilder:
         """The last step whose gradients were measured and finite."""
         self._suspected_scale = 0.0
         """A loss scale that the gradients of the last step seem to have had; NaN once it was reported."""
+        self._edited = False
+        """Whether a sampled step of shards has shown that gradients change between the measurement and the step: others
+        do not show it."""
 
     def build(
         self, steps: Sequence[StepState], ended: int, source: NonfiniteSource, overhead: float
@@ -62,6 +66,7 @@ class BlockBuilder:
         unseen, plain = [], [step.used_as_measured for step in steps[:ended]]
         clipped = [step.follows_from_total for step in steps[:ended]]
         for row, step in enumerate(steps[:ended]):
+            plain[row] &= not self._edited
             if plain[row] or clipped[row]:
                 step.scalars["overhead"] = overhead
                 continue
@@ -120,9 +125,10 @@ class BlockBuilder:
                 with np.errstate(invalid="ignore"):
                     expected = before * self._clip_factors(before[0]) if step.changed else before
                 unseen = not np.allclose(after, expected, rtol=DISAGREE, equal_nan=True)
+            self._edited |= unseen and step.parameters.sharded
             if (unseen or step.changed) and step.info.scale is None:
                 self._doubt(before, after)
-        elif not step.changed:
+        elif not (step.changed or self._edited):
             values["grad_norm_clipped"] = before
         refused = step.effect is not None and self._interventions.gates.refused
         if refused or (step.info.scale is not None and step.unscales_inside and not np.isfinite(grad_norm[0])):
@@ -141,7 +147,7 @@ class BlockBuilder:
         agrees = np.empty(len(steps), dtype=bool)
         for row, step in enumerate(steps):
             reading, members = step.reading, step.parameters.clip_witnesses()
-            assert reading.block is not None, "the witnesses lie there"
+            assert isinstance(reading.block, RowBlock), "the witnesses lie there"
             measured, _, clipped = reading.block.wait()
             slots = reading.index["grad_norm"][[step.parameters.indices[member] for member in members]]
             expected = measured[reading.row, slots] * factors[row]
@@ -254,16 +260,14 @@ def _gradient_norms(steps: Sequence[StepState]) -> Floats:
         one, end = readings[first], place == len(readings)
         if not end and _alike(one, readings[place]):
             continue
-        if one.block is None:
-            numbers = np.stack([reading.per_parameter("grad_norm") for reading in readings[first:place]])
-        else:
-            rows = [reading.row for reading in readings[first:place]]
-            numbers = one.block.wait()[0][rows][:, one.index["grad_norm"]]
+        assert one.block is not None, "norms are there"
+        rows = [reading.row for reading in readings[first:place]]
+        numbers = one.block.wait()[0][rows][:, one.index["grad_norm"]]
         found[first:place] = norms(one.layout, numbers, one.coverage)
         first = place
     return found
 
 
 def _alike(one: Reading, other: Reading) -> bool:
-    same_slots = one.index["grad_norm"] is other.index["grad_norm"] or one.block is other.block is None
+    same_slots = one.index["grad_norm"] is other.index["grad_norm"]
     return one.block is other.block and one.coverage is other.coverage and same_slots

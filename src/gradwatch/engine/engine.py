@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -23,12 +24,13 @@ from gradwatch.engine.diagnosis import Diagnosis
 from gradwatch.engine.interventions.runtime import InterventionRuntime
 from gradwatch.engine.on_alert import AlertReaction
 from gradwatch.engine.options import Options
-from gradwatch.engine.rank_agreement import RankAgreement
+from gradwatch.engine.rank_agreement import LAG, RankAgreement
 from gradwatch.engine.step import StepState, read, read_after
 from gradwatch.engine.step_queue import StepQueue
 from gradwatch.hooks.garbage_collector import no_collections
 from gradwatch.hooks.hook_set import HookSet, is_capturing
 from gradwatch.measure.batch import cuda_devices_of
+from gradwatch.measure.device_buffer import ROWS
 from gradwatch.measure.devices import wait_for
 from gradwatch.measure.gradient_reader import GradientReader
 from gradwatch.measure.layers import find_layers, is_lazy
@@ -79,6 +81,12 @@ class Engine:
         """Whether the loop has told of a backward pass that has not come to a parameter yet."""
         self._run, self._mode = Run(self.diagnosis.history.layout, ""), TrainingMode()
         self.source, self._agreement = NonfiniteSource(self._mode), RankAgreement()
+        self._next = self._exchanged_at = 0
+        """The step of an optimizer for which `_arm` was called last, or should have been; and how many there had been
+        of all optimizers when ranks exchanged what they had.
+        """
+        self._clipped = False
+        """Whether gradients are read again after every step: they are clipped then, as far as all ranks know."""
         self._end_hooks = HookSet()
 
     @property
@@ -105,6 +113,7 @@ class Engine:
         if self._reader is not None or self._model is None:
             return
         self._mode, self._run, self._batches = mode or self._mode, run or self._run, batches
+        self._clipped = bool(self._mode.clipping)
         self.source, self.replay.devices = NonfiniteSource(self._mode), cuda_devices_of(self._model)
         self.queue.source = self.source
         self.blocks.clip_norm = self._mode.clip_norm
@@ -113,9 +122,13 @@ class Engine:
         if alive is not None:
             self.interventions.alive = alive
             self._hook_end(alive)
+        urgent = self._mode.monitored or self.options.on_alert != "log" or bool(self.interventions.given)
+        if self._reader.shards is not None:
+            urgent = self._reader.shards.on_any_rank(urgent)
+            self.queue.for_exchange = not urgent
+            self._agreement.lag = 0 if self.queue.for_exchange else LAG
+        self.queue.steps_wait = not urgent
         self._register(optimizers, first=True)
-        urgent = self._mode.monitored or self.options.on_alert != "log" or self.interventions.given
-        self.queue.steps_wait = self._reader.shards is None and not urgent
         self._arm(0)
         wait_for(parameter.device for parameter in self._reader.parameters)
         self.overhead.started = perf_counter()
@@ -161,13 +174,15 @@ class Engine:
             if not self.failed:
                 self._finish()
             self.queue.complete_all()
+            if self._reader is not None and not self.failed:
+                self._agreement.lag = 0
+                self._agreement.check(self._reader.exchanged, self._reader.errors)
         except Exception as error:
             self.fail(error)
         finally:
-            reason = self._agreement.reason or next(iter(self._reader.errors if self._reader else ()), None)
-            if reason is not None and not self.failed:
-                self._agreement.end(reason)
-                self.fail(reason)
+            self._agreement.over = True
+            if self._reader is not None and self._reader.errors and not self.failed:
+                self.fail(self._reader.errors[0])
             self.detach()
         self.diagnosis.close(self.overhead.share)
 
@@ -179,13 +194,12 @@ class Engine:
 
     def fail(self, error: Exception) -> None:
         """Log an error of ours once, and stop watching; the training goes on."""
+        if self.failed:
+            return
         self.queue.drop()
-        if (
-            self._reader is not None
-            and self._reader.shards is not None
-            and not self._agreement.over(self.source.step_count - 1)
-        ):
-            self._reader.errors.append(error)  # the next exchange tells the other ranks
+        if self._reader is not None and self._reader.shards is not None and not self._agreement.over:
+            if error not in self._reader.errors:
+                self._reader.errors.append(error)  # the next exchange tells the other ranks
             return
         self.failed = True
         self.detach(keep_interventions=self._reader is not None and self._reader.shards is None)
@@ -222,7 +236,8 @@ class Engine:
         if self._reader is not None:
             self._reader.follow(self.diagnosis.history.layout)  # the checkpoint may have more tapped tensors
         self._armed_for_ordinary = False
-        self._arm(max(begun, default=0))
+        self._next = max(begun, default=0)
+        self._arm(self._next)
 
     def begin(self, batch: Any = None, *, index: int = -1, epoch: int = 0, accumulate: int = 1) -> None:
         """A batch begins. It is kept until `end`, for a second run; a sampled step hooks the modules.
@@ -261,6 +276,13 @@ class Engine:
         self.replay.end(alarmed=self.source.alarmed, scaled=self._mode.scaled)
         self.overhead.stop()
 
+    def end_epoch(self) -> None:
+        """An epoch is over, or the training, and not by an exception: on all ranks alike."""
+        begun = perf_counter()
+        self._exchange()
+        self.overhead.add(begun)
+        self.queue.settle()
+
     def measure(self, optimizer: Any, info: StepInfo, loss: Tensor | None = None) -> None:
         """Measure the gradients that `optimizer` is about to use, and have the interventions act on them.
 
@@ -291,27 +313,31 @@ class Engine:
                 self._open.evaluations += 1
             return
         assert reader is not None
-        if self._open is not None:
-            self._finish()
         number, index = step_of_optimizer
+        if self._open is not None:
+            with reader.deferred_errors:
+                self._finish()
         self.source.step_count += 1
+        if reader.shards is not None and not self._joins_ranks(index):
+            return
         if self.source.looks:
             self.source.take_passes()
-        if reader.shards is not None:
-            self._agreement.check(self.source.step_count - 1)
         if not (self.schedule.every_step or self.schedule.is_measured(index)):
             self._arm(index + 1)
             self.overhead.seconds += perf_counter() - begun
             return
         look, parameters = self._sampling and index >= FIRST_STEPS, reader.current(optimizer)
-        if look or parameters is None or reader.waiting or reader.tensor_taps.has_new:
+        tapped = reader.tensor_taps.has_new and not self.queue.waits_for_ranks
+        if look or parameters is None or reader.waiting or tapped:
             self._register((optimizer,), look=look)
             parameters = reader.held_by(optimizer)
+            if self.queue.for_exchange and reader.waiting_rows is None:  # other parameters: these are new rows
+                reader.reserve(sampled=self._sampling, clipped=self._clipped)
         samples = self._samples if self._sampling else None
         step = read(
             parameters, optimizer, number, index, info, loss, reader=reader, samples=samples, source=self.source
         )
-        self._open = step
+        self._open, step.exchange = step, self._agreement.count
         if samples is not None:  # with two optimizers, a backward pass may be another's
             step.own_passes = self._mode.automatic and len(self._optimizers) == 1 and not reader.waiting
         if self.interventions.active:
@@ -326,9 +352,7 @@ class Engine:
                 reader=reader,
             )
         self._optimizers.awaited = None if step.effect and step.effect.skips else optimizer
-        if (errors := reader.errors) and step.broken:
-            self._agreement.leave(step.step_count, errors[0])
-        if errors or (errors := self.source.errors) or (errors := self._samples.errors if step.sampled else []):
+        if errors := reader.errors or self.source.errors or (self._samples.errors if step.sampled else []):
             raise errors[0]
         if step.sampled:
             if unsupported := self._samples.unsupported():
@@ -338,6 +362,49 @@ class Engine:
             self.overhead.seconds += reader.take_seconds(sampled=step.sampled)
         self.queue.measured(step)
         self.overhead.seconds += perf_counter() - begun
+
+    def _joins_ranks(self, index: int) -> bool:
+        """At step `index` of an optimizer, before all that may fail on this rank alone: do what all ranks do there.
+        False where they have stopped.
+        """
+        assert self._reader is not None
+        planned, self._next = self._next, index + 1
+        # as `_arm` has it, if it was called: a failure may have come before
+        self._sampling = self.schedule.is_measured(planned) and self.schedule.is_sampled(planned)
+        measured = self.schedule.is_measured(index)
+        if not self.queue.for_exchange:
+            if measured:
+                self._agreement.check(self._reader.exchanged, self._reader.errors)
+                self._agreement.count += 1
+                self._clipped |= self._agreement.closely
+            return True
+        if self._reader.is_full() or self.source.step_count - self._exchanged_at > ROWS:
+            self._exchange()
+        if measured and not self.failed:
+            self._reader.reserve(sampled=self._sampling, clipped=self._clipped)
+        return not self.failed
+
+    @guard
+    def _exchange(self) -> None:
+        """Where steps wait for other ranks: exchange what was measured, and judge it. All ranks do so alike, also one
+        on which something has failed.
+        """
+        if not self.queue.for_exchange or self._reader is None:
+            return
+        reader, self._exchanged_at = self._reader, self.source.step_count
+        try:
+            self._finish()
+            self.queue.work(wait=True)
+        except Exception as error:
+            self.fail(error)
+            if self.failed:
+                return
+        check = partial(self._agreement.check, reader.exchanged, reader.errors)
+        check()
+        if (block := reader.exchange()) is not None:
+            self._agreement.count += 1
+            self._clipped |= self._agreement.closely
+            self.queue.exchanged(check, block.send())
 
     def _finish(self) -> None:
         """End the open step: the optimizer has stepped, or will not."""
@@ -355,15 +422,12 @@ class Engine:
         self._judged = [(step.info.step, step.index) for step in steps]
         # a batch can be run again as long as the weights have not moved
         self.replay.step = None if steps[-1].stepped else steps[-1]
-        for step in steps if self._reader is not None and self._reader.shards is not None else ():
-            if step.broken:
-                self._agreement.leave(step.step_count, RuntimeError("something failed on another rank"))
 
     def _unseen(self, step: StepState) -> None:
         """The gradients of `step` have changed between the measurement and the step, and nothing has shown it."""
         reader = self._reader
         if reader is not None and reader.shards is not None:
-            self._agreement.look_closely(step.step_count)
+            self._agreement.look_closely(step.exchange)
         else:
             step.parameters.recheck = True
 
@@ -384,11 +448,8 @@ class Engine:
             return
         begun = perf_counter()
         step.stepped = True
-        sharded = self._reader.shards is not None
-        closely = bool(self._mode.clipping) or (sharded and self._agreement.closely(step.step_count))
         by_norm = self._mode.clip_norm is not None
-        edited = sharded and self._agreement.edited
-        read_after(step, reader=self._reader, clipped=closely, by_norm=by_norm, edited=edited)
+        read_after(step, reader=self._reader, clipped=self._clipped, by_norm=by_norm)
         self._finish()
         self.overhead.seconds += perf_counter() - begun
 
@@ -432,7 +493,8 @@ class Engine:
         """
         assert self._reader is not None
         reader, known, optimizers = self._reader, self._optimizers, tuple(optimizers)
-        before, tapped = reader.layout, reader.place_taps()
+        # one rank alone may have new ones, and rows that wait for the others keep their layout
+        before, tapped = reader.layout, () if self.queue.waits_for_ranks else reader.place_taps()
         adopted: tuple[str, ...] = ()
         new = [optimizer for optimizer in optimizers if optimizer not in known]
         if new or look or reader.waiting or None in map(reader.current, optimizers):
@@ -446,6 +508,8 @@ class Engine:
         self._armed_for_ordinary = False
         if reader.layout is before and not first:
             return
+        if reader.has_other_shards:
+            self._exchange()
         self.queue.complete_all()  # the steps in the queue have the layout from before
         reader.register(known)
         unhookable = sum(not layer.hookable for layer in reader.layers)

@@ -1,46 +1,48 @@
-"""What ranks agree on in their exchange at every step: when to stop it, and when to read gradients again."""
+"""What ranks have learned from their exchanges, and act on before the same one: to stop, and to look more closely."""
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sequence
+
 from gradwatch.engine.pending_actions import IN_FLIGHT
+from gradwatch.measure.dtensor import ShardBlock
+
+LAG = IN_FLIGHT + 2
+"""Exchanges that may be under way when the next begins, where there is one at every step: no rank waits for the device,
+and by then every rank has judged the steps before. Between exchanges of many steps there is time for that."""
 
 
 class RankAgreement:
-    """What one rank learns from an exchange, all others know `IN_FLIGHT` steps later; ranks act on it only then."""
+    """Counts the exchanges, which all ranks begin alike, also one on which GradWatch has failed."""
 
     def __init__(self) -> None:
-        self.reason: Exception | None = None
-        """Why all ranks stop exchanging, once one has to."""
-        self.edited = False
-        """Whether a sampled step has shown that gradients change after the measurement."""
-        self._leave_at = self._closely_from = 0
+        self.lag = LAG
+        self.count = 0
+        """Exchanges so far; the number of the one to come."""
+        self.over = False
+        """Whether no rank enters another one."""
+        self._closely_from: int | None = None
 
-    def leave(self, step_count: int, reason: Exception) -> None:
-        """One rank has reported in the exchange of step `step_count` that it must stop; the first reason is kept."""
-        if self.reason is None:
-            self.reason, self._leave_at = reason, step_count + IN_FLIGHT
+    def check(self, exchanged: deque[ShardBlock], errors: Sequence[Exception]) -> None:
+        """Raise, on all ranks before the same exchange, where one was in trouble at an earlier one, and it is `over`.
 
-    def end(self, reason: Exception) -> None:
-        """The training is over: ranks stop exchanging at once."""
-        self.reason, self._leave_at = self.reason or reason, -1
-
-    def over(self, step_count: int) -> bool:
-        """Whether all ranks have stopped by step `step_count`."""
-        return self.reason is not None and step_count >= self._leave_at
-
-    def check(self, step_count: int) -> None:
-        """Raise the reason once all ranks have stopped."""
-        if self.reason is not None and self.over(step_count):
-            raise self.reason
-
-    def look_closely(self, step_count: int) -> None:
-        """A sample at step `step_count` has shown a change of the gradients that is not seen between samples.
-
-        A rank that has failed since does not learn of it, so ranks wait until all would have stopped for that failure.
+        `exchanged`: the exchanges that were not checked. `errors`: of this rank.
         """
-        if not self.edited:
-            self.edited, self._closely_from = True, step_count + 2 * (IN_FLIGHT + 1)
+        while len(exchanged) > self.lag:
+            if exchanged.popleft().trouble:
+                self.over = True
+                raise errors[0] if errors else RuntimeError("something failed on another rank")
 
-    def closely(self, step_count: int) -> bool:
-        """Whether all ranks read the gradients again after step `step_count`."""
-        return self.edited and step_count >= self._closely_from
+    def look_closely(self, exchange: int) -> None:
+        """A sample in the exchange of that number has shown that the gradients change after they were measured.
+
+        A rank that has failed since does not learn of it: ranks wait until all have stopped because of that.
+        """
+        if self._closely_from is None:
+            self._closely_from = exchange + 2 * (self.lag + 1)
+
+    @property
+    def closely(self) -> bool:
+        """Whether all ranks read the gradients again after the steps of the exchange to come."""
+        return self._closely_from is not None and self.count >= self._closely_from

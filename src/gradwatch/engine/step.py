@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 
 from gradwatch.core.record import Codes, Floats
 from gradwatch.engine.interventions.counts import StepEffect
 from gradwatch.measure.device_buffer import HostCopy
+from gradwatch.measure.dtensor import ShardBlock
 from gradwatch.measure.gradient_reader import GradientReader
 from gradwatch.measure.loss_scale import is_scaled, unscales_inside
 from gradwatch.measure.modules.module_hooks import ModuleHooksReading
@@ -42,7 +42,7 @@ class StepState:
     scalars: dict[str, float]
     """Numbers of the whole step; completed from `numbers` when those arrive."""
     has_loss: bool
-    """Whether the loop gave its loss, which lies beside the row of norms, or in `numbers`."""
+    """Whether the loop gave its loss, which lies beside the row of norms."""
     reading: Reading
     scale: Tensor | None
     """A loss scale that is still in the gradients, 0-d."""
@@ -58,7 +58,7 @@ class StepState:
     """`Layout.unowned`."""
     numbers: dict[str, HostCopy] = field(default_factory=dict)
     """Numbers of the whole step on their way: `stale`, the size of old gradients to which new ones were added, relative
-    to the new ones; of shards `loss`, too.
+    to the new ones.
     """
     norms_only: bool = True
     """Whether its row of norms and `scalars` are all that there is of it before the optimizer moves."""
@@ -81,6 +81,8 @@ class StepState:
     """What was read after the optimizer had moved."""
     maybe_stepped: bool = False
     """Whether the optimizer may have stepped without calling its hooks."""
+    exchange: int = 0
+    """The number of the exchange between ranks that has its numbers, with shards."""
 
     @property
     def optimizer(self) -> Any:
@@ -142,14 +144,14 @@ class StepState:
     @property
     def bad_rank(self) -> int | None:
         """The first rank whose loss was not finite, where ranks have exchanged that."""
-        bad = None if self.reading.host_copy is None else self.reading.host_copy.wait().get("bad")
-        return int(np.flatnonzero(bad)[0]) if bad is not None and bad.any() else None
+        block = self.reading.block
+        return block.bad_rank(self.reading.row) if isinstance(block, ShardBlock) else None
 
     @property
-    def broken(self) -> bool:
-        """Whether a rank has reported that GradWatch failed there."""
-        copy = self.reading.host_copy
-        return copy is not None and bool(copy.wait().get("broken", np.zeros(1)).any())
+    def is_whole(self) -> bool:
+        """Whether its norms are those of whole gradients: no rank had failed."""
+        block = self.reading.block
+        return not isinstance(block, ShardBlock) or block.is_whole(self.reading.row)
 
 
 def read(
@@ -195,8 +197,6 @@ def read(
             step.edges, step.unowned = samples.edges, samples.unowned
             if step.signals is not None and step.signals.host_copy.done:
                 step.signal_values = step.signals.values()
-        if loss is not None and reading.block is None:
-            step.numbers["loss"] = HostCopy({"loss": loss})
         stale = reader.stale_gradients.take(sampled=samples is not None)
         if isinstance(stale, Tensor):
             step.numbers["stale"] = HostCopy({"stale": stale})
@@ -215,9 +215,9 @@ def read(
     return step
 
 
-def read_after(step: StepState, *, reader: GradientReader, clipped: bool, by_norm: bool, edited: bool) -> None:
+def read_after(step: StepState, *, reader: GradientReader, clipped: bool, by_norm: bool) -> None:
     """Read what there is after the optimizer step. `clipped`: gradients are known to be clipped, `by_norm`: all of them
-    by their common norm; `edited`: they change in a way that only samples show.
+    by their common norm.
     """
     parameters, sharded = step.parameters, reader.shards is not None
     if step.evaluations == 1 and not step.looked:
@@ -228,7 +228,6 @@ def read_after(step: StepState, *, reader: GradientReader, clipped: bool, by_nor
         wanted = step.sampled or clipped or (not sharded and (step.changed or parameters.recheck))
         if wanted and not step.clipped_by_norm:
             step.changed |= reader.look_again(parameters)
-    step.changed |= edited
     reader.stale_gradients.after_step(fused=parameters.is_fused)
     if step.sampled or parameters.after_step or sharded:
         step.late = reader.measure_after(parameters, sampled=step.sampled, clipped=clipped)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import partial
+from itertools import takewhile
 from math import isfinite
+from operator import attrgetter
 from threading import get_ident
 from time import monotonic, perf_counter
 
@@ -14,7 +16,8 @@ from gradwatch.engine.block_builder import BlockBuilder
 from gradwatch.engine.diagnosis import Diagnosis
 from gradwatch.engine.pending_actions import PendingActions
 from gradwatch.engine.step import StepState
-from gradwatch.measure.device_buffer import ROWS
+from gradwatch.measure.device_buffer import ROWS, HostCopy
+from gradwatch.measure.dtensor import ShardBlock
 from gradwatch.measure.nonfinite_rank import NonfiniteSource
 
 logger = logging.getLogger("gradwatch")
@@ -27,7 +30,8 @@ class StepQueue:
     """Makes blocks of steps and has them judged and sent on, in order, when their numbers are on the host.
 
     If `steps_wait`, it waits for `ROWS` steps or `LATE` seconds, unless a step is `unusual`: that one is judged before
-    its optimizer moves. What a block is made of has no influence on what is found.
+    its optimizer moves. If they wait `for_exchange`, it waits until all ranks have exchanged what they have. What a
+    block is made of has no influence on what is found.
     """
 
     def __init__(
@@ -46,6 +50,8 @@ class StepQueue:
         self.pending = PendingActions()
         self.steps_wait = False
         """Whether steps wait for each other."""
+        self.for_exchange = False
+        """Whether they wait until ranks have exchanged them, which no rank may ask for alone."""
         self.source: NonfiniteSource | None = None
         self._diagnosis, self._builder, self._overhead = diagnosis, builder, overhead
         self._judging, self._unseen, self._fail = judging, unseen, fail
@@ -81,7 +87,7 @@ class StepQueue:
         self._expected = None
         if self._open and self._open[-1] is step:
             self._ended += 1
-            if self._ended >= ROWS or monotonic() - self._worked >= LATE:
+            if not self.for_exchange and (self._ended >= ROWS or monotonic() - self._worked >= LATE):
                 self._close_block()
         else:
             copies = step.late.host_copies if step.late else ()
@@ -104,13 +110,25 @@ class StepQueue:
             self._busy = False
             self._worked = monotonic()
 
+    def exchanged(self, then: Callable[[], None], host_copy: HostCopy) -> None:
+        """All ranks have exchanged the steps; `then` is called when they are judged and `host_copy` has landed."""
+        self._close_block()
+        self.pending.then(then, host_copy)
+        self.work()
+
+    @property
+    def waits_for_ranks(self) -> bool:
+        """Whether there are steps that wait for an exchange."""
+        return self.for_exchange and bool(self._open)
+
     def complete_all(self) -> None:
-        """Complete all steps that have ended; not while a step is being measured."""
+        """Complete all steps that have ended, or been exchanged; not while a step is being measured."""
         if self._busy or not (self._open or self.pending.waiting):
             return
         begun = perf_counter()
         try:
-            self._close_block()
+            if not self.for_exchange:
+                self._close_block()
             self.work(wait=True)
         finally:
             self._overhead.add(begun)
@@ -118,7 +136,7 @@ class StepQueue:
     def drop(self) -> None:
         """GradWatch has failed: complete the steps before as far as possible and discard the rest."""
         try:
-            if self.steps_wait:
+            if self.steps_wait and not self.for_exchange:
                 del self._open[self._ended :]
                 self._close_block()
                 self.work()
@@ -169,11 +187,16 @@ class StepQueue:
 
     def _judge(self, steps: list[StepState], ended: int) -> None:
         assert self.source is not None, "attached"
+        if isinstance(steps[0].reading.block, ShardBlock):
+            steps = list(takewhile(attrgetter("is_whole"), steps))  # where a rank has failed, all are going to stop
+            if not steps:
+                return
+            ended = min(ended, len(steps))
         self._judging(steps)
         if steps[0].order:  # it has what is new, and those behind it have no more
             self._diagnosis.order(steps[0].order, steps[0].edges, steps[0].unowned)
         block, unseen = self._builder.build(steps, ended, self.source, self._overhead.share)
-        self._odd = not isfinite(block.values["grad_norm"][-1, 0])
+        self._odd = not self.for_exchange and not isfinite(block.values["grad_norm"][-1, 0])
         try:
             self._diagnosis.judge(block)
         finally:  # also where Ctrl-C ends the judging
@@ -184,6 +207,8 @@ class StepQueue:
 
     def _amend(self, step: StepState) -> None:
         """A step that was judged before it ended has ended."""
+        if not step.is_whole:
+            return  # and so it was not judged
         norms = self._diagnosis.history.window("grad_norm", 1)
         assert norms is not None, "it was judged"
         values, scalars, unseen = self._builder.after(step, norms[-1], self._overhead.share)

@@ -321,7 +321,11 @@ class GradWatch(PackageAware, Callback):
     def on_validation_start(self, engine: Engine, trainer: Any) -> None:
         engine.queue.settle()
 
-    on_train_epoch_end = on_train_end = on_validation_start
+    @event
+    def on_train_epoch_end(self, engine: Engine, trainer: Any) -> None:
+        engine.end_epoch()
+
+    on_train_end = on_train_epoch_end
 
     @guard
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:

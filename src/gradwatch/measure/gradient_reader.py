@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from operator import is_
@@ -11,9 +12,9 @@ import numpy as np
 from torch import Tensor, nn
 
 from gradwatch.core.record import Layout, Missing
-from gradwatch.measure.device_buffer import DeviceBuffer, RowBlock
+from gradwatch.measure.device_buffer import ROWS, DeviceBuffer, RowBlock
 from gradwatch.measure.devices import moved
-from gradwatch.measure.dtensor import DeferredErrors, ShardReducer, is_dtensor
+from gradwatch.measure.dtensor import DeferredErrors, ShardBlock, ShardReducer, is_dtensor
 from gradwatch.measure.layers import (
     REMOVED,
     Layer,
@@ -68,6 +69,13 @@ class GradientReader:
         """Whether lazy parameters have not been materialised yet."""
         self._block: RowBlock | None = None
         """Where the norms of a step go."""
+        self.waiting_rows: ShardBlock | None = None
+        """With shards, the rows that wait for an exchange, if steps wait for each other."""
+        self.exchanged: deque[ShardBlock] = deque()
+        """Rows that were exchanged, until someone has seen whether a rank was in trouble."""
+        self._reserved: tuple[int, int] | None = None
+        """In `waiting_rows`: where the rows of the step go that are read before the optimizer moves, and after."""
+        self._slots = self._whole_slots = np.zeros(0, dtype=np.intp)
         self._place: dict[int, int] = {}
         self._by_optimizer: dict[int, OptimizerParameters] = {}
         self.rescan()
@@ -81,6 +89,8 @@ class GradientReader:
         self._place.clear()
         self._by_optimizer.clear()
         self.parameters, self.layers, self.model, self.shards = [], [], nn.Module(), None
+        self.waiting_rows = self._reserved = None
+        self.exchanged.clear()
 
     def rescan(self) -> tuple[str, ...]:
         """Look through the model again; names of parameters that are new, replaced or materialised since. What it no
@@ -196,16 +206,20 @@ class GradientReader:
         """Read the gradients that the optimizer of `parameters` is about to use.
 
         `scale`: a loss scale that is still in them, 0-d; `backward_scale`: the one that was in them as they arrived.
-        Of shards, all ranks do so together, and tell each other whether their `loss` is finite and whether there is
-        trouble: then there is nothing more to read, but the others wait for an answer.
+        Of shards, what is read goes where it was `reserve`d; without that, all ranks exchange it at once, and tell each
+        other whether their `loss` is finite and whether there is trouble: then there is nothing more to read, but the
+        others wait for an answer.
         """
         if self.shards is not None:
             index: dict[str, Places] = {}
             with self.deferred_errors:
                 if not self.errors:
                     index = self._reduce(parameters, sampled=sampled, scale=scale)
-            rows = BEFORE if sampled else BEFORE[:1]
-            self.latest = self._reduce_over_ranks(parameters, rows, index, loss=loss)
+            first = None if self._reserved is None else self._reserved[0]
+            self.latest = self._of_ranks(parameters, BEFORE if sampled else BEFORE[:1], index, first, loss)
+            if first is None:
+                assert isinstance(self.latest.block, ShardBlock)
+                self.exchanged.append(self.latest.block)
             return self.latest
         index, host_copy = self._reduce(parameters, sampled=sampled, scale=scale), None
         if sampled:
@@ -218,6 +232,33 @@ class GradientReader:
         unusual = parameters.unusual or not finite
         self.latest = Reading(self.layout, parameters.coverage, index, host_copy, self._block, row, unusual)
         return self.latest
+
+    def is_full(self) -> bool:
+        """With shards: whether the rows of one more step may not have room beside those that wait."""
+        return self.waiting_rows is not None and self.waiting_rows.count + len(BEFORE) + len(AFTER) > ROWS
+
+    @property
+    def has_other_shards(self) -> bool:
+        """Whether parameters were replaced since rows began to wait: those have no place among the present ones."""
+        return self.waiting_rows is not None and self.waiting_rows.reducer is not self.shards
+
+    def reserve(self, *, sampled: bool, clipped: bool) -> None:
+        """With shards: make room for what a step reads, beside what waits for the next `exchange`. All ranks do so
+        alike. `clipped`: whether they look again after the step.
+        """
+        assert self.shards is not None
+        if self.waiting_rows is None:
+            self.waiting_rows = ShardBlock(self.shards, ROWS)
+        before = self.waiting_rows.reserve(len(BEFORE) if sampled else 1)
+        self._reserved = before, self.waiting_rows.reserve(len(AFTER) if sampled else int(clipped))
+
+    def exchange(self) -> ShardBlock | None:
+        """Exchange the rows that wait, with all ranks; None where none was reserved."""
+        block, self.waiting_rows, self._reserved = self.waiting_rows, None, None
+        if block is not None:
+            block.exchange(self.errors)
+            self.exchanged.append(block)
+        return block
 
     def look_again(self, parameters: OptimizerParameters, *, scale: Tensor | None = None) -> bool:
         """Read again the gradients that the optimizer uses or has just used; whether others are there than before.
@@ -238,7 +279,7 @@ class GradientReader:
         `reading`: all others follow from the total. False where they cannot stand for all, or the row is gone.
         """
         members, block = parameters.clip_witnesses(), reading.block
-        if not members or block is None or block.host_copy is not None:
+        if not members or not isinstance(block, RowBlock) or block.host_copy is not None:
             return False
         for member, slot in zip(members, block.clipped_slots[reading.row], strict=True):
             gradient = parameters.parameters[member].grad
@@ -260,7 +301,8 @@ class GradientReader:
                 index |= parameters.update_norms(self.buffer)
         if self.shards is not None:
             rows = AFTER if sampled else AFTER[:1] if clipped else ()
-            return self._reduce_over_ranks(parameters, rows, index) if rows else None
+            first = None if self._reserved is None else self._reserved[1]
+            return self._of_ranks(parameters, rows, index, first) if rows else None
         if not index:
             return None
         assert parameters.coverage is not None, "they were reduced"
@@ -298,20 +340,62 @@ class GradientReader:
         index[places] = np.where(arrived, np.arange(len(places)), -1)
         return {ARRIVED: index}
 
-    def _reduce_over_ranks(
+    def _of_ranks(
         self,
         parameters: OptimizerParameters,
-        rows: Sequence[str],
+        rows: tuple[str, ...],
         index: Mapping[str, Places],
-        *,
+        first: int | None,
         loss: Tensor | None = None,
     ) -> Reading:
-        """What all ranks make of their parts; every rank sends the same `rows`, those it does not have too."""
+        """What all ranks make of their parts. `first`: where they wait for it; None: at once.
+
+        Every rank has the same `rows`, those it cannot fill too.
+        """
         assert self.shards is not None
-        none = np.full(len(self.parameters), -1, dtype=np.intp)
-        present = {row: index.get(row, none) for row in rows}
-        host_copy, where = self.shards.all_reduce(present, loss=loss, broken=bool(self.errors), errors=self.errors)
+        if first is None:
+            block, first = self._exchanged({row: index[row] for row in rows if row in index}, rows, loss), 0
+        else:
+            assert self.waiting_rows is not None, "they were reserved"
+            block = self.waiting_rows
+            self._fill(block, first, rows, index, loss)
         coverage = parameters.coverage or Coverage(
             self.layout, np.full(len(self.parameters), Missing.MEASURED, np.int8)
         )
-        return Reading(self.layout, coverage, where, host_copy)
+        none = np.full(len(self.parameters), -1, dtype=np.intp)
+        whole = {row: self._of_whole(index[row]) if row in index else none for row in rows}
+        return Reading(self.layout, coverage, whole, block=block, row=first, in_block=rows)
+
+    def exchange_rows(self, index: Mapping[str, Places]) -> dict[str, Places]:
+        """Exchange rows of the buffer at once, for `shards.latest`; the slots of whole parameters there.
+
+        `index`: row -> the slot of each parameter, the same rows on every rank.
+        """
+        self._exchanged(index, tuple(index))
+        return {row: self._of_whole(slots) for row, slots in index.items()}
+
+    def _exchanged(self, index: Mapping[str, Places], rows: tuple[str, ...], loss: Tensor | None = None) -> ShardBlock:
+        assert self.shards is not None
+        block = ShardBlock(self.shards, len(rows))
+        self._fill(block, 0, rows, index, loss)
+        numbers, trouble = block.exchange(self.errors)
+        self.shards.latest |= {**dict(zip(rows, numbers, strict=True)), "broken": trouble}
+        return block
+
+    def _fill(
+        self, block: ShardBlock, first: int, rows: tuple[str, ...], index: Mapping[str, Places], loss: Tensor | None
+    ) -> None:
+        with self.deferred_errors:
+            if self.errors:
+                return
+            for place, row in enumerate(rows, first):
+                if row in index:
+                    block.fill(place, row, index[row])
+            if loss is not None:
+                block.add_loss(first, loss)
+
+    def _of_whole(self, slots: Places) -> Places:
+        """The slots of whole parameters, which lie in their order; -1 where this rank has no part."""
+        if slots is not self._slots:
+            self._slots, self._whole_slots = slots, np.where(slots >= 0, np.arange(len(slots)), -1)
+        return self._whole_slots

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from gradwatch.core.record import Codes, Floats, Layout, Mask, Missing
 from gradwatch.measure.device_buffer import HostCopy, RowBlock
+from gradwatch.measure.dtensor import ShardBlock
 
 Places = NDArray[np.intp]
 
@@ -43,27 +44,30 @@ class Reading:
     """Row of the buffer -> the slot of each parameter, -1 where the row has none."""
     host_copy: HostCopy | None = None
     """Rows of the buffer; None where there are none but those in `block`."""
-    block: RowBlock | None = None
-    """Where the norms of the gradients are, with those of other steps; None where `host_copy` has them."""
+    block: RowBlock | ShardBlock | None = None
+    """Where some of its rows are, with those of other steps; None where `host_copy` has all."""
     row: int = -1
-    """The place in `block`."""
+    """The place of the first of them in `block`."""
     unusual: bool = False
     """Whether the gradients look unlike those of the step before, or the loss is not finite, as far as the host sees at
     once: then the step is judged before its optimizer moves.
     """
     before: Reading | None = None
     """What was read before the step: weights, which `updates` are a part of."""
+    in_block: tuple[str, ...] = ("grad_norm",)
+    """The rows in `block`, one after the other."""
 
     @property
     def host_copies(self) -> tuple[HostCopy, ...]:
-        """What has to have landed, but for `block`."""
-        return () if self.host_copy is None else (self.host_copy,)
+        """What has to have landed, but for a `block` that is still open."""
+        sent = None if self.block is None else self.block.host_copy
+        return tuple(copy for copy in (self.host_copy, sent) if copy is not None)
 
     def per_parameter(self, row: str) -> Floats:
         """One number per parameter, NaN where the row has none; waits for numbers that have not landed."""
         index = self.index[row]
-        if row == "grad_norm" and self.block is not None:
-            slots: Floats = self.block.wait()[0][self.row]
+        if self.block is not None and row in self.in_block:
+            slots: Floats = self.block.wait()[0][self.row + self.in_block.index(row)]
         else:
             assert self.host_copy is not None
             slots = self.host_copy.wait()[row]

@@ -429,7 +429,7 @@ def _edit(
         found = [numbers[: len(slots)] if own is None else numbers[own] for numbers in rows]
         after, changed = torch.where(present, found[0].to(wide), 0.0), (found[1] > 0) & present
     else:
-        slots = reader.shards.all_reduce({row: slots, differ: slots})[1][row]
+        slots = reader.exchange_rows({row: slots, differ: slots})[row]
         there = _on_device(slots, before.device)
         found = [_norms_of(reader, name, there) for name in (row, differ)]
         after, numbers = found if own is None else (numbers[own] for numbers in found)
