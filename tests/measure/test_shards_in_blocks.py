@@ -15,12 +15,13 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import init_device_mesh
 
 import ranks
 from ddp_training import Lines, PlannedError
 from gradwatch import GradWatch, Watch, tap
+from gradwatch.measure.device_buffer import HostCopy
 from gradwatch.measure.optimizer_parameters import OptimizerParameters
 from gradwatch.sinks.memory import Memory
 from sharded_training import Reductions, ShardedModule, bytes_of, fit_sharded, hooks_of
@@ -121,10 +122,11 @@ def raising(rank: int, watched: bool) -> None:
         leave(watch, error)
 
 
-def broken_at(step: int) -> dict[str, Any]:
-    """GradWatch fails on rank 1 at `step`."""
-    watch, module, lines = GradWatch(sinks=(Memory(),)), ShardedModule(), Lines()
-    original, calls = OptimizerParameters.read_gradients, []
+def broken_at(step: int, on_alert: str, late: int) -> dict[str, Any]:
+    """GradWatch fails on rank 1 at `step`. `late`: a rank whose numbers take as long as they may, as on a GPU."""
+    watch = GradWatch(sinks=(Memory(),), on_alert=on_alert)  # type: ignore[arg-type]
+    module, lines = ShardedModule(), Lines()
+    original, calls, done = OptimizerParameters.read_gradients, [], HostCopy.done
 
     def fails(self: OptimizerParameters) -> Any:
         calls.append(self)
@@ -133,11 +135,14 @@ def broken_at(step: int) -> dict[str, Any]:
         return original(self)
 
     OptimizerParameters.read_gradients = fails  # type: ignore[method-assign]
+    if int(os.environ["RANK"]) == late:
+        HostCopy.done = property(lambda copy: False)  # type: ignore[method-assign, assignment]
     try:
         with Reductions() as reductions:
             fit_sharded(module, watch, batches=LONG, max_epochs=2)
     finally:
         OptimizerParameters.read_gradients = original  # type: ignore[method-assign]
+        HostCopy.done = done  # type: ignore[method-assign]
     return {
         "shown": shown(watch),
         "true": true(module),
@@ -261,10 +266,13 @@ def test_an_exception_of_the_user_ends_all_ranks_as_without_us(rank: int) -> Non
         assert "in full_tensor" in story, "the other one fails where it does so without us"
 
 
-@pytest.mark.parametrize("step", [3, 20, 40, 65])
-def test_what_was_measured_before_a_failure_of_ours_is_kept(step: int) -> None:
-    """Of a rank that fails, the others have the steps before."""
-    first, second = ranks.run(broken_at, step, timeout=TIME)
+@pytest.mark.parametrize(
+    ("step", "on_alert", "late"),
+    [(3, "log", -1), (20, "log", 0), (40, "log", 1), (65, "log", -1), (20, "stop", 0), (40, "stop", 1)],
+)
+def test_what_was_measured_before_a_failure_of_ours_is_kept(step: int, on_alert: str, late: int) -> None:
+    """Where one rank fails, the others have the steps before, and all stop at the same exchange."""
+    first, second = ranks.run(broken_at, step, on_alert, late, timeout=TIME)
     reasons = ("RuntimeError: something failed on another rank", "PlannedError: inside")
     for place, (result, reason) in enumerate(zip((first, second), reasons, strict=True)):
         note = f"GradWatch failed on rank {place} and watches no more, the training goes on: {reason}"

@@ -75,7 +75,8 @@ class GradientReader:
         """Rows that were exchanged, until someone has seen whether a rank was in trouble."""
         self._reserved: tuple[int, int] | None = None
         """In `waiting_rows`: where the rows of the step go that are read before the optimizer moves, and after."""
-        self._slots = self._whole_slots = np.zeros(0, dtype=np.intp)
+        self._whole_slots: dict[str, tuple[Places, Places]] = {}
+        """Row of the buffer -> the slots of each parameter's part that were seen there last, and those of the whole."""
         self._place: dict[int, int] = {}
         self._by_optimizer: dict[int, OptimizerParameters] = {}
         self.rescan()
@@ -363,7 +364,7 @@ class GradientReader:
             self.layout, np.full(len(self.parameters), Missing.MEASURED, np.int8)
         )
         none = np.full(len(self.parameters), -1, dtype=np.intp)
-        whole = {row: self._of_whole(index[row]) if row in index else none for row in rows}
+        whole = {row: self._of_whole(row, index[row]) if row in index else none for row in rows}
         return Reading(self.layout, coverage, whole, block=block, row=first, in_block=rows)
 
     def exchange_rows(self, index: Mapping[str, Places]) -> dict[str, Places]:
@@ -372,7 +373,7 @@ class GradientReader:
         `index`: row -> the slot of each parameter, the same rows on every rank.
         """
         self._exchanged(index, tuple(index))
-        return {row: self._of_whole(slots) for row, slots in index.items()}
+        return {row: self._of_whole(row, slots) for row, slots in index.items()}
 
     def _exchanged(self, index: Mapping[str, Places], rows: tuple[str, ...], loss: Tensor | None = None) -> ShardBlock:
         assert self.shards is not None
@@ -394,8 +395,9 @@ class GradientReader:
             if loss is not None:
                 block.add_loss(first, loss)
 
-    def _of_whole(self, slots: Places) -> Places:
+    def _of_whole(self, row: str, slots: Places) -> Places:
         """The slots of whole parameters, which lie in their order; -1 where this rank has no part."""
-        if slots is not self._slots:
-            self._slots, self._whole_slots = slots, np.where(slots >= 0, np.arange(len(slots)), -1)
-        return self._whole_slots
+        seen = self._whole_slots.get(row)
+        if seen is None or seen[0] is not slots:
+            seen = self._whole_slots[row] = slots, np.where(slots >= 0, np.arange(len(slots)), -1)
+        return seen[1]
