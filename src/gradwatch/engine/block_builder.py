@@ -20,7 +20,7 @@ from gradwatch.measure.loss_scale import remaining_scale
 from gradwatch.measure.noise_scale import NoiseScale
 from gradwatch.measure.nonfinite_rank import NonfiniteSource
 from gradwatch.measure.optimizer_parameters import DISAGREE
-from gradwatch.measure.site_values import Places, Reading, norms
+from gradwatch.measure.site_values import Places, norms
 
 
 class BlockBuilder:
@@ -64,7 +64,7 @@ class BlockBuilder:
             else:
                 self._complete_scalars(step, total, source)
         unseen, plain = [], [step.used_as_measured for step in steps[:ended]]
-        clipped = [step.follows_from_total for step in steps[:ended]]
+        clipped = [step.clipped_by_norm for step in steps[:ended]]
         for row, step in enumerate(steps[:ended]):
             plain[row] &= not self._edited
             if plain[row] or clipped[row]:
@@ -252,22 +252,20 @@ def _without_taps(step: StepState, norms: Floats) -> Floats:
 
 
 def _gradient_norms(steps: Sequence[StepState]) -> Floats:
-    """`grad_norm` of all sites, shape [steps, sites]: together for steps whose rows are alike."""
+    """`grad_norm` of all sites, shape [steps, sites]: together for steps of one `RowBlock` with the same slots."""
     readings = [step.reading for step in steps]
     found = np.empty((len(readings), len(readings[-1].layout)))
     first = 0
     for place in range(1, len(readings) + 1):
-        one, end = readings[first], place == len(readings)
-        if not end and _alike(one, readings[place]):
-            continue
+        one = readings[first]
+        if place < len(readings):
+            other = readings[place]
+            same_slots = one.index["grad_norm"] is other.index["grad_norm"]
+            if one.block is other.block and one.coverage is other.coverage and same_slots:
+                continue
         assert one.block is not None, "norms are there"
         rows = [reading.row for reading in readings[first:place]]
         numbers = one.block.wait()[0][rows][:, one.index["grad_norm"]]
         found[first:place] = norms(one.layout, numbers, one.coverage)
         first = place
     return found
-
-
-def _alike(one: Reading, other: Reading) -> bool:
-    same_slots = one.index["grad_norm"] is other.index["grad_norm"]
-    return one.block is other.block and one.coverage is other.coverage and same_slots

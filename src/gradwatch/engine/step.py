@@ -68,8 +68,12 @@ class StepState:
     """Whether every backward pass since the optimizer's last step was for this one."""
     effect: StepEffect | None = None
     """What interventions have done to the gradients."""
+    used_as_measured: bool = False
+    """Whether its optimizer has used the very gradients that were measured, and nothing more is known of it."""
     clipped_by_norm: bool = False
-    """Whether all gradients were clipped by their common norm, as a few of them will show."""
+    """Whether its optimizer has used them times one factor, which follows from their total norm, as a few of them will
+    show, and nothing more is known of it.
+    """
     looked: bool = False
     """Whether the gradients were looked at again before the optimizer moved."""
     changed: bool = False
@@ -88,19 +92,6 @@ class StepState:
     def optimizer(self) -> Any:
         """None once it is gone."""
         return self.parameters.optimizer_ref()
-
-    @property
-    def used_as_measured(self) -> bool:
-        """Whether its optimizer has used the very gradients that were measured, and nothing more is known of it."""
-        seen = self.changed or self.late or self.effect or self.evaluations > 1
-        return self.stepped and self.norms_only and self.info.scale is None and not seen
-
-    @property
-    def follows_from_total(self) -> bool:
-        """Whether its optimizer has used the gradients that were measured times one factor, which follows from their
-        total norm, and nothing more is known of it.
-        """
-        return self.stepped and self.clipped_by_norm and self.norms_only and not (self.late or self.effect)
 
     @property
     def unscales_inside(self) -> bool:
@@ -233,3 +224,5 @@ def read_after(step: StepState, *, reader: GradientReader, clipped: bool, by_nor
         step.late = reader.measure_after(parameters, sampled=step.sampled, clipped=clipped)
         if step.late is not None:
             step.late.before = step.reading
+    known = step.changed or step.late or step.effect or step.evaluations > 1
+    step.used_as_measured = step.norms_only and step.info.scale is None and not known

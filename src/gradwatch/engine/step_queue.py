@@ -168,7 +168,11 @@ class StepQueue:
         self._open, self._ended = [], 0
         first = 0
         for place in range(1, len(steps) + 1):
-            if place == len(steps) or self._starts_block(steps[first], steps[place]):
+            if (
+                place == len(steps)
+                or (steps[place].order and self._shows_flow(steps[place]))
+                or (steps[place].reading.layout is not steps[first].reading.layout)
+            ):
                 part = steps[first:place]
                 blocks = {step.reading.block: None for step in part}
                 copies = [block.send() for block in blocks if block is not None]
@@ -178,12 +182,10 @@ class StepQueue:
                 self.pending.then(partial(self._judge, part, max(0, min(ended, place) - first)), *copies)
                 first = place
 
-    def _starts_block(self, first: StepState, step: StepState) -> bool:
-        """Whether `step` cannot be in one block with `first`: it has other sites, or more is known of the data flow."""
-        if step.order and (flow := (step.order, step.edges, step.unowned)) != self._flow:
-            self._flow = flow
-            return True
-        return step.reading.layout is not first.reading.layout
+    def _shows_flow(self, step: StepState) -> bool:
+        """Whether more is known of the layers' order and of the data flow than at the steps before."""
+        before, self._flow = self._flow, (step.order, step.edges, step.unowned)
+        return self._flow != before
 
     def _judge(self, steps: list[StepState], ended: int) -> None:
         assert self.source is not None, "attached"
