@@ -64,7 +64,7 @@ class BlockBuilder:
             else:
                 self._complete_scalars(step, total, source)
         unseen, plain = [], [step.used_as_measured for step in steps[:ended]]
-        clipped = [step.clipped_by_norm for step in steps[:ended]]
+        clipped = [bool(step.clip_witnesses) for step in steps[:ended]]
         for row, step in enumerate(steps[:ended]):
             plain[row] &= not self._edited
             if plain[row] or clipped[row]:
@@ -146,10 +146,10 @@ class BlockBuilder:
         factors = self._clip_factors(grad_norm[:, 0])
         agrees = np.empty(len(steps), dtype=bool)
         for row, step in enumerate(steps):
-            reading, members = step.reading, step.parameters.clip_witnesses()
+            reading = step.reading
             assert isinstance(reading.block, RowBlock), "the witnesses lie there"
             measured, _, clipped = reading.block.wait()
-            slots = reading.index["grad_norm"][[step.parameters.indices[member] for member in members]]
+            slots = reading.index["grad_norm"][[step.parameters.indices[member] for member in step.clip_witnesses]]
             expected = measured[reading.row, slots] * factors[row]
             agrees[row] = np.allclose(clipped[reading.row], expected, rtol=DISAGREE, equal_nan=True)
         with np.errstate(invalid="ignore"):  # an infinite gradient times 0

@@ -92,14 +92,18 @@ class HookSet:
         if parameter.is_inference() or not (parameter.is_floating_point() or parameter.is_complex()):
             return
         unserializable_hook(hook)
-        if parameter.requires_grad:
-            self._handles.append(_hooked(parameter, hook, accumulated=accumulated))
-            return
-        parameter.requires_grad_(True)
+        frozen = not parameter.requires_grad
+        if frozen:
+            parameter.requires_grad_(True)
         try:
-            self._handles.append(_hooked(parameter, hook, accumulated=accumulated))
+            if accumulated:
+                handle: Removable = parameter.register_post_accumulate_grad_hook(hook)
+                self._handles.append(_AccumulatedHookHandle(handle, parameter))
+            else:
+                self._handles.append(_TensorHookHandle(parameter.register_hook(hook), parameter))
         finally:
-            parameter.requires_grad_(False)
+            if frozen:
+                parameter.requires_grad_(False)
 
     def on_outputs(
         self,
@@ -120,12 +124,7 @@ class HookSet:
         self.add(_FullBackwardHandle(module.register_full_backward_hook(hook), module))
 
 
-def _hooked(parameter: nn.Parameter, hook: Callable[[Any], Tensor | None], *, accumulated: bool) -> Removable:
-    if accumulated:
-        return _AccumulatedHookHandle(parameter.register_post_accumulate_grad_hook(hook), parameter)
-    return _TensorHookHandle(parameter.register_hook(hook), parameter)
-
-
+@dataclasses.dataclass(slots=True, eq=False)
 class _TensorHookHandle:
     """The handle of a hook on a parameter. Removing the last one also removes the parameter's empty dict of hooks:
     with it torch would still call into Python, 1 us per parameter and backward pass.
@@ -133,10 +132,8 @@ class _TensorHookHandle:
     `_backward_hooks` is private, and there is no public way; tests/hooks/test_hooks.py fails if it changes.
     """
 
-    __slots__ = ("handle", "parameter")
-
-    def __init__(self, handle: Removable, parameter: nn.Parameter) -> None:
-        self.handle, self.parameter = handle, parameter
+    handle: Removable
+    parameter: nn.Parameter
 
     def remove(self) -> None:
         self.handle.remove()
@@ -289,12 +286,11 @@ def tensors_in(value: object, levels: int = MAX_DEPTH) -> Iterator[Tensor]:
             yield from tensors_in(getattr(value, field.name, None), levels - 1)
 
 
-def backward_pass() -> int:
-    """The number of the backward pass that runs in this thread, -1 outside any.
+backward_pass: Callable[[], int] = torch._C._current_graph_task_id
+"""Gives the number of the backward pass that runs in this thread, -1 outside any.
 
-    torch has no public function for it; tests/toolbox/test_module_calls.py fails if this one moves.
-    """
-    return torch._C._current_graph_task_id()
+torch has no public function for it; tests/toolbox/test_module_calls.py fails if this one moves.
+"""
 
 
 def in_backward() -> bool:

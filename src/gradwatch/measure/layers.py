@@ -115,7 +115,8 @@ def structure_of(model: nn.Module) -> Structure:
         # `named_parameters` takes twice as long (measured)
         for name, one in module._parameters.items():
             if one is not None:
-                parameters.append((path, name, id(one), _size(one)))
+                size = one.numel() if type(one) is nn.Parameter else _size(one)
+                parameters.append((path, name, id(one), size))
     return modules, parameters
 
 

@@ -226,10 +226,10 @@ def missing_codes(
     its_parameters: OptimizerParameters,
 ) -> Codes:
     """One `Missing` for each of all `parameters` at a step of the optimizer of `its_parameters`."""
-    found = np.array(list(map(_idle, parameters)), dtype=np.int8)
-    for other in all_parameters:
-        if other.optimizer_ref() is not None:
-            found[other.indices] = Missing.OTHER_OPTIMIZER
+    found = np.full(len(parameters), Missing.OTHER_OPTIMIZER, dtype=np.int8)
+    held = [place for other in all_parameters if other.optimizer_ref() is not None for place in other.indices]
+    for place in set(range(len(parameters))).difference(held):
+        found[place] = _idle(parameters[place])
     assert its_parameters.absent is not None, "its gradients were looked at"
     for place, parameter, none in zip(
         its_parameters.indices, its_parameters.parameters, its_parameters.absent, strict=True
@@ -238,13 +238,14 @@ def missing_codes(
         if none:
             found[place] = Missing.LAZY if is_lazy(parameter) else code
         else:
-            found[place] = Missing.FROZEN if _left_over(parameter, its_parameters) else Missing.MEASURED
+            left_over = not parameter.requires_grad and _is_left_over(parameter, its_parameters)
+            found[place] = Missing.FROZEN if left_over else Missing.MEASURED
     return found
 
 
-def _left_over(parameter: nn.Parameter, its_parameters: OptimizerParameters) -> bool:
-    """Whether its gradient is only the zeros that `zero_grad(set_to_none=False)` left when it was frozen."""
-    if parameter.requires_grad or its_parameters.sharded or parameter.grad is None:
+def _is_left_over(parameter: nn.Parameter, its_parameters: OptimizerParameters) -> bool:
+    """Whether the gradient of a frozen one is only the zeros that `zero_grad(set_to_none=False)` left."""
+    if its_parameters.sharded or parameter.grad is None:
         return False
     return parameter.grad.layout is torch.strided and not parameter.grad.any()
 

@@ -99,7 +99,7 @@ def joined(pieces: Sequence[Tensor]) -> Tensor:
 
 def _on_one_device(tensors: Sequence[Tensor]) -> list[Tensor]:
     device, dtype = tensors[0].device, tensors[0].dtype
-    if any(tensor.device != device or tensor.dtype is not dtype for tensor in tensors):
+    if {(tensor.device, tensor.dtype) for tensor in tensors} != {(device, dtype)}:
         return [moved(tensor, device, widest_type(device)) for tensor in tensors]
     return list(tensors)
 

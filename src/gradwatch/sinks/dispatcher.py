@@ -40,7 +40,7 @@ class Dispatcher:
 
     def block(self, block: Block) -> None:
         """Send finished rows."""
-        self._unsent.extend((sink, partial(sink.block, block)) for sink in self._by_block.values())
+        self._unsent.extend([(sink, partial(sink.block, block)) for sink in self._by_block.values()])
         records = block.records() if self._by_record else ()
         for sink in self._by_record.values():
             self._unsent.extend((sink, partial(sink.record, record)) for record in records)

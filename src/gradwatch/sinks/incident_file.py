@@ -132,6 +132,8 @@ def read_incident(path: str | os.PathLike[str]) -> dict[str, Any]:
             found = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise
+    except IsADirectoryError as error:
+        raise ValueError(f"{path} is no incident of GradWatch's, but a folder") from error
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     except Exception as error:  # of a damaged file torch raises whatever its parts raise
@@ -190,11 +192,15 @@ def _array(dtype: str, *, axes: int) -> schema.Check:
     """A tensor of that dtype and number of axes, with numbers that can be read and each in the file."""
 
     def check(value: Any, where: str) -> Any:
+        import torch
+
         try:
-            array = value.numpy()
-        except Exception:  # sparse, nested, on another device, no tensor at all
-            array = None
-        if array is None or array.dtype != dtype or array.ndim != axes or not array.flags.c_contiguous:
+            on_host = value.layout is torch.strided and value.device.type == "cpu" and not value.is_nested
+            as_it_is = not (value.requires_grad or value.is_neg() or value.is_conj()) and value.is_contiguous()
+            fits = on_host and as_it_is and value.dtype is getattr(torch, dtype) and value.ndim == axes
+        except Exception:  # no tensor at all
+            fits = False
+        if not fits:
             raise schema.InvalidError(f"{where} is {schema.shortened(value)}; a {dtype} tensor was expected")
         return value
 

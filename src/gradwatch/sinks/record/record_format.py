@@ -143,7 +143,7 @@ class RecordedBlock:
     @property
     def nbytes(self) -> int:
         """Bytes of the arrays."""
-        rows = sum(numbers.nbytes for _, numbers in self.values.values())
+        rows = sum([numbers.nbytes for _, numbers in self.values.values()])
         return 8 * len(self) * (3 + len(self.numbers)) + self.codes.nbytes + rows
 
     def rows(self, first: int, end: int) -> RecordedBlock:
@@ -201,9 +201,8 @@ def changes_of(codes: Codes, optimizers: NDArray[np.int64]) -> Rows:
 
 def pack(block: RecordedBlock) -> list[bytes]:
     """The strings of an event."""
-    values = {
-        statistic: None if len(rows) == len(block) else rows.tolist() for statistic, (rows, _) in block.values.items()
-    }
+    count = len(block)
+    values = {statistic: None if len(rows) == count else rows.tolist() for statistic, (rows, _) in block.values.items()}
     about = {
         "session": block.session,
         "began": block.began,
@@ -217,7 +216,7 @@ def pack(block: RecordedBlock) -> list[bytes]:
         np.array([block.axis, block.steps, block.optimizers], dtype="<i8").tobytes(),
         np.array(list(block.numbers.values()), dtype="<f8").tobytes(),
         block.codes.tobytes(),
-        *(numbers.astype("<f4", copy=False).tobytes() for _, numbers in block.values.values()),
+        *[numbers.astype("<f4", copy=False).tobytes() for _, numbers in block.values.values()],
     ]
 
 
