@@ -283,7 +283,7 @@ class GradientReader:
         members, block = parameters.clip_witnesses(), reading.block
         if not members or not isinstance(block, RowBlock) or block.host_copy is not None:
             return ()
-        for member, slot in zip(members, block.clipped_slots[reading.row], strict=True):
+        for member, slot in zip(members, block.clipped_slots(reading.row), strict=True):
             gradient = parameters.parameters[member].grad
             if gradient is None:
                 return ()
