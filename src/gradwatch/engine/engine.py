@@ -78,7 +78,7 @@ class Engine:
         self._armed_for_ordinary = False
         """Whether the hooks are those of a step that is measured and not sampled."""
         self._announced = False
-        """Whether the loop has told of a backward pass that has not come to a parameter yet."""
+        """Whether the loop has reported a backward pass that has not come to a parameter yet."""
         self._run, self._mode = Run(self.diagnosis.history.layout, ""), TrainingMode()
         self.source, self._agreement = NonfiniteSource(self._mode), RankAgreement()
         self._next = self._exchanged_at = 0
@@ -254,7 +254,7 @@ class Engine:
         self.overhead.seconds += perf_counter() - begun
 
     def backward(self, loss: Any = None, copy: Tensor | None = None) -> None:
-        """A backward pass is about to begin, at `loss` if that is known; `copy`: its value, which nobody writes to."""
+        """A backward pass is about to begin, at `loss` if that is known; `copy`: its value, which no one writes to."""
         if self.failed:
             return
         if self.source.looks:
