@@ -215,13 +215,12 @@ def story_of(target: Any, *args: Any) -> str:
 @pytest.mark.parametrize(
     ("options", "every", "slow"),
     [
-        ({}, 1, False),
         ({}, 1, True),
         ({"accumulate_grad_batches": 3}, 1, False),
         ({"gradient_clip_val": 0.01}, 1, True),
         ({}, 10, False),
     ],
-    ids=["plain", "one rank is slow", "accumulated", "clipped, one rank is slow", "every tenth step"],
+    ids=["one rank is slow", "accumulated", "clipped, one rank is slow", "every tenth step"],
 )
 def test_blocks_are_those_of_the_steps(options: dict[str, Any], every: int, slow: bool) -> None:
     reported = ranks.run(two_epochs, options, every, slow, timeout=TIME)
@@ -268,7 +267,7 @@ def test_an_exception_of_the_user_ends_all_ranks_as_without_us(rank: int) -> Non
 
 @pytest.mark.parametrize(
     ("step", "on_alert", "late"),
-    [(3, "log", -1), (20, "log", 0), (40, "log", 1), (65, "log", -1), (20, "stop", 0), (40, "stop", 1)],
+    [(3, "log", -1), (40, "log", 1), (20, "stop", 0)],
 )
 def test_what_was_measured_before_a_failure_of_ours_is_kept(step: int, on_alert: str, late: int) -> None:
     """Where one rank fails, the others have the steps before, and all stop at the same exchange."""
