@@ -51,7 +51,9 @@ class BatchReplay:
         self.steps_waiting = 0
         """Steps that may wait to be judged."""
         self.keeps_data = False
-        """Whether `recent` has the batches themselves, and not only the states of the random number generators."""
+        """Whether those of `recent` that have ended have their data, and not only the states of the random number
+        generators.
+        """
         self.step: StepState | None = None
         """The step that is being judged."""
         self.devices: tuple[torch.device, ...] = ()
@@ -74,11 +76,10 @@ class BatchReplay:
         self.batch = None
         if data is None:
             return
-        rng = self._rng_states.before_batch(self.devices)
-        self.batch = Batch(index, epoch, data, rng, versions_of(data))
+        self.batch = Batch(index, epoch, data, self._rng_states.before_batch(self.devices), versions_of(data))
         kept = accumulate * (1 + self.steps_waiting)
         if kept > 1:
-            self.recent.append(self.batch if self.keeps_data else Batch(index, epoch, None, rng))
+            self.recent.append(self.batch)
         while len(self.recent) > kept:
             self.recent.popleft()
 
@@ -88,6 +89,8 @@ class BatchReplay:
         """
         if alarmed and not scaled and self._early is None and self.batch is not None:
             self._early = self._run(self.batch, 1.0)
+        if self.batch is not None and not self.keeps_data:
+            self.batch.data = None
         self.batch = self.loss = None
 
     def trace(self) -> NonfiniteOrigin | None:

@@ -219,7 +219,8 @@ def read_after(step: StepState, *, reader: GradientReader, clipped: bool, by_nor
         wanted = step.sampled or clipped or (not sharded and (step.changed or parameters.recheck))
         if wanted and not step.clip_witnesses:
             step.changed |= reader.look_again(parameters)
-    reader.stale_gradients.after_step(fused=parameters.is_fused)
+    if reader.stale_gradients.hooked or step.changed or step.looked or step.effect or step.evaluations > 1:
+        reader.stale_gradients.after_step(fused=parameters.is_fused)
     if step.sampled or parameters.after_step or sharded:
         step.late = reader.measure_after(parameters, sampled=step.sampled, clipped=clipped)
         if step.late is not None:

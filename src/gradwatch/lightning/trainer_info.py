@@ -74,7 +74,7 @@ def step_info_of(trainer: Any, optimizer: Any, *, scaled: bool, scale: Tensor | 
         scalars["accumulate"] = float(whole)
     if examples:
         scalars["examples"] = float(examples)
-    step, axis = trainer.global_step, axis_of(trainer)
+    step, axis = trainer.global_step, trainer.fit_loop.epoch_loop._batches_that_stepped  # as in `axis_of`
     if not scaled:
         return StepInfo(step, axis, scalars)
     scalars["scaled"] = 1.0  # a step that the scaler will skip looks non-finite

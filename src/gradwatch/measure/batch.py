@@ -26,7 +26,7 @@ Judgement: reading them takes 30 and 180 us, reading torch's takes 2 us (measure
 _VERSION = attrgetter("_version")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class RngState:
     """The states of all random number generators; `state_dict` loads with `torch.load(weights_only=True)`."""
 
@@ -134,7 +134,7 @@ class BatchRngStates:
         return state
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Batch:
     """The batch of a training step. Its data is not copied: release it when the step is over."""
 

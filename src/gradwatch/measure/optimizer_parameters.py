@@ -99,7 +99,7 @@ class OptimizerParameters:
         Where others are there than at the last one, plans are made anew; also where others are required, what there is
         of them (`coverage`) has to be found out.
         """
-        gradients = self.gradients()
+        gradients = self.gradients() if self.sharded else list(map(_GRADIENT, self.parameters))
         absent, trains = list(map(is_, gradients, repeat(None))), list(map(_TRAINS, self.parameters))
         if absent != self.absent or trains != self.trains:
             if absent != self.absent:
@@ -151,7 +151,6 @@ class OptimizerParameters:
         if self._updates is not None:
             self._updates.drop()
 
-    @torch.no_grad()
     def reduce(
         self,
         buffer: DeviceBuffer,
@@ -161,27 +160,28 @@ class OptimizerParameters:
         reduction: Reduction = NORM,
     ) -> Places:
         """Reduce `tensors`, one per member, into `row` of the buffer; the slot of each parameter."""
-        made = self._plans.get(row)
-        if made is not None:
-            try:
-                made[0].run(tensors)
-            except (TypeError, RuntimeError, UserWarning):
-                made = None  # another shape, layout or dtype than last time: plan for what is there now
-        if made is None:
-            plan = Plan(tensors, buffer[row], reduction=reduction)
-            plan.run(tensors)
-            index = np.full(buffer.places, -1, dtype=np.intp)
-            index[[self.indices[member] for member in plan.positions]] = np.arange(len(plan.positions))
-            sizes = [_numel(tensors[member]) for member in plan.positions]
-            made = self._plans[row] = plan, FloatLimits(sizes), buffer.view(row, len(sizes)), index
-        plan, limits, norms, index = made
-        if reduction is NORM:
-            total = limits.recompute(
-                norms, lambda slot: tensors[plan.positions[slot]], partial(plan.enlarged_norms, tensors)
-            )
-            if row == "grad_norm":
-                before, self._norm_sum = self._norm_sum, total
-                self.unusual = not before / UNUSUAL <= total <= before * UNUSUAL < np.inf
+        with torch.no_grad():
+            made = self._plans.get(row)
+            if made is not None:
+                try:
+                    made[0].run(tensors)
+                except (TypeError, RuntimeError, UserWarning):
+                    made = None  # another shape, layout or dtype than last time: plan for what is there now
+            if made is None:
+                plan = Plan(tensors, buffer[row], reduction=reduction)
+                plan.run(tensors)
+                index = np.full(buffer.places, -1, dtype=np.intp)
+                index[[self.indices[member] for member in plan.positions]] = np.arange(len(plan.positions))
+                sizes = [_numel(tensors[member]) for member in plan.positions]
+                made = self._plans[row] = plan, FloatLimits(sizes), buffer.view(row, len(sizes)), index
+            plan, limits, norms, index = made
+            if reduction is NORM:
+                total = limits.recompute(
+                    norms, lambda slot: tensors[plan.positions[slot]], partial(plan.enlarged_norms, tensors)
+                )
+                if row == "grad_norm":
+                    before, self._norm_sum = self._norm_sum, total
+                    self.unusual = not before / UNUSUAL <= total <= before * UNUSUAL < np.inf
         return index
 
     @torch.no_grad()

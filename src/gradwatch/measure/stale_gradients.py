@@ -50,6 +50,13 @@ class _CheckedParameter:
     new: Tensor | None = None
     """The largest norm that any of them brought, 0-d."""
 
+    def remember(self) -> Tensor | None:
+        """Have the present gradient be the `last`; that one."""
+        parameter = self.parameter()
+        gradient = None if parameter is None else parameter.grad
+        self.last = None if gradient is None else weakref.ref(gradient)
+        return gradient
+
     def begin(self) -> None:
         self.cleared = self.gone = self.awaited = self.added = False
         self.old = self.new = self.gradient_version = None
@@ -70,7 +77,9 @@ class StaleGradientCheck:
         self.hooks = HookSet()
         self._errors = errors
         self._checked: list[_CheckedParameter] = []
-        self._updates_known, self._hooked, self._clean = False, True, 0
+        self.hooked = True
+        """Whether hooks look on."""
+        self._updates_known, self._clean = False, 0
         self._written = False
         """Whether the optimizer is known to have written the weights since the last `take`."""
 
@@ -87,12 +96,12 @@ class StaleGradientCheck:
             self._checked.append(
                 _CheckedParameter(weakref.ref(parameter), weakref.ref(parameter.grad), _version(parameter))
             )
-        if self._hooked:
+        if self.hooked:
             self._hook()
 
     def _hook(self) -> None:
         """From now on hooks look on."""
-        self._hooked = True
+        self.hooked = True
         try:
             for checked in self._checked:
                 if (parameter := checked.parameter()) is not None:
@@ -110,14 +119,14 @@ class StaleGradientCheck:
     def after_step(self, *, fused: Callable[[], bool] = lambda: False) -> None:
         """The optimizer has stepped, and the gradients were clipped, if they ever are: what is written from now on is
         written to clear them. `fused`: whether torch does not count what the optimizer has written to the weights.
+
+        Without hooks, only called where the gradients may be other tensors than at `take`.
         """
-        if self._hooked:
+        if self.hooked:
             self._written |= fused()
         for checked in self._checked:
-            parameter = checked.parameter()
-            gradient = None if parameter is None else parameter.grad
-            checked.last = None if gradient is None else weakref.ref(gradient)
-            if self._hooked:
+            gradient = checked.remember()
+            if self.hooked:
                 checked.gradient_version = None if gradient is None else _version(gradient)
 
     def take(self, *, sampled: bool) -> Tensor | float | None:
@@ -127,14 +136,16 @@ class StaleGradientCheck:
         `sampled`: whether this step's update will be measured. Where it was not for the step before, the optimizer must
         have been seen to write the weights: a wrapper that really steps at every fourth call clears only then, too.
         """
-        if not self._hooked:
+        if not self.hooked:
             self._updates_known, self._written = sampled, False
             answer: Tensor | float | None = None
             for checked in self._checked:
                 parameter, last = checked.parameter(), checked.last
                 gradient = None if parameter is None else parameter.grad
                 if gradient is None:
+                    checked.last = None
                     continue
+                checked.last = weakref.ref(gradient)
                 # a backward pass adds in place to a strided gradient without a graph
                 fresh = last is not None and last() is not gradient and not gradient.requires_grad
                 if not (fresh and gradient.layout is torch.strided):
@@ -160,7 +171,9 @@ class StaleGradientCheck:
             checked.begin()
         if self._clean >= TRUSTED:
             self.hooks.remove()
-            self._hooked = False
+            self.hooked = False
+            for checked in self._checked:
+                checked.remember()
         return answer
 
     def _look_closely(self) -> None:

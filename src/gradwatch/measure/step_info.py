@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepInfo:
     """Where a step stands, and numbers of the whole step."""
 
