@@ -50,9 +50,6 @@ class SamplingSchedule:
         """Steps between samples."""
         self._measure_interval = 1
         self._dense_from = -1
-        self._place_of = (-1, 0)
-        self._place = -1
-        """Where in the interval of that number and length its sample lies."""
 
     def set_counts(self, *, modules: int, tensors: int, elements: int) -> None:
         """Set the intervals for a model of `modules` hooked modules and `tensors` parameters of `elements` in all."""
@@ -72,18 +69,26 @@ class SamplingSchedule:
 
     def is_sampled(self, index: int) -> bool:
         """Whether the measured step `index` is to be sampled too: signals, weights, updates."""
+        return self.next_sampled(index) == index
+
+    def next_sampled(self, index: int) -> int:
+        """The first sampled step from `index` on."""
         every = 1 if self._every == "auto" else self._every
-        index, rest = divmod(index, every)  # only measured steps are sampled: the same choice among those
-        if rest:
-            return False
-        if index < FIRST_STEPS or self._dense_from <= index * every < self._dense_from + FIRST_STEPS * every:
-            return True
+        first = ceil(index / every)  # only measured steps are sampled: the same choice among those
+        if first < FIRST_STEPS:
+            return first * every
+        found = [early for early in EARLY_STEPS if early >= first and self._budget is not None]
+        dense = ceil(self._dense_from / every)
+        if first < dense + FIRST_STEPS:
+            found.append(max(first, dense))
         if self._budget is None:
-            return index % self.interval == 0
-        number, place = divmod(index, self.interval)
-        if (number, self.interval) != self._place_of:
-            self._place_of, self._place = (number, self.interval), _jitter(number, self.interval)
-        return place == self._place or index in EARLY_STEPS
+            found.append(ceil(first / self.interval) * self.interval)
+        else:
+            interval, number = self.interval, first // self.interval
+            if (place := number * interval + _jitter(number, interval)) < first:
+                place = (number + 1) * interval + _jitter(number + 1, interval)
+            found.append(place)
+        return min(found) * every
 
     def sample_densely(self, index: int) -> None:
         """A rule found something at step `index`: sample consecutive steps soon."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from gradwatch.core.alert import Alert, short_list
 from gradwatch.core.arguments import check_whole, damage
-from gradwatch.core.guard import guard
+from gradwatch.core.guard import UserFacingError, guard
 from gradwatch.core.overhead import Overhead
 from gradwatch.core.record import Run
 from gradwatch.core.schedule import FIRST_STEPS, SamplingSchedule
@@ -75,8 +75,8 @@ class Engine:
         """Of each of the steps that are being judged: `Record.step`, and its number among those of its optimizer."""
         self._open: StepState | None = None
         self._measuring = self._sampling = self._batches = self._capture_noted = False
-        self._armed_for_ordinary = False
-        """Whether the hooks are those of a step that is measured and not sampled."""
+        self._ordinary = range(0)
+        """Steps of an optimizer that are measured and not sampled, and for which the hooks are as they are now."""
         self._announced = False
         """Whether the loop has reported a backward pass that has not come to a parameter yet."""
         self._run, self._mode = Run(self.diagnosis.history.layout, ""), TrainingMode()
@@ -235,7 +235,6 @@ class Engine:
             logger.warning("GradWatch's interventions declined the state in the checkpoint and start anew: %s", why)
         if self._reader is not None:
             self._reader.follow(self.diagnosis.history.layout)  # the checkpoint may have more tapped tensors
-        self._armed_for_ordinary = False
         self._next = max(begun, default=0)
         self._arm(self._next)
 
@@ -297,14 +296,19 @@ class Engine:
                 self.diagnosis.note(note, said=f"GradWatch: {note}", log=not self._mode.rank)
             return
         self.interventions.pending = self.interventions.given
-        self._read(optimizer, info, loss)
+        if not self.failed:
+            try:
+                self._read(optimizer, info, loss)
+            except UserFacingError:
+                raise
+            except Exception as error:
+                self.fail(error)
         if self.interventions.pending and self._reader is not None:
             index = None if self.failed else self._optimizers.last_index(optimizer)
             self.interventions.act_unrecorded(
                 optimizer, index, info, self.source.passes, reader=self._reader, pending_actions=self.queue.pending
             )
 
-    @guard
     def _read(self, optimizer: Any, info: StepInfo, loss: Tensor | None) -> None:
         begun, reader = perf_counter(), self._reader
         step_of_optimizer = self._optimizers.begin(optimizer)
@@ -415,7 +419,10 @@ class Engine:
             step.parameters.release()
             step.maybe_stepped = id(step.optimizer) not in self._optimizers.calling_hooks
         self.queue.ended(step)
-        self._arm(step.index + 1)
+        if step.index + 1 in self._ordinary:
+            self._reader.tensor_taps.armed = True
+        else:
+            self._arm(step.index + 1)
 
     def _judging(self, steps: list[StepState]) -> None:
         """`steps` are about to be judged."""
@@ -457,6 +464,7 @@ class Engine:
         if self._reader is None or self._reader.shards is None:
             found = [index for step, index in self._judged if step <= alert.noticed]
             self.schedule.sample_densely(found[-1] if found else 0)
+            self._ordinary = range(0)
         self.alert_reaction(alert)
 
     def _arm(self, index: int) -> None:
@@ -464,11 +472,8 @@ class Engine:
         assert self._reader is not None
         self._measuring = self.schedule.every_step or self.schedule.is_measured(index)
         self._sampling = self._measuring and self.schedule.is_sampled(index)
-        ordinary = self._measuring and not self._sampling
-        if ordinary and self._armed_for_ordinary:
-            self._reader.tensor_taps.armed = True
-            return
-        self._armed_for_ordinary = ordinary
+        ordinary = self.schedule.every_step and not self._sampling
+        self._ordinary = range(index, self.schedule.next_sampled(index) if ordinary else index)
         if self._measuring:
             self._reader.arm(sampled=self._sampling)
             if self.source.looks:
@@ -505,7 +510,7 @@ class Engine:
             if names:
                 found = f"{len(names)} {what}", short_list(names).replace(" layers)", ")")
                 logger.log(logging.DEBUG if self._mode.rank else logging.INFO, "GradWatch: adopted %s: %s", *found)
-        self._armed_for_ordinary = False
+        self._ordinary = range(0)
         if reader.layout is before and not first:
             return
         if reader.has_other_shards:
