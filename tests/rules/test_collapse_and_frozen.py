@@ -61,6 +61,13 @@ def test_weights_that_shrink_from_any_step_on(at: int, half_life: float) -> None
     assert step + 1 - found.back == (at + 1 if half_life == 7 else at)
 
 
+def test_records_between_samples_do_not_tell() -> None:
+    rows = [row if i % 3 == 0 else {"loss": 1.0, "lr": 0.1} for i, row in enumerate(shrinking(7, 30))]
+    outcome = judge_steps(Collapse(), net(4), rows)
+    assert all(outcome[15::3])
+    assert all(found is None for i, found in enumerate(outcome) if i % 3)
+
+
 def test_weights_that_fell_and_hardly_fall_any_more() -> None:
     """The decay is dated from where it began, also at a sample that adds next to nothing to it."""
     sizes = [1.0, 1.0, 1.0, 0.7, 0.5, 0.4999, 0.4998, 0.4997]

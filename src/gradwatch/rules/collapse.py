@@ -103,7 +103,7 @@ class Collapse:
         groups = _codes_of(layout)
         found = samples(history, "output_rms") if groups else None
         if found is None:
-            return None if groups else []
+            return None
         levels, ago = found
         for after, group in groups:
             outputs = levels[:, group].max(axis=1)
