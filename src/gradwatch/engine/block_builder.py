@@ -64,7 +64,7 @@ class BlockBuilder:
             else:
                 self._complete_scalars(step, total, source)
         unseen, plain = [], [step.used_as_measured for step in steps[:ended]]
-        clipped = [bool(step.clip_witnesses) for step in steps[:ended]]
+        clipped = [bool(step.clip_checked) for step in steps[:ended]]
         for row, step in enumerate(steps[:ended]):
             plain[row] &= not self._edited
             if plain[row] or clipped[row]:
@@ -121,7 +121,7 @@ class BlockBuilder:
         elif "grad_norm_clipped" in values:
             after = values["grad_norm_clipped"]
             by_norm = self.clip_norm is not None and used is None and step.info.scale is None
-            if not step.changed or (by_norm and step.parameters.clip_witnesses()):
+            if not step.changed or (by_norm and step.parameters.clip_checks()):
                 with np.errstate(invalid="ignore"):
                     expected = before * self._clip_factors(before[0]) if step.changed else before
                 unseen = not np.allclose(after, expected, rtol=DISAGREE, equal_nan=True)
@@ -147,9 +147,9 @@ class BlockBuilder:
         agrees = np.empty(len(steps), dtype=bool)
         for row, step in enumerate(steps):
             reading = step.reading
-            assert isinstance(reading.block, RowBlock), "the witnesses lie there"
+            assert isinstance(reading.block, RowBlock), "norms after the clipping lie there"
             measured, _, clipped = reading.block.wait()
-            slots = reading.index["grad_norm"][[step.parameters.indices[member] for member in step.clip_witnesses]]
+            slots = reading.index["grad_norm"][[step.parameters.indices[member] for member in step.clip_checked]]
             expected = measured[reading.row, slots] * factors[row]
             agrees[row] = np.allclose(clipped[reading.row], expected, rtol=DISAGREE, equal_nan=True)
         with np.errstate(invalid="ignore"):  # an infinite gradient times 0

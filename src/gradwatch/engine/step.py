@@ -70,7 +70,7 @@ class StepState:
     """What interventions have done to the gradients."""
     used_as_measured: bool = False
     """Whether its optimizer has used the very gradients that were measured, and nothing more is known of it."""
-    clip_witnesses: tuple[int, ...] = ()
+    clip_checked: tuple[int, ...] = ()
     """Members of `parameters` whose norms were taken again after a clipping: they will show whether the optimizer has
     used all gradients times one factor, which follows from their total norm. Empty where all were read again, or none.
     """
@@ -214,10 +214,10 @@ def read_after(step: StepState, *, reader: GradientReader, clipped: bool, by_nor
     if step.evaluations == 1 and not step.looked:
         step.changed = parameters.take_changed()
         if by_norm and step.changed and step.norms_only and step.info.scale is None and not parameters.recheck:
-            step.clip_witnesses = reader.witness_clipping(parameters, step.reading)
+            step.clip_checked = reader.check_clipping(parameters, step.reading)
         # ranks look again together; a change that only this one sees is reported, not measured
         wanted = step.sampled or clipped or (not sharded and (step.changed or parameters.recheck))
-        if wanted and not step.clip_witnesses:
+        if wanted and not step.clip_checked:
             step.changed |= reader.look_again(parameters)
     if reader.stale_gradients.hooked or step.changed or step.looked or step.effect or step.evaluations > 1:
         reader.stale_gradients.after_step(fused=parameters.is_fused)

@@ -59,7 +59,7 @@ class DeviceBuffer:
 ROWS = 64
 """Steps whose norms come to the host together. Judgement."""
 
-WITNESSES = 2
+CLIP_CHECKS = 2
 """Gradients of a step whose norms are taken again after a clipping of all. Judgement."""
 
 
@@ -74,7 +74,7 @@ class RowBlock:
         wide = torch.float64 if has_float64(source.device) else torch.float32
         self._losses = torch.empty(ROWS, dtype=wide, device=source.device)
         self._loss_slots = self._losses.unbind()
-        self._clipped = torch.full((ROWS, WITNESSES), torch.nan, dtype=source.dtype, device=source.device)
+        self._clipped = torch.full((ROWS, CLIP_CHECKS), torch.nan, dtype=source.dtype, device=source.device)
         on_cpu = source.device.type == "cpu"
         # on the CPU numpy copies a row in a tenth of the time (measured)
         self._views = (source.numpy(), self._norms.numpy(), self._losses.numpy()) if on_cpu else None
@@ -108,7 +108,7 @@ class RowBlock:
         return row, loss is None or isfinite(losses[row])
 
     def clipped_slots(self, row: int) -> tuple[Tensor, ...]:
-        """Where the norms of `WITNESSES` gradients go after a clipping."""
+        """Where the norms of `CLIP_CHECKS` gradients go after a clipping."""
         return self._clipped[row].unbind()
 
     def send(self) -> HostCopy:
@@ -122,8 +122,8 @@ class RowBlock:
         return self.host_copy
 
     def wait(self) -> tuple[Floats, Floats, Floats]:
-        """The norms, shape [rows, slots], the losses, shape [rows], NaN without one, and the norms of witnesses after
-        clipping, shape [rows, `WITNESSES`]; waits for the copy.
+        """The norms, shape [rows, slots], the losses, shape [rows], NaN without one, and norms after a
+        clipping, shape [rows, `CLIP_CHECKS`]; waits for the copy.
         """
         if self._numbers is None:
             numbers = self.send().wait()

@@ -275,12 +275,12 @@ class GradientReader:
                 self.buffer["grad_norm_clipped"].div_(moved(scale, self.buffer.device))
         return False
 
-    def witness_clipping(self, parameters: OptimizerParameters, reading: Reading) -> tuple[int, ...]:
+    def check_clipping(self, parameters: OptimizerParameters, reading: Reading) -> tuple[int, ...]:
         """Take again, after a clipping of all gradients by their common norm, the norms of a few, in the row of
         `reading`: all others follow from the total. Those few; none where they cannot stand for all, or the row is
         gone.
         """
-        members, block = parameters.clip_witnesses(), reading.block
+        members, block = parameters.clip_checks(), reading.block
         if not members or not isinstance(block, RowBlock) or block.host_copy is not None:
             return ()
         for member, slot in zip(members, block.clipped_slots(reading.row), strict=True):

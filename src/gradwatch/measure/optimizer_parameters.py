@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from gradwatch.core.record import Codes, Missing
-from gradwatch.measure.device_buffer import WITNESSES, DeviceBuffer
+from gradwatch.measure.device_buffer import CLIP_CHECKS, DeviceBuffer
 from gradwatch.measure.dtensor import largest_part, local_tensor
 from gradwatch.measure.layers import REMOVED, is_lazy
 from gradwatch.measure.reductions import NORM, FloatLimits, Plan, Reduction, version_of
@@ -55,10 +55,6 @@ class OptimizerParameters:
     """What there is of the gradient; None where it has to be found out."""
     sharded: bool = False
     """Whether there are parameters of which this rank has a part only: parts are what is measured."""
-    witnesses: tuple[int, ...] | None = None
-    """Members whose norms show, after a clipping of all gradients by their common norm, that it was one; empty where
-    that norm cannot be known to 1e-5: some parameters are not watched, or narrower than float32. None until asked for.
-    """
     recheck: bool = False
     """Whether every gradient is read again after every step: a change was seen that the few watched did not show."""
     unusual: bool = True
@@ -71,6 +67,8 @@ class OptimizerParameters:
     """Row -> slots of what was read again for after the step."""
     _plans: dict[str, tuple[Plan, FloatLimits, Norms | None, Places]] = field(default_factory=dict)
     _updates: UpdateNorms | None = None
+    _clip_checks: tuple[int, ...] | None = None
+    """As `clip_checks` gives them; None until asked for."""
     _norm_sum: float = np.nan
     """Sum of all norms at the last step, as far as the host sees them at once."""
     _stride: int = field(init=False)
@@ -104,7 +102,7 @@ class OptimizerParameters:
         if absent != self.absent or trains != self.trains:
             if absent != self.absent:
                 self._plans.clear()
-                self.witnesses = None
+                self._clip_checks = None
             self.absent, self.trains, self.coverage = absent, trains, None
         few = gradients[:: self._stride]
         self.marked = few, _written(few)
@@ -124,16 +122,19 @@ class OptimizerParameters:
         now = list(map(_GRADIENT, self._checked))
         return not all(map(is_, now, marked[0])) or marked[1] != _written(now)
 
-    def clip_witnesses(self) -> tuple[int, ...]:
-        """`witnesses`: the smallest members that have a gradient."""
-        if self.witnesses is None:
+    def clip_checks(self) -> tuple[int, ...]:
+        """The smallest members that have a gradient: their norms show, after a clipping of all gradients by their
+        common norm, that it was one. None of them where that norm cannot be known to 1e-5: some parameters are not
+        watched, or narrower than float32.
+        """
+        if self._clip_checks is None:
             numels = [0 if none else p.numel() for none, p in zip(self.absent or (), self.parameters, strict=True)]
             all_watched = len({id(p) for group in self.param_groups for p in group}) == len(self.parameters)
             wide = all(p.dtype in (torch.float32, torch.float64) for p in self.parameters)
             there = sorted((m for m, numel in enumerate(numels) if numel), key=numels.__getitem__)
-            usable = all_watched and wide and not self.sharded and len(there) >= WITNESSES
-            self.witnesses = tuple(there[:WITNESSES]) if usable else ()
-        return self.witnesses
+            usable = all_watched and wide and not self.sharded and len(there) >= CLIP_CHECKS
+            self._clip_checks = tuple(there[:CLIP_CHECKS]) if usable else ()
+        return self._clip_checks
 
     def weights(self) -> Sequence[Tensor | None]:
         """The weights, or of sharded ones the parts that this rank has; None for lazy ones."""
