@@ -291,27 +291,30 @@ class GradWatch(PackageAware, Callback):
         if engine.alert_reaction.raised and trainer.world_size == 1:
             raise AlertRaised(engine.alert_reaction.raised)
 
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self._end_batch(trainer, pl_module)
+        if self._options.on_alert == "raise" or self._may_end:
+            self._react(trainer)  # all ranks ask, also one on which something has failed, be it at fit start
+
     @event
-    def on_train_batch_end(self, engine: Engine, trainer: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        try:
-            engine.end()
-            if engine.interventions.given:
-                engine.interventions.end_batch()
-            if trainer.is_last_batch or trainer.should_stop or 0 <= trainer.max_steps <= trainer.global_step:
-                engine.queue.settle()  # what comes before the next batch may go by the numbers
-        finally:  # all ranks ask, also one on which something has failed
-            if self._options.on_alert == "raise" or self._may_end:
-                self._react(engine, trainer)
+    def _end_batch(self, engine: Engine, trainer: Any) -> None:
+        engine.end()
+        if engine.interventions.given:
+            engine.interventions.end_batch()
+        if trainer.is_last_batch or trainer.should_stop or 0 <= trainer.max_steps <= trainer.global_step:
+            engine.queue.settle()  # what comes before the next batch may go by the numbers
 
     @guard
-    def _react(self, engine: Engine, trainer: Any) -> None:
+    def _react(self, trainer: Any) -> None:
         """End the fit if an alert or an intervention asks for it: the alerts are those of rank 0, and all ranks end
         together or none does.
         """
-        reaction = engine.alert_reaction
-        if self._options.on_alert == "raise" and (alert := rank_0_answer(trainer, reaction.raised)):
+        engine = self._watches(trainer)
+        if self._options.on_alert == "raise" and (
+            alert := rank_0_answer(trainer, engine.alert_reaction.raised if engine else None)
+        ):
             raise AlertRaised(alert)
-        if self._may_end and rank_0_answer(trainer, reaction.stopped) is not None:
+        if self._may_end and rank_0_answer(trainer, engine.alert_reaction.stopped if engine else None) is not None:
             trainer.should_stop = True
 
     @event
