@@ -251,7 +251,7 @@ def test_its_state_finds_the_sites_by_name() -> None:
     saved = History(layout_of(4), capacity=10)
     fill(saved, 6)
     saved.distrust([2])
-    sites = [replace(site, layer=0) for site in reversed(saved.layout.sites[1:])]
+    sites = [site._replace(layer=0) for site in reversed(saved.layout.sites[1:])]
     mixed = Layout((saved.layout.sites[0], *sites, Site("new", "layer", "Linear", 9, 4, "")))
     resumed = History(mixed)
     resumed.load_state_dict(saved.state_dict())
@@ -268,7 +268,7 @@ def test_its_state_finds_the_sites_by_name() -> None:
 
 def test_a_layer_called_total_is_not_the_total() -> None:
     layout = layout_of(2)
-    layout = Layout((*layout.sites[:3], replace(layout.sites[3], name="total"), layout.sites[4]))
+    layout = Layout((*layout.sites[:3], layout.sites[3]._replace(name="total"), layout.sites[4]))
     saved, resumed = History(layout), History(layout)
     fill(saved, 3)
     resumed.load_state_dict(saved.state_dict())

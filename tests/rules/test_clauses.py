@@ -168,7 +168,7 @@ def test_growth_through_a_recurrent_layer() -> None:
     def through(module: str) -> str:
         history = net(8)
         shape = history.layout
-        sites = tuple(replace(s, module=module) if s.name == "fc3" else s for s in shape.sites)
+        sites = tuple(s._replace(module=module) if s.name == "fc3" else s for s in shape.sites)
         history = History(replace(shape, sites=sites))
         for _ in range(3):
             record(history, signals=ABRUPT)
@@ -504,7 +504,7 @@ def test_an_input_that_is_large_in_a_layer_with_a_bias() -> None:
     def large(*, bias: bool) -> str:
         shape = layout(["fc0", "fc1"])
         if not bias:
-            sites = tuple(replace(s, name=s.name.replace("bias", "gain")) for s in shape.sites)
+            sites = tuple(s._replace(name=s.name.replace("bias", "gain")) for s in shape.sites)
             shape = replace(shape, sites=sites)
         history = History(shape)
         for _ in range(4):

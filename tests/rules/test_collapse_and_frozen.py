@@ -215,7 +215,7 @@ def test_a_layer_that_is_off_amid_its_like() -> None:
 def shaped(sizes: dict[str, int], flow: list[tuple[str, str]] | None) -> History:
     """Layers of their own sizes; `flow` None is not known."""
     shape = layout(list(sizes))
-    sites = tuple(replace(s, numel=sizes[s.name]) if s.kind == "layer" else s for s in shape.sites)
+    sites = tuple(s._replace(numel=sizes[s.name]) if s.kind == "layer" else s for s in shape.sites)
     edges = None if flow is None else tuple((shape.index[a], shape.index[b]) for a, b in flow)
     return History(replace(shape, sites=sites, edges=edges))
 

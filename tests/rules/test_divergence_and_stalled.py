@@ -1,6 +1,5 @@
 """Divergence and stalled: a faulty run raises the right alert, a healthy one none."""
 
-import dataclasses
 import re
 from typing import Any
 
@@ -421,7 +420,7 @@ def test_updates_that_rounding_swallows(dtype: str, lost: float, kept: float) ->
 def test_a_small_share_of_half_precision_weights_may_move() -> None:
     """As biases do, which are near zero: the sentence leaves them out."""
     shape = narrow("bfloat16").layout
-    sites = [dataclasses.replace(site, numel=site.numel * (100 if "fc0" in site.name else 1)) for site in shape.sites]
+    sites = [site._replace(numel=site.numel * (100 if "fc0" in site.name else 1)) for site in shape.sites]
     history = History(Layout(tuple(sites), shape.order, shape.modules))
     found = findings(judge_steps(Stalled(), history, still(lr=1e-4, updates=[0.0, 0.02])))[0]
     assert "has changed the weights of any layer but layer fc1 at all; a thousandth is usual." in found.message

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from functools import cache
 from itertools import count
 from typing import Any, cast
 
@@ -87,6 +88,8 @@ def find_layers(model: nn.Module, patterns: Sequence[str] = ("*",), *, require_m
     Raises NoSuchLayer, a ValueError, for a pattern that matches no layer, unless `require_match` is False.
     """
     layers = list(_all_layers(model))
+    if tuple(patterns) == ("*",):
+        return layers
     chosen = set(choose([layer.name for layer in layers], patterns, require_match=require_match))
     return [layer for layer in layers if layer.name in chosen]
 
@@ -210,17 +213,15 @@ def layout_of(
         else:
             sites[place] = site
 
-    for layer in layers:
-        size, place = sum(_size(p) for _, p in layer.parameters), index.get(layer.name, len(sites))
-        add_or_replace(Site(layer.name, "layer", type(layer.module).__name__, place, size, ""))
-    dtypes = {parameter.dtype for layer in layers for _, parameter in layer.parameters}
-    names = {dtype: str(dtype).removeprefix("torch.") for dtype in dtypes}
-    for layer in layers:
+    sizes = [[_size(parameter) for _, parameter in layer.parameters] for layer in layers]
+    for layer, own in zip(layers, sizes, strict=True):
+        place = index.get(layer.name, len(sites))
+        add_or_replace(Site(layer.name, "layer", type(layer.module).__name__, place, sum(own), ""))
+    for layer, own in zip(layers, sizes, strict=True):
         kind, place = type(layer.module).__name__, index[layer.name]
-        for name, parameter in layer.parameters:
-            size = _size(parameter)
+        for (name, parameter), size in zip(layer.parameters, own, strict=True):
             shape = tuple(parameter.shape) if size else ()
-            add_or_replace(Site(name, "parameter", kind, place, size, names[parameter.dtype], shape))
+            add_or_replace(Site(name, "parameter", kind, place, size, _dtype_name(parameter.dtype), shape))
     for layer in layers:
         for activation in layer.activations:
             if activation.name not in index or sites[index[activation.name]].kind == "activation":
@@ -230,10 +231,15 @@ def layout_of(
     taken = {TOTAL, *index}
     for place, site in enumerate(sites):
         if site.kind == "tap":
-            sites[place] = replace(site, name=unique_name(site.name, taken))
+            sites[place] = site._replace(name=unique_name(site.name, taken))
             taken.add(sites[place].name)
     order, edges = (before.order, before.edges) if before else ((), None)
     return Layout(tuple(sites), order, modules or (before.modules if before else frozenset()), edges)
+
+
+@cache
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def unique_name(name: str, taken: Container[str]) -> str:
@@ -255,7 +261,7 @@ def _size(parameter: nn.Parameter) -> int:
 
 def has_doubles(parameters: Sequence[nn.Parameter]) -> bool:
     """Whether any is in double precision, so that its norm may be beyond float32."""
-    return any(parameter.dtype in (torch.float64, torch.complex128) for parameter in parameters)
+    return not {parameter.dtype for parameter in parameters}.isdisjoint((torch.float64, torch.complex128))
 
 
 def main_device(parameters: Sequence[nn.Parameter]) -> torch.device:
