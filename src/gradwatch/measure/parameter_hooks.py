@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from threading import Lock
 from time import perf_counter
 
@@ -37,13 +38,17 @@ class _DeviceSquares:
         self.wide = widest_type(device)
         self.squares = torch.zeros(places, dtype=self.wide, device=device)
         self.norms = torch.zeros(places, dtype=torch.float32, device=device)
-        self.slots = self.norms.unbind()
         self.full = bytearray(places)
         self.pending: list[int] = []
         """Parameters to which a gradient has come in this backward pass, where none lay."""
         self._together = torch.zeros(places, dtype=torch.float32, device=device)
         self._plan: tuple[list[int], Plan, Tensor] | None = None
         """The parameters of the last pass, how they are reduced, and where their squares go."""
+
+    @cached_property
+    def slots(self) -> tuple[Tensor, ...]:
+        """Of `norms`: made where a gradient is measured by its hook, and mostly none is."""
+        return self.norms.unbind()
 
     def add(self, gradient: Tensor, place: int) -> None:
         if self.full[place]:
@@ -124,6 +129,39 @@ class _Arrivals:
         self.seconds += perf_counter() - begun
 
 
+@dataclass(slots=True, eq=False)
+class _ParameterHook:
+    """The hook of one parameter: one object, where a closure of as much is nine."""
+
+    arrivals: _Arrivals
+    on_device: _DeviceSquares
+    place: int
+    at_once: bool
+    """Whether somebody may write into `p.grad` before the backward pass has ended, or take it away."""
+    __torch_unserializable__: bool = True
+    """What `unserializable_hook` sets."""
+
+    def __call__(self, gradient: Tensor | None) -> None:
+        if gradient is None or (gradient.is_cuda and is_capturing()):
+            return
+        begun, arrivals, on_device, place = perf_counter(), self.arrivals, self.on_device, self.place
+        try:
+            weight = arrivals.parameters[place]()
+            if not self.at_once and weight is not None and weight.grad is None:
+                if (backward := backward_pass()) != arrivals.backward:
+                    arrivals.wait(backward)
+                on_device.pending.append(place)
+            elif not is_vmapped(gradient):
+                if place in on_device.pending and weight is not None and weight.grad is not None:
+                    on_device.pending.remove(place)  # its gradient comes in parts
+                    on_device.add(weight.grad, place)
+                on_device.add(gradient, place)
+                arrivals.places.add(place)
+        except Exception as error:
+            arrivals.errors.append(error)
+        arrivals.seconds += perf_counter() - begun
+
+
 class ParameterHooks:
     """Owns the hooks. They are on every parameter at fit start and at each sampled step, and off between.
 
@@ -176,7 +214,7 @@ class ParameterHooks:
                 if (there := arrivals.devices.get(device)) is None:
                     there = arrivals.devices[device] = _DeviceSquares(device, len(self._parameters))
                 written = at_once or is_hooked_by_others(parameter)
-                self.hooks.on_gradient(parameter, _hook(arrivals, there, place, at_once=written))
+                self.hooks.on_gradient(parameter, _ParameterHook(arrivals, there, place, at_once=written))
         except BaseException:
             self.disarm()
             raise
@@ -209,32 +247,3 @@ class ParameterHooks:
         """What the hooks have cost since this was last asked."""
         seconds, self._arrivals.seconds = self._arrivals.seconds, 0.0
         return seconds
-
-
-def _hook(
-    arrivals: _Arrivals, on_device: _DeviceSquares, place: int, *, at_once: bool
-) -> Callable[[Tensor | None], None]:
-    """`at_once`: somebody may write into `p.grad` before the backward pass has ended, or take it away."""
-    parameter = arrivals.parameters[place]
-
-    def arrived(gradient: Tensor | None) -> None:
-        if gradient is None or (gradient.is_cuda and is_capturing()):
-            return
-        begun = perf_counter()
-        try:
-            weight = parameter()
-            if not at_once and weight is not None and weight.grad is None:
-                if (backward := backward_pass()) != arrivals.backward:
-                    arrivals.wait(backward)
-                on_device.pending.append(place)
-            elif not is_vmapped(gradient):
-                if place in on_device.pending and weight is not None and weight.grad is not None:
-                    on_device.pending.remove(place)  # its gradient comes in parts
-                    on_device.add(weight.grad, place)
-                on_device.add(gradient, place)
-                arrivals.places.add(place)
-        except Exception as error:
-            arrivals.errors.append(error)
-        arrivals.seconds += perf_counter() - begun
-
-    return arrived
