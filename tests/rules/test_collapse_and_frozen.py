@@ -1,6 +1,7 @@
 """Collapse and frozen, faulty and healthy runs; and what the rules about learning all keep to."""
 
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
 from gradwatch.core.record import Missing
 from gradwatch.rules import Collapse, Divergence, Frozen, Rule, Stalled
+from gradwatch.rules.collapse import _codes_of
 from quick import examples
 from synthetic_history import INF, NAN, USUAL, findings, judge_steps, jump, layout, net, only, silent, steps, still
 
@@ -22,6 +24,24 @@ from synthetic_history import INF, NAN, USUAL, findings, judge_steps, jump, layo
 def shrinking(half_life: float, count: int, *, layers: Any = 1.0) -> list[dict[str, Any]]:
     factors = np.broadcast_to(layers, 4)
     return [{"weights": USUAL * 0.5 ** (factors * i / half_life), "lr": 0.1} for i in range(count)]
+
+
+class CountedEdges(tuple[tuple[int, int], ...]):
+    """Edges that count how often they are gone through."""
+
+    times = 0
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        CountedEdges.times += 1
+        return super().__iter__()
+
+
+def test_the_graph_is_gone_through_once_however_many_layers_it_has() -> None:
+    shape = layout([f"fc{i}" for i in range(50)])
+    edges = CountedEdges([*zip(shape.layers[:-1].tolist(), shape.layers[1:].tolist(), strict=True), (49, 0), (50, 0)])
+    ((layer, into),) = _codes_of(replace(shape, edges=edges))
+    assert (layer, into.tolist()) == (50, [49])
+    assert CountedEdges.times == 1
 
 
 def test_decay_that_halves_the_weights() -> None:

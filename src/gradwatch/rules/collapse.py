@@ -316,14 +316,12 @@ def _learnt(history: History, since: int) -> bool:
 @lru_cache(maxsize=8)
 def _codes_of(layout: Layout) -> tuple[tuple[int, Sites], ...]:
     """Layers that flow into the loss and into one more layer: that layer, and all that flow into it, if all do."""
-    edges = layout.edges or ()
-    to_loss = {before for before, after in edges if after == 0}
-    found = []
-    for layer in dict.fromkeys(after for _, after in edges if after):
-        into = [before for before, after in edges if after == layer]
-        if to_loss.issuperset(into):
-            found.append((layer, np.array(into, dtype=np.intp)))
-    return tuple(found)
+    into: dict[int, list[int]] = {}
+    for before, after in layout.edges or ():
+        into.setdefault(after, []).append(before)
+    to_loss = set(into.pop(0, ()))
+    found = ((layer, befores) for layer, befores in into.items() if to_loss.issuperset(befores))
+    return tuple((layer, np.array(befores, dtype=np.intp)) for layer, befores in found)
 
 
 def _weighed(history: History, norms: Floats, codes: NDArray[np.int8]) -> NDArray[np.intp]:
