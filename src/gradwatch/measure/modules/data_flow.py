@@ -69,6 +69,7 @@ class DataFlow(ModuleStatistic):
         self._unknowable = False
         self._edges: tuple[Edge, ...] | None = None
         self.walk = _GraphWalk(self._graph, self._traced, nodes)
+        self._on_backward = _backward_callback(self)
 
     @property
     def edges(self) -> tuple[Edge, ...] | None:
@@ -83,7 +84,7 @@ class DataFlow(ModuleStatistic):
         return None if site in self._traced else _notice_callback(self, site)
 
     def on_grad_output(self, site: int, module: nn.Module, kind: str) -> GradOutputCallback | None:
-        return _backward_callback(self) if self._due and not kind and not self._unknowable else None
+        return self._on_backward if self._due and not kind and not self._unknowable else None
 
     def on_loss(self, loss: Tensor) -> None:
         # a later pass may be that of another forward, which was not walked

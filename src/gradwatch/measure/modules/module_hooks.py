@@ -60,6 +60,10 @@ class ModuleHooks:
         """`costs`: those of these hooks and of the statistics' own."""
         self.hooks = HookSet()
         self.statistics = statistics
+        base = ModuleStatistic  # what is not overridden measures nothing
+        self._of_inputs = [one for one in statistics if type(one).on_input is not base.on_input]
+        self._of_outputs = [one for one in statistics if type(one).on_output is not base.on_output]
+        self._of_gradients = [one for one in statistics if type(one).on_grad_output is not base.on_grad_output]
         self._sample = _Sample()
         self._layers: dict[int, None] = {}
         """Sites of layers in the order in which they first ran, in the last step or an earlier one."""
@@ -97,13 +101,12 @@ class ModuleHooks:
             raise
 
     def _make(self, module: nn.Module, site: int, kind: str, *, full: bool) -> _HooksOfModule:
-        each = self.statistics
-        outputs = [hook for one in each if (hook := one.on_output(site, module, kind)) is not None]
-        gradients = [call for one in each if (call := one.on_grad_output(site, module, kind)) is not None]
+        outputs = [hook for one in self._of_outputs if (hook := one.on_output(site, module, kind)) is not None]
+        gradients = [call for one in self._of_gradients if (call := one.on_grad_output(site, module, kind)) is not None]
         output_hook = OutputHook(self._costs, outputs, full=full) if outputs or gradients or not kind else None
         on_grad_output = _call_with_gradient(self._costs, gradients) if gradients else None
-        inputs = [] if kind else [on_input for one in each if (on_input := one.on_input(site, module)) is not None]
-        input_hooks = [_timed(self._costs, on_input) for on_input in inputs]
+        inputs = [] if kind else [one.on_input(site, module) for one in self._of_inputs]
+        input_hooks = [_timed(self._costs, on_input) for on_input in inputs if on_input is not None]
         return _HooksOfModule(weakref.ref(module), site, output_hook, on_grad_output, input_hooks, self._costs.errors)
 
     def remove(self) -> None:
