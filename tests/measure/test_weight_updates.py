@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from gradwatch import Watch
+from gradwatch.measure import reductions
 from gradwatch.measure.device_buffer import DeviceBuffer
+from gradwatch.measure.reductions import exact_norm
 from gradwatch.measure.weight_updates import COPY_BYTES, UPDATES_ROW, UpdateNorms
 
 
@@ -42,6 +44,22 @@ def test_against_float64() -> None:
             moved = weights[member].double() - old[member].double()
             assert room[UPDATES_ROW][slot].item() == pytest.approx(norms(moved), rel=1e-4)
         assert updates.compare(weights) == [], "the copies live for one step"
+
+
+def test_many_weights_that_do_not_move_or_hardly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As at a learning rate of 0: exact, and not one by one."""
+    alone: list[Tensor] = []
+    monkeypatch.setattr(reductions, "exact_norm", lambda tensor: alone.append(tensor) or exact_norm(tensor))
+    weights = [torch.full((4, 4), 1e-22) for _ in range(30)] + [torch.full((70, 70), 1e-22)]
+    room, updates = buffer(len(weights)), UpdateNorms(sizes(weights))
+    old = [weight.clone() for weight in weights]
+    updates.copy(weights, room)
+    for weight in weights[15:30]:
+        weight.mul_(1.5)
+    for slot, member in enumerate(updates.compare(weights)):
+        moved = weights[member].double() - old[member].double()
+        assert room[UPDATES_ROW][slot].item() == pytest.approx(norms(moved), rel=1e-4)
+    assert [tuple(tensor.shape) for tensor in alone] == [(70, 70)]
 
 
 def test_large_models_take_turns() -> None:

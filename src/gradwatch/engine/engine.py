@@ -130,7 +130,7 @@ class Engine:
         self.queue.steps_wait = not urgent
         self._register(optimizers, first=True)
         self._arm(0)
-        wait_for(parameter.device for parameter in self._reader.parameters)
+        wait_for({parameter.device for parameter in self._reader.parameters})
         self.overhead.started = perf_counter()
 
     def _hook_end(self, alive: Callable[[], bool]) -> None:

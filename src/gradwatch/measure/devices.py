@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import cache
 from typing import Any, Protocol
 
@@ -73,8 +72,8 @@ def current_stream(device: torch.device, after: Any = None) -> Any:
     return stream
 
 
-def wait_for(devices: Iterable[torch.device]) -> None:
+def wait_for(devices: set[torch.device]) -> None:
     """Wait for what `devices` were given: other streams may use it from now on, without waiting for this one."""
-    for stream in map(current_stream, set(devices)):
+    for stream in map(current_stream, devices):
         if stream is not None:
             stream.synchronize()

@@ -222,8 +222,9 @@ def _gradient(checked: _CheckedParameter) -> Tensor | None:
 
 def _able(parameter: nn.Parameter) -> bool:
     """Whether its gradient can be looked at: hooks on the parts of a sharded one are never called."""
-    usual = not is_lazy(parameter) and not is_dtensor(parameter) and not parameter.is_inference()
-    return usual and parameter.grad is not None and parameter.requires_grad and parameter.is_floating_point()
+    if is_lazy(parameter) or parameter.grad is None or not parameter.requires_grad:
+        return False
+    return parameter.is_floating_point() and not is_dtensor(parameter) and not parameter.is_inference()
 
 
 def _together(norms: Sequence[Tensor]) -> Tensor:

@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterable, Sequence
 from operator import itemgetter
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from gradwatch.measure.device_buffer import DeviceBuffer
+from gradwatch.measure.device_buffer import DeviceBuffer, on_host
 from gradwatch.measure.devices import moved
-from gradwatch.measure.reductions import NORM, SMALL, STACK, FloatLimits, Plan
+from gradwatch.measure.reductions import ENLARGED, NORM, SMALL, STACK, FloatLimits, Plan
 
 COPY_BYTES = 4 * 2**20
 """Bytes of weights copied on a sampled step for `update_ratio`; larger models copy some parameters at a time.
@@ -157,10 +159,23 @@ class _WeightCopies:
             slot += len(stack)
         self._plan.run(tensors[count:])
         self._limits.recompute(
-            self._buffer.view(UPDATES_ROW, len(self.members)), lambda place: self._tensor_of_slot(tensors, place)
+            self._buffer.view(UPDATES_ROW, len(self.members)),
+            lambda slot: self._tensor_of_slot(tensors, slot),
+            lambda slots: self._enlarged_norms(tensors, slots),
         )
         if self._scaled:
             out[: len(self.members)].mul_(self._scales)
+
+    def _enlarged_norms(self, tensors: Sequence[Tensor], slots: NDArray[np.intp]) -> NDArray[np.float64]:
+        """As of `Plan`; with a learning rate of 0, in a warm-up, no weight moves."""
+        count, parts = len(self._stacks), []
+        for stack in tensors[:count]:
+            rows = stack.view(len(stack), -1) * ENLARGED
+            parts.append(on_host(torch.linalg.vector_norm(rows, dim=1)) / ENLARGED)
+        first = sum(map(len, parts))
+        found = np.concatenate([*parts, np.empty(len(self.members) - first)])[slots]
+        found[slots >= first] = self._plan.enlarged_norms(tensors[count:], slots[slots >= first] - first)
+        return found
 
     def _tensor_of_slot(self, tensors: Sequence[Tensor], place: int) -> Tensor:
         for stack in tensors[: len(self._stacks)]:
