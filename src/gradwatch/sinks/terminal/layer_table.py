@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -65,17 +65,16 @@ def table(rows: Sequence[TableRow | None], *, width: int, ascii_only: bool = Fal
 
     columns = column_widths([row for row in rows if row is not None], width)
     headers = {name: name if len(name) <= cells else f"{name[: cells - 2]}." for name, cells in columns.items()}
-    text = Text()
-    _add_line(text, headers, columns, dict.fromkeys(columns, "bold"))
+    pieces = [*_line(headers, columns, dict.fromkeys(columns, "bold"))]
     with np.errstate(divide="ignore"):
         logs = np.log10([np.nan if row is None else row.median for row in rows])
     logs[0] = np.nan  # the total is no layer
     scale = scale_of(logs)
     colours = palette()[scale.shade(logs)].tolist()
     for place, row in enumerate(rows):
-        text.append("\n")
+        pieces.append(("\n", None))
         if row is None:
-            text.append("..." if ascii_only else "⋮", "dim")
+            pieces.append(("..." if ascii_only else "⋮", "dim"))
             continue
         cells = {
             "layer": shorten_name(row.name, columns["layer"], ascii_only=ascii_only),
@@ -88,18 +87,20 @@ def table(rows: Sequence[TableRow | None], *, width: int, ascii_only: bool = Fal
             cells[name] = format_number(getattr(row, name), columns[name]) if row.measured else "-"
         red, green, blue, _ = colours[place]
         styles = {"size": f"rgb({red},{green},{blue})", "trend": "cyan", "status": row.style}
-        _add_line(text, cells, columns, styles)
-    return text
+        pieces += _line(cells, columns, styles)
+    return Text().append_tokens(pieces)
 
 
-def _add_line(text: Text, cells: Mapping[str, str], columns: Mapping[str, int], styles: Mapping[str, str]) -> None:
-    """Add one line: words are aligned to the left of their columns, numbers to the right."""
+def _line(
+    cells: Mapping[str, str], columns: Mapping[str, int], styles: Mapping[str, str]
+) -> Iterator[tuple[str, str | None]]:
+    """The pieces of a line and their styles: words are aligned to the left of their columns, numbers to the right."""
     from rich.cells import cell_len, set_cell_size
 
     for name, width in columns.items():
         cell = cells[name] if name in LEFT else " " * (width - cell_len(cells[name])) + cells[name]
-        text.append(set_cell_size(cell, width), styles.get(name))
-        text.append(" ")
+        yield set_cell_size(cell, width), styles.get(name)
+        yield " ", None
 
 
 def column_widths(rows: Sequence[TableRow], width: int) -> dict[str, int]:
