@@ -44,7 +44,7 @@ from sink_inputs import (
 
 
 def headlines_of(record: Record, alerts: Any = ()) -> dict[str, float]:
-    return headlines(block_of([record]), tuple(alerts)).newest()
+    return dict(headlines(block_of([record]), tuple(alerts)))
 
 
 def test_headlines_of_a_record() -> None:
@@ -100,19 +100,12 @@ def test_headlines_are_finite_whatever_was_measured(norms: Any) -> None:
 
 
 @given(
-    arrays(float, st.tuples(st.integers(1, 5), st.integers(1, 40)), elements=st.floats(-300, 300)),
+    arrays(float, st.integers(1, 40), elements=st.floats(-300, 300)),
     st.lists(st.floats(0, 1), min_size=1, max_size=5),
-    st.data(),
 )
-def test_quantiles_are_numpys(numbers: Any, shares: list[float], data: st.DataObject) -> None:
-    usable = data.draw(arrays(bool, numbers.shape))
-    found = log_quantiles(10.0**numbers, usable, shares)
-    for row in range(len(numbers)):
-        own = numbers[row][usable[row]]
-        if own.size:
-            np.testing.assert_allclose(found[:, row], np.quantile(own, shares), rtol=1e-9, atol=1e-9)
-        else:
-            assert np.isnan(found[:, row]).all()
+def test_quantiles_are_numpys(numbers: Any, shares: list[float]) -> None:
+    found = log_quantiles(10.0**numbers, shares)
+    np.testing.assert_allclose(found, np.quantile(numbers, shares), rtol=1e-9, atol=1e-9)
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=20), st.sampled_from([1, 7, 50]), st.integers(1, 9))
@@ -123,7 +116,7 @@ def test_the_cadence_is_the_trainers_however_steps_were_cut(cuts: list[int], eve
     records = [record_of(layout, step, [10.0 ** (step % 100)], axis=apart * step) for step in range(steps)]
     for begin, size in zip(np.cumsum([0, *cuts]), cuts, strict=False):
         block = block_of(records[begin : begin + size])
-        rows = due.extend(block, headlines(block))
+        rows = due.extend(block)
         found += [int(block.axis[row]) for row in rows]
         for row, numbers in rows.items():
             assert numbers["gradwatch/grad_norm_log10_max"] == pytest.approx(block.steps[row] % 100)

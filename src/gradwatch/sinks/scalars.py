@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from gradwatch.core import disk_space
@@ -38,12 +40,12 @@ class Scalars:
         if not self._working() and self._run.metrics is None:
             self._raise_failures()
             return
-        numbers = headlines(block, (*self._alerts.values(),))
+        alerts = (*self._alerts.values(),)
         if self._run.metrics is not None:
-            self._run.metrics().update(_as_tensors(numbers.newest()))
+            self._run.metrics().update(_as_tensors(headlines(block, alerts)))
         if not self._working():
             return
-        for row, due in self._due.extend(block, numbers).items():
+        for row, due in self._due.extend(block, alerts).items():
             for logger in self._working():
                 self._log(logger, due, int(block.axis[row]))
 
@@ -75,7 +77,7 @@ class Scalars:
         raise RuntimeError(f"could not log headline numbers to {names}") from first
 
 
-def _as_tensors(numbers: dict[str, float]) -> dict[str, object]:
+def _as_tensors(numbers: Mapping[str, float]) -> dict[str, object]:
     """0-d float32 tensors on the CPU, as Lightning's callbacks expect."""
     import torch
 

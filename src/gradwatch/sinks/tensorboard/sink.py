@@ -17,9 +17,7 @@ from gradwatch.sinks.headline_scalars import (
     HEADLINE_GROUP,
     DueHeadlines,
     checked_interval,
-    headlines,
     is_tensorboard_logger,
-    rows_by_optimizer,
 )
 from gradwatch.sinks.record.event_file import OwnEventFile
 from gradwatch.sinks.record.event_writer import EventWriter, file_writer_of, usable_after_errors
@@ -105,9 +103,11 @@ class TensorBoard:
         if self._run is None or not (self._files or self._plain):
             return
         self._axis = int(block.axis[-1])
-        numbers, due = headlines(block, (*self._alerts.values(),)), dict[int, dict[str, float]]()
-        for optimizer, rows in rows_by_optimizer(block):
-            due |= self._due.setdefault(optimizer, DueHeadlines(self._every_n_steps)).extend(block, numbers, rows)
+        alerts, due = (*self._alerts.values(),), dict[int, dict[str, float]]()
+        optimizers = set(block.optimizers.tolist())
+        for number in sorted(optimizers):
+            own = self._due.setdefault(number, DueHeadlines(self._every_n_steps))
+            due |= own.extend(block, alerts, number if len(optimizers) > 1 else None)
         with usable_after_errors(self._shared):
             self._record.block(block)  # first: there may be space for it and none for images
             lines = self._tabs.block(block, sorted(due)) if self._tabs else {}
