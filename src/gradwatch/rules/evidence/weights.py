@@ -66,6 +66,7 @@ def weight_samples(history: History) -> NDArray[np.intp]:
     return own
 
 
+@lru_cache(maxsize=8)
 def has_norm_layers(layout: Layout) -> bool:
     """Whether the model has a normalisation layer."""
     return any("Norm" in name for name in layout.modules)

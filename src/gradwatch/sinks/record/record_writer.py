@@ -105,7 +105,7 @@ class RecordWriter:
         )
 
     def _write(self, block: Block) -> None:
-        columns = self._columns
+        columns, scalars = self._columns, block.scalars
         codes = block.codes[:, columns.places]
         changes = changes_of(codes, block.optimizers)
         recorded = RecordedBlock(
@@ -115,7 +115,7 @@ class RecordWriter:
             block.axis,
             block.steps,
             block.optimizers,
-            {name: block.scalars[name] for name in NUMBERS if not np.isnan(block.scalars.get(name, np.nan)).all()},
+            {name: scalars[name] for name in NUMBERS if name in scalars and not np.isnan(scalars[name]).all()},
             changes,
             codes[changes],
             columns.values(block, self._due(block)),
