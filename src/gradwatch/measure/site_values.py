@@ -8,11 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.core.record import Codes, Floats, Layout, Mask, Missing
+from gradwatch.core.record import MEASURED, Codes, Floats, Layout, Mask, Missing
 from gradwatch.measure.device_buffer import HostCopy, RowBlock
 from gradwatch.measure.dtensor import ShardBlock
 
 Places = NDArray[np.intp]
+
+_LAST = int(max(Missing))
 
 
 class Coverage:
@@ -20,16 +22,16 @@ class Coverage:
 
     def __init__(self, layout: Layout, parameters: Codes) -> None:
         """`parameters`: one `Missing` per parameter. A layer is measured where any of its parameters is."""
-        codes = np.full(len(layout), max(Missing), dtype=np.int8)
+        codes = np.full(len(layout), _LAST, dtype=np.int8)
         codes[layout.parameters] = parameters
         np.minimum.at(codes, layout.owners, parameters)
-        codes[0] = parameters.min(initial=max(Missing))
+        codes[0] = parameters.min(initial=_LAST)
         self.codes = codes
         """One `Missing` per site."""
-        self.measured: Mask = parameters == int(Missing.MEASURED)
+        self.measured: Mask = parameters == MEASURED
         """Which parameters are measured."""
         self.complete = bool(self.measured.all())
-        self.blank = np.flatnonzero(codes != int(Missing.MEASURED))
+        self.blank = np.flatnonzero(codes != MEASURED)
         """The sites without a number."""
 
 
@@ -76,23 +78,22 @@ class Reading:
 
     def values(self) -> dict[str, Floats]:
         """One number per site, NaN where not measured, but for `grad_norm`; waits for what is under way."""
-        layout = self.layout
+        layout, index = self.layout, self.index
         values = {}
-        if "grad_norm_clipped" in self.index:
+        if "grad_norm_clipped" in index:
             values["grad_norm_clipped"] = norms(layout, self.per_parameter("grad_norm_clipped"), self.coverage)
-        if "weights" in self.index:
-            weights = self.per_parameter("weights")
-            values["weight_norm"] = norms(layout, weights, _covered(layout, weights))
-        if "zeros" in self.index:
-            zeros = self.per_parameter("zeros")
+        if "weights" in index:
+            values["weight_norm"] = known_norms(layout, self.per_parameter("weights"))
+        if "zeros" in index:
             # devices count NaN differently
-            values["zero_fraction"] = shares(layout, np.where(np.isnan(self.per_parameter("grad_norm")), np.nan, zeros))
-        if "arrived" in self.index:
+            values["zero_fraction"] = shares(
+                layout, np.where(np.isnan(self.per_parameter("grad_norm")), np.nan, self.per_parameter("zeros"))
+            )
+        if "arrived" in index:
             arrived = self.per_parameter("arrived")
             lost = (arrived == 0) & (self.per_parameter("grad_norm") > 0)  # squares under what float32 holds
-            arrived = np.where(lost, np.nan, arrived)
-            values["arrived_norm"] = norms(layout, arrived, _covered(layout, arrived))
-        if "updates" in self.index and self.before is not None:
+            values["arrived_norm"] = known_norms(layout, np.where(lost, np.nan, arrived))
+        if "updates" in index and self.before is not None:
             weights = self.before.per_parameter("weights")
             values["update_ratio"] = ratios(layout, self.per_parameter("updates"), weights)
         return values
@@ -107,18 +108,25 @@ def norms(layout: Layout, parameters: Floats, coverage: Coverage) -> Floats:
     squares = np.multiply(parameters, parameters, order="C")
     if not coverage.complete:
         squares[..., ~coverage.measured] = 0.0
-    sites = _completed(layout, _per_layer(layout, squares), squares, squares.sum(axis=-1), coverage)
+    sites = _sums(layout, squares)
+    if len(coverage.blank):
+        sites[..., coverage.blank] = np.nan
     return np.sqrt(sites, out=sites)
+
+
+def known_norms(layout: Layout, parameters: Floats) -> Floats:
+    """The same, shape [sites], where a parameter that is NaN was not measured."""
+    known = ~np.isnan(parameters)
+    return np.sqrt(_blank(layout, _sums(layout, np.where(known, parameters, 0.0) ** 2), known))
 
 
 def shares(layout: Layout, counts: Floats) -> Floats:
     """Share `counts` / numel of all sites; a layer's is over the elements of its measured parameters."""
-    coverage = _covered(layout, counts)
+    known = ~np.isnan(counts)
     sizes = np.array([layout.sites[i].numel for i in layout.parameters], dtype=np.float64)
-    known, room = np.where(coverage.measured, counts, 0.0), np.where(coverage.measured, sizes, 0.0)
     with np.errstate(invalid="ignore", divide="ignore"):
-        sites = _per_layer(layout, known) / _per_layer(layout, room)
-        return _completed(layout, sites, counts / sizes, float(known.sum() / room.sum()), coverage)
+        found = _sums(layout, np.where(known, counts, 0.0)) / _sums(layout, np.where(known, sizes, 0.0))
+    return _blank(layout, found, known)
 
 
 def ratios(layout: Layout, updates: Floats, weights: Floats) -> Floats:
@@ -126,38 +134,31 @@ def ratios(layout: Layout, updates: Floats, weights: Floats) -> Floats:
 
     `updates`, `weights`: norms of the update and of the old weights, shape [parameters].
     """
-    coverage = _covered(layout, updates)
-    moved, base = np.where(coverage.measured, updates**2, 0.0), np.where(coverage.measured, weights**2, 0.0)
+    known = ~np.isnan(updates)
     with np.errstate(invalid="ignore", divide="ignore"):
-        sites = np.sqrt(_per_layer(layout, moved) / _per_layer(layout, base))
-        ratio = _completed(layout, sites, updates / weights, float(np.sqrt(moved.sum() / base.sum())), coverage)
+        moved, base = (_sums(layout, np.where(known, row, 0.0) ** 2) for row in (updates, weights))
+        ratio = np.sqrt(moved / base)
     ratio[np.isinf(ratio)] = np.nan
     return ratio
 
 
-def _covered(layout: Layout, parameters: Floats) -> Coverage:
-    return Coverage(layout, np.where(np.isnan(parameters), Missing.NOT_SAMPLED, Missing.MEASURED).astype(np.int8))
-
-
-def _per_layer(layout: Layout, parameters: Floats) -> Floats:
-    """Sums over each layer's parameters, shape [..., sites]; `parameters`: shape [..., parameters]."""
+def _sums(layout: Layout, parameters: Floats) -> Floats:
+    """Sums over the parameters of each site, shape [..., sites], 0 where it has none; `parameters`: shape [...,
+    parameters].
+    """
     sites = np.zeros((*parameters.shape[:-1], len(layout)))
     if layout.parameter_starts is None:
         np.add.at(sites.T, layout.owners, parameters.T)
-    else:
-        layers = sites[..., 1 : 1 + len(layout.layers)]
-        np.add.reduceat(parameters, layout.parameter_starts, axis=-1, out=layers)
-    return sites
-
-
-def _completed(layout: Layout, sites: Floats, parameters: Floats, total: float | Floats, coverage: Coverage) -> Floats:
-    """`sites`, which has the layers, with the parameters and the total put in, and blank where nothing was measured."""
-    if layout.parameter_starts is None:
         sites[..., layout.parameters] = parameters
     else:
         first = 1 + len(layout.layers)
+        np.add.reduceat(parameters, layout.parameter_starts, axis=-1, out=sites[..., 1:first])
         sites[..., first : first + parameters.shape[-1]] = parameters
-    sites[..., 0] = total
-    if len(coverage.blank):
-        sites[..., coverage.blank] = np.nan
+    sites[..., 0] = parameters.sum(axis=-1)
+    return sites
+
+
+def _blank(layout: Layout, sites: Floats, known: Mask) -> Floats:
+    """`sites` with NaN for those of which no parameter is `known`."""
+    sites[_sums(layout, known.astype(np.float64)) == 0] = np.nan
     return sites
