@@ -119,6 +119,11 @@ class Lists:
     __hash__ = None  # type: ignore[assignment]
 
 
+@cache
+def many_layers() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(2, 2) for _ in range(400)))
+
+
 def failing() -> Iterator[Any]:
     yield from ()
     raise OSError("the list is on a disk that is gone")
@@ -227,7 +232,7 @@ VALUES: list[Callable[[], Any]] = [
     lambda: rules.Vanishing(),
     lambda: nn.Linear(2, 2),
     lambda: nn.ReLU(),
-    lambda: nn.Sequential(*(nn.Linear(2, 2) for _ in range(400))),
+    lambda: many_layers(),
     lambda: Path("runs"),
     lambda: print,
     lambda: len,
@@ -267,6 +272,7 @@ def of(make: Callable[..., Any], *names: str) -> list[Argument]:
     return [(make, name) for name in names]
 
 
+@cache
 def net() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2, 3))

@@ -168,15 +168,16 @@ def test_one_step_that_was_too_large(options: dict[str, Any]) -> None:
 RANDOM_STEPS = random.Random("dead").sample(range(1, 130), 6)
 
 
-def some(quick: int) -> list[Any]:
-    """Steps at random, all but `quick` of them for slow tests."""
-    return [
-        pytest.param(step, marks=() if place < quick else pytest.mark.slow) for place, step in enumerate(RANDOM_STEPS)
-    ]
-
-
-@pytest.mark.parametrize("at", some(3))
-@pytest.mark.parametrize("options", [{}, {"signals": "off"}, {"budget": 0.01}], ids=str)
+@pytest.mark.parametrize(
+    ("at", "options"),
+    [
+        *((at, {}) for at in RANDOM_STEPS[:3]),
+        *((at, {"signals": "off"}) for at in RANDOM_STEPS[:2]),
+        *((at, {"budget": 0.01}) for at in RANDOM_STEPS[1:3]),
+        *(pytest.param(at, {}, marks=pytest.mark.slow) for at in RANDOM_STEPS[3:]),
+    ],
+    ids=str,
+)
 def test_units_that_die_at_any_step_are_dated_to_it(at: int, options: dict[str, Any]) -> None:
     alert = only(incidents_of(mlp(), steps=at + 70, before=killed(at), **options))
     assert (alert.layer, alert.step) == ("2", at)
@@ -185,7 +186,7 @@ def test_units_that_die_at_any_step_are_dated_to_it(at: int, options: dict[str, 
     assert "first step" not in alert.message
 
 
-@pytest.mark.parametrize("at", some(2))
+@pytest.mark.parametrize("at", [RANDOM_STEPS[1], pytest.param(RANDOM_STEPS[3], marks=pytest.mark.slow)])
 def test_a_rate_that_jumped_is_the_cause(at: int) -> None:
     def jump(step: int, optimizer: torch.optim.Optimizer) -> None:
         optimizer.param_groups[0]["lr"] = 0.3 if step >= at else 0.01

@@ -31,7 +31,7 @@ from gradwatch.sinks.record.recorder import Recorder
 from gradwatch.sinks.record.tfrecord import framed
 from sink_inputs import alert_of, feed, layout_of, record_of
 
-RECORDS = 200
+RECORDS = 100
 """Files of the quick run."""
 
 

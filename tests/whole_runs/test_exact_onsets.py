@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
 
 import pytest
 import torch
@@ -69,11 +69,11 @@ FAULTS = {
 }
 
 
-def alerts_of(fault: Fault, at: int, **options: Any) -> tuple[Alert, ...]:
+def alerts_of(fault: Fault, at: int) -> tuple[Alert, ...]:
     torch.manual_seed(at)
     net = Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.02)
-    watch = Watch(net, sinks=(), **options)
+    watch = Watch(net, sinks=())
 
     def loss_of(step: int) -> Tensor:
         x = torch.randn(64, 8)
@@ -89,11 +89,14 @@ def alerts_of(fault: Fault, at: int, **options: Any) -> tuple[Alert, ...]:
     return watch.alerts
 
 
+once = cache(alerts_of)
+
+
 @pytest.mark.parametrize("name", FAULTS)
 @pytest.mark.parametrize("at", [pytest.param(at, marks=[pytest.mark.slow] * (n > 1)) for n, at in enumerate(STEPS)])
 def test_a_fault_is_one_incident_dated_to_its_step(name: str, at: int) -> None:
     fault = FAULTS[name]
-    found = alerts_of(fault, at)
+    found = once(fault, at)
     loud = [alert for alert in found if alert.severity is not Severity.NOTICE]
     assert [(alert.rule, alert.step) for alert in loud] == [(fault.rule, at)], [str(alert) for alert in loud]
     assert loud[0].noticed >= at
@@ -103,4 +106,4 @@ def test_a_fault_is_one_incident_dated_to_its_step(name: str, at: int) -> None:
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_the_same_seed_has_the_same_alerts(name: str) -> None:
-    assert alerts_of(FAULTS[name], STEPS[0]) == alerts_of(FAULTS[name], STEPS[0])
+    assert alerts_of(FAULTS[name], STEPS[0]) == once(FAULTS[name], STEPS[0])
