@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 from typing import Any
@@ -46,9 +47,19 @@ def norms(tensors: dict[str, Tensor], model: nn.Module) -> dict[str, float]:
 class ShardedModule(pl.LightningModule):
     """A small net of awkward sizes: rows that two ranks share unevenly, a bias whose one element one rank has."""
 
-    def __init__(self, *, parallel: str = "layers", clip: float | None = None, odd: tuple[str, int] = ("", -1)) -> None:
-        """`odd`: what happens in batch `UNHEALTHY`, and on which rank."""
+    def __init__(
+        self,
+        *,
+        parallel: str = "layers",
+        clip: float | None = None,
+        odd: tuple[str, int] = ("", -1),
+        known: float = math.inf,
+    ) -> None:
+        """`odd`: what happens in batch `UNHEALTHY`, and on which rank. `known`: of how many steps it finds out what is
+        true, which takes far longer than the step.
+        """
         super().__init__()
+        self.known = known
         self.parallel, self.clip, self.odd = parallel, clip, odd
         self.truths: list[dict[str, dict[str, float]]] = []
 
@@ -81,7 +92,10 @@ class ShardedModule(pl.LightningModule):
         return {name: whole(p).clone() for name, (_, p) in names(self).items()}
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        gradients, self.old = self.gradients(), self.weights()
+        self.finds_out = len(self.truths) < self.known
+        if not self.finds_out:
+            return
+        gradients, self.old = self.gradients(), self.new if self.truths else self.weights()
         zeros = per_site(self, {name: float((dense(g) == 0).sum()) for name, g in gradients.items()})
         sizes = per_site(self, {name: float(g.numel()) for name, g in gradients.items()})
         shares = {site: zeros[site] / sizes[site] for site in zeros}
@@ -92,11 +106,15 @@ class ShardedModule(pl.LightningModule):
         if self.clip is not None:
             torch.nn.utils.clip_grad_norm_(list(self.model.parameters()), self.clip)
         super().configure_gradient_clipping(optimizer, *args, **kwargs)
-        self.truths[-1]["grad_norm_clipped"] = norms(self.gradients(), self)
+        if self.finds_out:
+            clips = self.clip is not None or self.trainer.gradient_clip_val is not None
+            truth = self.truths[-1]
+            truth["grad_norm_clipped"] = norms(self.gradients(), self) if clips else truth["grad_norm"]
 
     def on_train_batch_end(self, *_: Any) -> None:
         if self.truths and "update_ratio" not in self.truths[-1]:
-            moved = norms({name: new - self.old[name] for name, new in self.weights().items()}, self)
+            self.new = self.weights()
+            moved = norms({name: new - self.old[name] for name, new in self.new.items()}, self)
             base = self.truths[-1]["weight_norm"]
             self.truths[-1]["update_ratio"] = {site: moved[site] / base[site] for site in moved}
 
@@ -145,7 +163,8 @@ class Reductions:
 def trained(module: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
     """Two fits, watched and alone."""
     lines, memory = Lines(), Memory()
-    watch, watched, alone = GradWatch(sinks=(memory, Log())), ShardedModule(**module), ShardedModule(**module)
+    watch = GradWatch(sinks=(memory, Log()))
+    watched, alone = ShardedModule(**module), ShardedModule(**module, known=0)
     with Reductions() as ours:
         trainer = fit_sharded(watched, watch, **options)
     with Reductions() as theirs:

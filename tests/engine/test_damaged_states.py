@@ -120,4 +120,4 @@ def test_a_state_for_layers_that_come_with_the_first_batch(caplog: pytest.LogCap
 @pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize("share", range(SHARES))
 def test_more_states_with_another_thing_in_them(share: int, caplog: pytest.LogCaptureFixture) -> None:
-    assert sum(tried(number, caplog) for number in range(40 + share, 120, SHARES))
+    assert sum(tried(number, caplog) for number in range(40 + share, 80, SHARES))

@@ -35,7 +35,9 @@ def clipped(kind: str, options: dict[str, Any], parallel: str = "layers") -> dic
     """A fit in which every layer is clipped: how far that is from right, and what became of the weights."""
     lines, memory, before, after = ddp_training.Lines(), Memory(), Whole(), Whole()
     watch = GradWatch(interventions=[Clip(LIMIT)], sinks=(memory,))
-    module: Any = sharded_training.ShardedModule(parallel=parallel) if kind == "fsdp" else ddp_training.SeededModule()
+    module: Any = (
+        sharded_training.ShardedModule(parallel=parallel, known=0) if kind == "fsdp" else ddp_training.SeededModule()
+    )
     fit = sharded_training.fit_sharded if kind == "fsdp" else ddp_training.fit_on_ranks
     fit(module, before, watch, after, **options)
     errors, acted = [], 0
@@ -153,7 +155,7 @@ def edited() -> dict[str, Any]:
     """Elements clipped, one layer zeroed and one scaled, of shards: what the gradients became."""
     lines, before, after = ddp_training.Lines(), Whole(), Whole()
     interventions = [Clip(value=1e-4, layers="model.0"), Zero(layers="model.2"), Scale(0.5, layers="model.4")]
-    watch, module = GradWatch(interventions=interventions, sinks=()), sharded_training.ShardedModule()
+    watch, module = GradWatch(interventions=interventions, sinks=()), sharded_training.ShardedModule(known=0)
     sharded_training.fit_sharded(module, before, watch, after)
     errors = []
     for was, now in zip(before.steps, after.steps, strict=True):
@@ -186,7 +188,9 @@ def unit_by_unit(kind: str, parallel: str) -> dict[str, Any]:
     large_step = Scale(lambda step: 100.0 if step == 6 else 1.0, layers="model.4")
     interventions = [AdaptiveClip(0.01), large_step, SpikeClip(window=5, warmup=3, layers="model.4", dry_run=True)]
     watch: Any = GradWatch(interventions=interventions, sinks=())
-    module: Any = sharded_training.ShardedModule(parallel=parallel) if kind == "fsdp" else ddp_training.SeededModule()
+    module: Any = (
+        sharded_training.ShardedModule(parallel=parallel, known=0) if kind == "fsdp" else ddp_training.SeededModule()
+    )
     fit = sharded_training.fit_sharded if kind == "fsdp" else ddp_training.fit_on_ranks
     fit(module, before, weights, watch, after)
     errors, touched = [], 0

@@ -141,7 +141,7 @@ def parallel(kind: str, interventions: list[Intervention], bad_rank: int) -> dic
     lines = ddp_training.Lines()
     watch = GradWatch(interventions=interventions, sinks=())
     if kind == "fsdp":
-        module: Any = sharded_training.ShardedModule(odd=("nan", bad_rank))
+        module: Any = sharded_training.ShardedModule(odd=("nan", bad_rank), known=0)
         sharded_training.fit_sharded(module, watch)
     else:
         module = ddp_training.SeededModule(norm=True, odd=("loss", bad_rank))

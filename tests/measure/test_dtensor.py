@@ -66,7 +66,8 @@ def broken(part: str, rank: int, after: int, on_alert: str) -> dict[str, Any]:
     lines = Lines()
     setattr(cls, method, fails)
     try:
-        watch, watched = GradWatch(sinks=(Memory(),), on_alert=on_alert), ShardedModule()  # type: ignore[arg-type]
+        watch = GradWatch(sinks=(Memory(),), on_alert=on_alert)  # type: ignore[arg-type]
+        watched = ShardedModule(parallel="root", known=0)
         with Reductions() as reductions:
             trainer = fit_sharded(watched, watch, max_epochs=EPOCHS)
     finally:
@@ -85,7 +86,7 @@ def broken(part: str, rank: int, after: int, on_alert: str) -> dict[str, Any]:
 @cache
 def alone() -> tuple[dict[str, bytes], list[str]]:
     """Weights and hooks after the fit that no one watches."""
-    module = ShardedModule()
+    module = ShardedModule(parallel="root", known=0)
     trainer = fit_sharded(module, max_epochs=EPOCHS)
     return bytes_of(module), hooks_of(module, trainer)
 
@@ -134,7 +135,7 @@ def test_true_and_harmless(variant: str) -> None:
 
 def clipped_for_long(late: int) -> list[tuple[int, float, float]]:
     """Steps, and what was shown and true of the clipped total. `late`: a rank whose numbers land as late as can be."""
-    watch, module, done = GradWatch(sinks=(Memory(),)), ShardedModule(clip=0.01), HostCopy.done
+    watch, module, done = GradWatch(sinks=(Memory(),)), ShardedModule(parallel="root", clip=0.01), HostCopy.done
     if int(os.environ["RANK"]) == late:
         HostCopy.done = property(lambda copy: False)  # type: ignore[method-assign, assignment]
     try:

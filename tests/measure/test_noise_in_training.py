@@ -50,7 +50,7 @@ def trained(options: dict[str, Any], *, precision: str = "", several: int = 1) -
     data = torch.randn(several * 100 * EXAMPLES, SIZE, generator=torch.Generator().manual_seed(3)) + MEAN
     memory = Memory()
     with quiet():
-        trainer = quiet_trainer(GradWatch(sinks=[memory], budget=0.99), max_epochs=3, **options)
+        trainer = quiet_trainer(GradWatch(sinks=[memory], budget=0.99), max_epochs=2, **options)
         trainer.fit(Linear(), DataLoader(TensorDataset(data), EXAMPLES))
     return [dict(record.scalars) for record in memory.records]
 

@@ -444,8 +444,9 @@ RANDOM_STEPS = random.Random("hooks").sample(range(8, 60), 3)
 
 
 @pytest.mark.usefixtures("sampled_throughout")
-@pytest.mark.parametrize("at", RANDOM_STEPS)
-@pytest.mark.parametrize("factor", [-1.0, 1e-3, 300.0])
+@pytest.mark.parametrize(
+    ("factor", "at"), [*((-1.0, at) for at in RANDOM_STEPS), (1e-3, RANDOM_STEPS[0]), (300.0, RANDOM_STEPS[2])]
+)
 def test_a_hook_is_dated_to_the_step_at_which_it_is_there(at: int, factor: float) -> None:
     """That is, to the first sample of gradients: after the first eight, every fourth is one."""
     model, steps = mlp(CLASSES), count()

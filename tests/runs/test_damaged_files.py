@@ -198,7 +198,7 @@ def test_a_run_in_the_folder_of_another_is_spoken_of(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch, of storages without a type
 def test_a_damaged_incident_is_refused_or_whole(tmp_path: Path) -> None:
     trial = IncidentTrial(tmp_path)
-    for number in range(300):
+    for number in range(150):
         trial.try_one(number)
 
 

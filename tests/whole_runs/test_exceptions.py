@@ -232,8 +232,16 @@ def _with_failure(failure: FailureAt, place: str, method: Callable[..., Any]) ->
     return call
 
 
-@pytest.mark.parametrize(("number", "error"), [(2, "KeyboardInterrupt"), (7, "ZeroDivisionError")])
-@pytest.mark.parametrize("place", quick.cases(PLACES, quick.PLACES))
+def failing_places() -> Iterator[Any]:
+    """Place, number of the call, error: both ways to fail by turns, and at the places of the quick run each of them."""
+    ways = (2, "KeyboardInterrupt"), (7, "ZeroDivisionError")
+    for turn, place in enumerate(PLACES):
+        few = place in quick.PLACES
+        for way in ways if few else [ways[turn % 2]]:
+            yield pytest.param(place, *way, marks=() if few else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("place", "number", "error"), [*failing_places()])
 def test_the_training_fails(place: str, number: int, error: str, tmp_path: Path) -> None:
     number = min(number, FEW.get(place, number))
     bare_run, run = (
