@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import importlib.metadata
 import logging
 import os
 import sys
@@ -21,6 +23,8 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 os.environ.pop("GRADWATCH", None)  # it would put a watch into every Trainer
 torch.set_num_threads(1)  # the tensors are tiny, and the machine is shared
+# every Trainer asks what the installed packages register, and their files are read anew each time
+importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_points)
 
 DESELECTED: pytest.StashKey[list[pytest.Item]] = pytest.StashKey()
 

@@ -76,7 +76,7 @@ class Ended:
     output: str
     """All that it and its processes printed."""
     left: tuple[int, ...]
-    """Ids of processes that were still there `GRACE` seconds after it; they are not there any more."""
+    """Ids of processes that were still there long after it; they are not there any more."""
 
 
 def run(target: Callable[..., Any], *args: Any, ranks: int = SIZE, timeout: float = HUNG) -> list[Any]:
@@ -95,7 +95,7 @@ def launch(target: Callable[..., None], *args: str, timeout: float = HUNG) -> En
         process = forks.start(command, output, env=_environment())
         try:
             over = process.ended(timeout)
-            late = time.monotonic() + GRACE
+            late = time.monotonic() + 6 * GRACE  # an interpreter whose other rank was killed takes a while to end
             while (left := members(process.pid)) and time.monotonic() < late and over:
                 time.sleep(0.05)
         finally:
