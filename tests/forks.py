@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import array
 import atexit
+import functools
 import gc
+import importlib.metadata
 import os
 import pickle
 import random
@@ -170,6 +172,7 @@ def _number(file: IO[bytes] | int) -> int:
 
 def serve(descriptor: int, imported: Sequence[str]) -> None:
     """Import, and fork for every request."""
+    importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_points)  # as in conftest.py
     for module in imported:
         import_module(module)
     gc.freeze()  # a collection in a fork would copy all that was imported
