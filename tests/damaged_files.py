@@ -1,6 +1,6 @@
 """Damaged records and incident files, as good as at random, and what readers make of them.
 
-`make fuzz` runs this file as a script, at length; `tests/runs/test_damaged_files.py` tries a few hundred of each.
+`make fuzz` runs this file as a script, at length; `tests/runs/test_damaged_files.py` tries a hundred or more of each.
 """
 
 from __future__ import annotations
