@@ -256,8 +256,11 @@ def test_the_training_fails(place: str, number: int, error: str, tmp_path: Path)
 
 
 PARTS = (
-    *(f"gradwatch.lightning.callback.{name}" for name in ("training_mode_of", "refusal", "default_sinks")),
-    *(f"gradwatch.lightning.trainer_info.{name}" for name in ("axis_of", "scaler_of", "StepInfo")),
+    *(
+        f"gradwatch.lightning.callback.{name}"
+        for name in ("training_mode_of", "refusal", "default_sinks", "step_info_of")
+    ),
+    *(f"gradwatch.lightning.trainer_info.{name}" for name in ("scaler_of", "StepInfo")),
     *(f"gradwatch.engine.engine.Engine.{name}" for name in ("state_dict", "load_state_dict")),
     "gradwatch.engine.diagnosis.Diagnosis.close",
     "gradwatch.measure.modules.output_statistics._measure",
