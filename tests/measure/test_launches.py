@@ -42,7 +42,7 @@ def test_a_step(build: Any, most: int, dtype: torch.dtype) -> None:
                 reader.parameter_hooks.disarm()
                 if sampled:
                     reader.parameter_hooks.arm()
-                    arrivals.devices[HERE].pending += range(len(reader.parameters))
+                    arrivals.pending += range(len(reader.parameters))
                     arrivals.finish_pass()
                 reading = reader.measure(held, sampled=sampled)
                 if held.take_changed() or sampled:

@@ -457,3 +457,22 @@ def test_arrived_norm_is_of_what_backward_brought(passes: int, scale: float) -> 
         assert watch.history.series("grad_norm", name)[0] == pytest.approx(used[name], rel=1e-5)
     both = squares["0.weight"] + squares["0.bias"]
     assert watch.history.series("arrived_norm", "0")[0] == pytest.approx(both**0.5, rel=1e-5)
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_later_samples_have_hooks_where_there_is_more_to_see(passes: int) -> None:
+    """The first 5 samples, then one in 4: all where several gradients come to a parameter."""
+    layer, measured = nn.Linear(3, 1), []
+    norms = hooks_for(layer.parameters())
+    for sample in range(20):
+        norms.arm()
+        if norms.armed:
+            measured.append(sample)
+        assert len(hooks_on(layer)) == 2 * norms.armed
+        layer.zero_grad()
+        for _ in range(passes):
+            layer(torch.ones(1, 3)).sum().backward()
+        taken = taken_from(norms)
+        assert (taken is not None) is norms.armed
+        norms.disarm()
+    assert measured == ([0, 1, 2, 3, 4, 8, 12, 16] if passes == 1 else [*range(20)])

@@ -1,11 +1,10 @@
-"""Tensor hooks on parameters: on sampled steps each gradient is measured as it arrives, before it is added up."""
+"""Tensor hooks on parameters: on some sampled steps each gradient is measured as it arrives, before it is added up."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from threading import Lock
 from time import perf_counter
 
@@ -25,6 +24,10 @@ from gradwatch.measure.dtensor import is_dtensor
 from gradwatch.measure.layers import is_lazy
 from gradwatch.measure.reductions import Plan, is_vmapped, norm_into, widest_type
 
+DENSE_SAMPLES, SAMPLE_INTERVAL = 5, 4
+"""The first `DENSE_SAMPLES` samples have the hooks, then every `SAMPLE_INTERVAL`-th one, as long as no parameter gets
+several gradients in a step: otherwise all. Judgement: where each gets one, `p.grad` says as much."""
+
 
 class _DeviceSquares:
     """What arrives on one device. Devices have threads of their own in a backward pass, so they share nothing.
@@ -38,17 +41,11 @@ class _DeviceSquares:
         self.wide = widest_type(device)
         self.squares = torch.zeros(places, dtype=self.wide, device=device)
         self.norms = torch.zeros(places, dtype=torch.float32, device=device)
+        self.slots = self.norms.unbind()
         self.full = bytearray(places)
-        self.pending: list[int] = []
-        """Parameters to which a gradient has come in this backward pass, where none lay."""
         self._together = torch.zeros(places, dtype=torch.float32, device=device)
         self._plan: tuple[list[int], Plan, Tensor] | None = None
         """The parameters of the last pass, how they are reduced, and where their squares go."""
-
-    @cached_property
-    def slots(self) -> tuple[Tensor, ...]:
-        """Of `norms`: made where a gradient is measured by its hook, and mostly none is."""
-        return self.norms.unbind()
 
     def add(self, gradient: Tensor, place: int) -> None:
         if self.full[place]:
@@ -86,15 +83,22 @@ class _DeviceSquares:
 class _Arrivals:
     """What the hooks have measured; they hold it and nothing else."""
 
-    devices: dict[torch.device, _DeviceSquares] = field(default_factory=dict)
     parameters: Sequence[weakref.ref[nn.Parameter]] = ()
-    places: set[int] = field(default_factory=set)
-    """The parameters at which a gradient has arrived since they were last taken."""
-    backward: int = -1
-    """The backward pass whose end is waited for."""
-    seconds: float = 0.0
     errors: list[Exception] = field(default_factory=list)
     """What a hook failed with: raised there, it would end the user's backward pass."""
+    devices: dict[torch.device, _DeviceSquares] = field(default_factory=dict)
+    at_once: set[int] = field(default_factory=set)
+    """The parameters whose `grad` somebody may write to before the backward pass has ended, or take away."""
+    places: set[int] = field(default_factory=set)
+    """The parameters at which a gradient has arrived since they were last taken."""
+    pending: list[int] = field(default_factory=list)
+    """Those to which one has come in this backward pass, where none lay; the threads of several devices add to it."""
+    backward: int = -1
+    """The backward pass whose end is waited for."""
+    passes: int = 0
+    """The backward passes since `places` were last taken, as far as hooks can tell; several, at least, where a gradient
+    was measured by its hook."""
+    seconds: float = 0.0
     lock: Lock = field(default_factory=Lock)
 
     def wait(self, backward: int) -> None:
@@ -102,68 +106,52 @@ class _Arrivals:
         with self.lock:
             if backward == self.backward:
                 return
-            for on_device in self.devices.values():
-                on_device.pending.clear()  # of a pass that failed
+            self.pending.clear()  # of a pass that failed
             after_backward(self.finish_pass)
             self.backward = backward
+            self.passes += 1
 
     def finish_pass(self) -> None:
         begun = perf_counter()
         self.backward = -1
+        pending, self.pending = self.pending, []
         try:
-            for on_device in self.devices.values():
-                pending, on_device.pending = on_device.pending, []
-                places: list[int] = []
-                gradients: list[Tensor] = []
-                for place in pending:
-                    parameter = self.parameters[place]()
-                    # torch.autograd.grad returns gradients, and they have arrived nowhere
-                    if parameter is not None and parameter.grad is not None:
-                        places.append(place)
-                        gradients.append(parameter.grad)
-                if places:
-                    on_device.add_pass(places, gradients)
-                    self.places.update(places)
+            arrived: dict[torch.device, tuple[list[int], list[Tensor]]] = {}
+            for place in pending:
+                parameter = self.parameters[place]()
+                # torch.autograd.grad returns gradients, and they have arrived nowhere
+                if parameter is not None and (gradient := parameter.grad) is not None:
+                    places, gradients = arrived.setdefault(gradient.device, ([], []))
+                    places.append(place)
+                    gradients.append(gradient)
+            for device, (places, gradients) in arrived.items():
+                self.on(device).add_pass(places, gradients)
+                self.places.update(places)
         except Exception as error:
             self.errors.append(error)
         self.seconds += perf_counter() - begun
 
+    def on(self, device: torch.device) -> _DeviceSquares:
+        found = self.devices.get(device)
+        if found is None:
+            with self.lock:
+                found = self.devices.setdefault(device, _DeviceSquares(device, len(self.parameters)))
+        return found
 
-@dataclass(slots=True, eq=False)
-class _ParameterHook:
-    """The hook of one parameter: one object, where a closure of as much is nine."""
-
-    arrivals: _Arrivals
-    on_device: _DeviceSquares
-    place: int
-    at_once: bool
-    """Whether somebody may write into `p.grad` before the backward pass has ended, or take it away."""
-    __torch_unserializable__: bool = True
-    """What `unserializable_hook` sets."""
-
-    def __call__(self, gradient: Tensor | None) -> None:
-        if gradient is None or (gradient.is_cuda and is_capturing()):
-            return
-        begun, arrivals, on_device, place = perf_counter(), self.arrivals, self.on_device, self.place
-        try:
-            weight = arrivals.parameters[place]()
-            if not self.at_once and weight is not None and weight.grad is None:
-                if (backward := backward_pass()) != arrivals.backward:
-                    arrivals.wait(backward)
-                on_device.pending.append(place)
-            elif not is_vmapped(gradient):
-                if place in on_device.pending and weight is not None and weight.grad is not None:
-                    on_device.pending.remove(place)  # its gradient comes in parts
-                    on_device.add(weight.grad, place)
-                on_device.add(gradient, place)
-                arrivals.places.add(place)
-        except Exception as error:
-            arrivals.errors.append(error)
-        arrivals.seconds += perf_counter() - begun
+    def measure(self, gradient: Tensor, place: int) -> None:
+        """A gradient has come to the parameter at `place` where another lies, or may not stay there."""
+        self.passes += 2
+        weight, on_device = self.parameters[place](), self.on(gradient.device)
+        if place in self.pending and weight is not None and weight.grad is not None:
+            self.pending.remove(place)  # its gradient comes in parts
+            on_device.add(weight.grad, place)
+        on_device.add(gradient, place)
+        self.places.add(place)
 
 
 class ParameterHooks:
-    """Owns the hooks. They are on every parameter at fit start and at each sampled step, and off between.
+    """Owns the hooks. They are on every parameter at the samples that a run begins with, later at some or all of them,
+    and off between.
 
     They see (S / N) g_i, the gradient g_i of one micro-batch on this rank, for a loss scale S and N micro-batches a
     step. The squares of n passes add up to `sum` = (S / N)^2 times those of all |g_i|: their mean, of which the noise
@@ -177,44 +165,46 @@ class ParameterHooks:
         self.hooks = HookSet()
         self.armed = False
         """Whether the hooks are on."""
+        self._samples = 0
+        self._several = False
+        """Whether a parameter may have got several gradients in the last step that was measured."""
         self._parameters: Sequence[nn.Parameter] = ()
         self._arrivals = _Arrivals(errors=errors)
+        self._made: list[tuple[int, nn.Parameter, Callable[[Tensor | None], None]]] = []
+        """The hook of each parameter and its place."""
 
     def watch(self, parameters: Sequence[nn.Parameter]) -> None:
         """From now on the hooks are for `parameters`; their places in it are those of what is measured."""
         armed = self.armed
         self.disarm()
-        references = [weakref.ref(parameter) for parameter in parameters]
+        arrivals = self._arrivals = _Arrivals([weakref.ref(one) for one in parameters], self._arrivals.errors)
         self._parameters = parameters
-        self._arrivals = _Arrivals(parameters=references, errors=self._arrivals.errors)
+        first: dict[int, int] = {}
+        for place, parameter in enumerate(parameters):
+            if type(parameter) is nn.Parameter or not (is_lazy(parameter) or is_dtensor(parameter)):
+                first.setdefault(id(parameter), place)
+        self._made = [(place, parameters[place], _hook(arrivals, place)) for place in first.values()]
         if armed:
             self.arm()
 
-    @no_collections()
     def arm(self) -> None:
-        """Put the hooks on, frozen parameters too; twice does nothing."""
-        if self.armed:
+        """Put the hooks on, frozen parameters too, if this sample is to have them; twice does nothing."""
+        if self.armed or not (self._samples < DENSE_SAMPLES or self._several or self._samples % SAMPLE_INTERVAL == 0):
             return
         self.armed, arrivals = True, self._arrivals
         arrivals.places.clear()
+        arrivals.passes = 0
         for on_device in arrivals.devices.values():
             on_device.add_up()
             on_device.squares.zero_()
         # ranks may write into gradients before the backward pass has ended
         at_once = distributed.is_available() and distributed.is_initialized()
-        hooked: set[int] = set()
+        arrivals.at_once = {place for place, one, _ in self._made if at_once or is_hooked_by_others(one)}
         try:
-            for place, parameter in enumerate(self._parameters):
-                if id(parameter) in hooked or parameter.is_meta:
-                    continue
-                if type(parameter) is not nn.Parameter and (is_lazy(parameter) or is_dtensor(parameter)):
-                    continue
-                hooked.add(id(parameter))
-                device = parameter.device
-                if (there := arrivals.devices.get(device)) is None:
-                    there = arrivals.devices[device] = _DeviceSquares(device, len(self._parameters))
-                written = at_once or is_hooked_by_others(parameter)
-                self.hooks.on_gradient(parameter, _ParameterHook(arrivals, there, place, at_once=written))
+            with no_collections():
+                for _, parameter, hook in self._made:
+                    if not parameter.is_meta:
+                        self.hooks.on_gradient(parameter, hook)
         except BaseException:
             self.disarm()
             raise
@@ -225,13 +215,16 @@ class ParameterHooks:
         self.hooks.remove()
 
     def take(self, places: Sequence[int], device: torch.device) -> tuple[Tensor, list[bool]] | None:
-        """For the parameters at `places`: the sums of the squared norms of what has arrived since `arm` or the last
-        `take`, on `device`, shape [n], and whether anything has. None where nothing has at any of them.
+        """For the parameters at `places`, at a sampled step: the sums of the squared norms of what has arrived since
+        `arm` or the last `take`, on `device`, shape [n], and whether anything has. None where nothing has at any of
+        them.
         """
+        self._samples += 1
         arrivals = self._arrivals
         arrived = [place in arrivals.places for place in places]
         if not any(arrived):
             return None
+        self._several, arrivals.passes = arrivals.passes > 1, 0
         arrivals.places.difference_update(places)
         total: Tensor | None = None
         for on_device in arrivals.devices.values():
@@ -247,3 +240,25 @@ class ParameterHooks:
         """What the hooks have cost since this was last asked."""
         seconds, self._arrivals.seconds = self._arrivals.seconds, 0.0
         return seconds
+
+
+def _hook(arrivals: _Arrivals, place: int) -> Callable[[Tensor | None], None]:
+    parameter = arrivals.parameters[place]
+
+    def arrived(gradient: Tensor | None) -> None:
+        if gradient is None or (gradient.is_cuda and is_capturing()):
+            return
+        begun = perf_counter()
+        try:
+            weight = parameter()
+            if weight is not None and weight.grad is None and place not in arrivals.at_once:
+                if (backward := backward_pass()) != arrivals.backward:
+                    arrivals.wait(backward)
+                arrivals.pending.append(place)
+            elif not is_vmapped(gradient):
+                arrivals.measure(gradient, place)
+        except Exception as error:
+            arrivals.errors.append(error)
+        arrivals.seconds += perf_counter() - begun
+
+    return arrived

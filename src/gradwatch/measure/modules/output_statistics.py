@@ -76,9 +76,7 @@ class TensorKind:
     row: str = "output"
     """"output", or "input" for the input of a layer: the row of the norms."""
     peak: str = "output_peak"
-    low: str = "output_low"
-    high: str = "output_high"
-    """The rows of the largest magnitudes, or of the lowest and highest numbers from which they follow."""
+    """The row of the lowest and highest numbers, from which the largest magnitude follows."""
     rectifies: bool = False
     """Whether it is the output of one of `RECTIFIERS`."""
     middle: float = 0.0
@@ -87,7 +85,7 @@ class TensorKind:
 
 
 OUTPUT, RECTIFIED_OUTPUT = TensorKind(), TensorKind(rectifies=True)
-LAYER_INPUT = TensorKind("input", "input_peak", "input_low", "input_high")
+LAYER_INPUT = TensorKind("input", "input_peak")
 
 NO_SITES: Sites = np.zeros(0, dtype=np.intp)
 
@@ -102,22 +100,30 @@ class SiteNumbers:
     """The same, shape [k], with their sites."""
     sites: list[int] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
-    """Known once they are `joined`."""
+    """Of all numbers, once they are `all_numbers`."""
 
     def add(self, numbers: Tensor, sites: Sequence[int], size: int) -> None:
         self.pieces.append((numbers, sites, size))
 
-    def joined(self) -> Tensor:
-        """All numbers, shape [n], in the order of `sites`; nothing is added any more."""
-        together = []
-        if self.single:
-            numbers, sites, sizes = zip(*self.single, strict=True)
-            together, self.sites, self.sizes = [gathered(numbers)], [*sites], [*sizes]
-        for piece, own, size in self.pieces:
+
+def all_numbers(rows: Mapping[str, SiteNumbers]) -> Tensor:
+    """The numbers of all `rows`, one row after the other, shape [n]; none is added any more."""
+    together: list[Tensor] = []
+    for row in rows.values():
+        if row.single:
+            numbers, row.sites, row.sizes = map(list, zip(*row.single, strict=True))
+            together.append(gathered(numbers))
+        for piece, sites, size in row.pieces:
             together.append(piece)
-            self.sites += own
-            self.sizes += [size] * len(own)
-        return joined(together)
+            row.sites += sites
+            row.sizes += [size] * len(sites)
+    return joined(together)
+
+
+def by_row(rows: Mapping[str, SiteNumbers], numbers: Floats) -> dict[str, Floats]:
+    """`all_numbers`, copied to the host, row by row."""
+    ends = np.cumsum([len(row.sites) for row in rows.values()])
+    return dict(zip(rows, np.split(numbers, ends[:-1]), strict=True))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -137,20 +143,21 @@ class OutputReading:
         float32 cannot hold has no root mean square at this step, and is measured in float64 at the next sample.
         """
         found: dict[str, Floats] = {}
+        each = by_row(self.rows, numbers["outputs"])
         with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
             for row in ("output", "input"):
-                if row in numbers:
-                    largest = found[f"{row}_max"] = self._largest(f"{row}_peak", numbers[f"{row}_peak"])
-                    found[f"{row}_rms"] = self._rms(row, numbers[row], largest)
+                if row in each:
+                    largest = found[f"{row}_max"] = self._largest(f"{row}_peak", each[f"{row}_peak"])
+                    found[f"{row}_rms"] = self._rms(row, each[row], largest)
             # the number of ones is the square of their norm
-            bad = np.flatnonzero(found["output_max"] == np.inf) if "output" in numbers else NO_SITES
-            if "nonzero" in numbers:
-                found["zero_share"] = 1.0 - self._share("nonzero", numbers["nonzero"] ** 2, without=bad)
-            if "flat" in numbers:
-                found["saturated"] = self._share("flat", numbers["flat"] ** 2, without=bad)
+            bad = np.flatnonzero(found["output_max"] == np.inf) if "output" in each else NO_SITES
+            if "nonzero" in each:
+                found["zero_share"] = 1.0 - self._share("nonzero", each["nonzero"] ** 2, without=bad)
+            if "flat" in each:
+                found["saturated"] = self._share("flat", each["flat"] ** 2, without=bad)
             for row, statistic in (("idle", "idle_units"), ("dead", "dead_units")):
-                if row in numbers:
-                    found[statistic] = self._share(row, numbers[row])
+                if row in each:
+                    found[statistic] = self._share(row, each[row])
         return found
 
     def _sums(self, row: str, numbers: Floats, *, without: Sites = NO_SITES) -> tuple[Floats, Floats]:
@@ -169,7 +176,7 @@ class OutputReading:
 
     def _largest(self, row: str, numbers: Floats) -> Floats:
         found = np.full(len(self.layout), -1.0)
-        np.maximum.at(found, self.rows[row].sites, np.where(np.isnan(numbers), np.inf, numbers))
+        np.maximum.at(found, self.rows[row].sites, np.where(np.isnan(numbers), np.inf, np.abs(numbers)))
         found[0] = found.max(initial=-1.0)
         found[found < 0] = np.nan
         return found
@@ -194,7 +201,6 @@ class _OutputStack:
     channels: bool
     stack: Tensor
     """Shape [height, *shape of an output]."""
-    slots: tuple[Tensor, ...]
     sites: list[int] = field(default_factory=list)
 
 
@@ -234,11 +240,9 @@ class OutputStatistics(ModuleStatistic):
         self.step = _StepOutputs(unsafe=step.unsafe)
         if not step.rows:
             return None
-        tensors = {name: row.joined() for name, row in step.rows.items()}
-        for row in ("output", "input"):
-            if (lowest := tensors.pop(f"{row}_low", None)) is not None:
-                _add_peaks(step, tensors, row, lowest)
-        return OutputReading(layout, step.rows, tensors, frozenset(step.unsafe), step.unsafe)
+        return OutputReading(
+            layout, step.rows, {"outputs": all_numbers(step.rows)}, frozenset(step.unsafe), step.unsafe
+        )
 
     def _count_units(self, step: _StepOutputs) -> None:
         """Count the idle and the dead units, all activations of one size together."""
@@ -259,19 +263,6 @@ class OutputStatistics(ModuleStatistic):
             step.rows["idle"].add((idle >= 1).float().sum(1), sites, units)
             step.rows["dead"].add((idle >= DEAD_AFTER_SAMPLES).float().sum(1), sites, units)
             step.rows["output_peak"].add(unit_peaks.amax(1), sites, units)
-
-
-def _add_peaks(step: _StepOutputs, tensors: dict[str, Tensor], row: str, lowest: Tensor) -> None:
-    """Put the largest magnitudes of what has a lowest and a highest number beside those that are known already."""
-    name = f"{row}_peak"
-    peaks, both = torch.maximum(tensors.pop(f"{row}_high"), lowest.neg()), step.rows.pop(f"{row}_low")
-    del step.rows[f"{row}_high"]
-    if name in tensors:
-        step.rows[name].sites += both.sites
-        step.rows[name].sizes += both.sizes
-        tensors[name] = joined([tensors[name], peaks])
-    else:
-        step.rows[name], tensors[name] = both, peaks
 
 
 def _highest(sites: Sequence[int], peaks: Tensor) -> tuple[list[int], Tensor]:
@@ -341,10 +332,10 @@ def _measure(step: _StepOutputs, tensor: Tensor, site: int, tensor_kind: TensorK
     waiting = step.stacks.get(key)
     if waiting is None:
         stack = tensor.new_empty((min(MAX_STACKED, room // size), *tensor.shape))
-        waiting = step.stacks[key] = _OutputStack(tensor_kind, step.channels, stack, stack.unbind())
-    waiting.slots[len(waiting.sites)].copy_(tensor)
+        waiting = step.stacks[key] = _OutputStack(tensor_kind, step.channels, stack)
+    waiting.stack[len(waiting.sites)].copy_(tensor)
     waiting.sites.append(site)
-    if len(waiting.sites) == len(waiting.slots):
+    if len(waiting.sites) == len(waiting.stack):
         _reduce_stack(step, waiting)
 
 
@@ -359,9 +350,8 @@ def _reduce_one(step: _StepOutputs, tensor: Tensor, site: int, tensor_kind: Tens
     elif tensor_kind.rectifies:
         rows[tensor_kind.peak].single.append((tensor.amax(), site, size))
     else:
-        lowest, highest = torch.aminmax(tensor)
-        rows[tensor_kind.low].single.append((lowest, site, size))
-        rows[tensor_kind.high].single.append((highest, site, size))
+        peaks = rows[tensor_kind.peak].single
+        peaks += [(number, site, size) for number in torch.aminmax(tensor)]
     if tensor_kind.rectifies or tensor_kind.reach:
         some = tensor if size <= MAX_COUNTED else tensor[: max(1, MAX_COUNTED * len(tensor) // size)]
         name, ones = _ones(some, tensor_kind)
@@ -384,8 +374,8 @@ def _reduce_stack(step: _StepOutputs, waiting: _OutputStack) -> None:
     elif tensor_kind.rectifies:
         rows[tensor_kind.peak].add(flat.amax(1), sites, size)
     else:
-        rows[tensor_kind.low].add(flat.amin(1), sites, size)
-        rows[tensor_kind.high].add(flat.amax(1), sites, size)
+        rows[tensor_kind.peak].add(flat.amin(1), sites, size)
+        rows[tensor_kind.peak].add(flat.amax(1), sites, size)
     if tensor_kind.rectifies or tensor_kind.reach:
         name, ones = _ones(flat, tensor_kind)
         rows[name].add(torch.linalg.vector_norm(ones, dim=1, dtype=wide_type(ones)), sites, size)
