@@ -98,7 +98,7 @@ CATALOGUE = {
         ),
         Statistic(
             "zero_fraction",
-            "share of the gradient's elements that are exactly zero",
+            "share of the gradient's elements that are exactly zero, at some of the sampled steps",
             sampled=True,
             title="zeros in the gradient",
             group="gradients",

@@ -28,7 +28,7 @@ from gradwatch.measure.layers import (
 )
 from gradwatch.measure.optimizer_parameters import OptimizerParameters, missing_codes, parameters_of
 from gradwatch.measure.optimizer_steps import weak_reference
-from gradwatch.measure.parameter_hooks import ParameterHooks
+from gradwatch.measure.parameter_hooks import ParameterHooks, is_among_few
 from gradwatch.measure.reductions import ZEROS, norm_into
 from gradwatch.measure.site_values import Coverage, Places, Reading
 from gradwatch.measure.stale_gradients import StaleGradientCheck
@@ -322,7 +322,9 @@ class GradientReader:
             parameters.coverage = Coverage(self.layout, found)
         index = {"grad_norm": parameters.reduce(buffer, "grad_norm", gradients)}
         if sampled:
-            index["zeros"] = parameters.reduce(buffer, "zeros", gradients, reduction=ZEROS)
+            if is_among_few(parameters.samples):
+                index["zeros"] = parameters.reduce(buffer, "zeros", gradients, reduction=ZEROS)
+            parameters.samples += 1
             index["weights"] = parameters.reduce(buffer, "weights", parameters.weights())
             parameters.copy_weights(buffer)
         if scale is not None:

@@ -25,8 +25,13 @@ from gradwatch.measure.layers import is_lazy
 from gradwatch.measure.reductions import Plan, is_vmapped, norm_into, widest_type
 
 DENSE_SAMPLES, SAMPLE_INTERVAL = 5, 4
-"""The first `DENSE_SAMPLES` samples have the hooks, then every `SAMPLE_INTERVAL`-th one, as long as no parameter gets
-several gradients in a step: otherwise all. Judgement: where each gets one, `p.grad` says as much."""
+"""What no rule needs at every sample is measured at the first `DENSE_SAMPLES`, then at every `SAMPLE_INTERVAL`-th one.
+Judgement: those of the first steps, and enough to see a change in a long run."""
+
+
+def is_among_few(sample: int) -> bool:
+    """Whether the sample of this number, from 0, is one of those."""
+    return sample < DENSE_SAMPLES or sample % SAMPLE_INTERVAL == 0
 
 
 class _DeviceSquares:
@@ -189,7 +194,8 @@ class ParameterHooks:
 
     def arm(self) -> None:
         """Put the hooks on, frozen parameters too, if this sample is to have them; twice does nothing."""
-        if self.armed or not (self._samples < DENSE_SAMPLES or self._several or self._samples % SAMPLE_INTERVAL == 0):
+        # where each parameter gets one gradient in a step, `p.grad` says as much
+        if self.armed or not (self._several or is_among_few(self._samples)):
             return
         self.armed, arrivals = True, self._arrivals
         arrivals.places.clear()
