@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from fake_devices import HERE, ByOperators, Kernels, landing_at_once
+from fake_devices import ByOperators, Kernels, landing_at_once
 from fake_models import deep, gpt
 from gradwatch.measure import reductions
 from gradwatch.measure.gradient_reader import GradientReader

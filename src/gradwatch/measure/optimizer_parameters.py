@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from gradwatch.core.record import Codes, Missing
+from gradwatch.core.record import MEASURED, Codes, Missing
 from gradwatch.measure.device_buffer import CLIP_CHECKS, DeviceBuffer
 from gradwatch.measure.dtensor import largest_part, local_tensor
 from gradwatch.measure.layers import REMOVED, is_lazy
@@ -233,17 +233,22 @@ def missing_codes(
     held = [place for other in all_parameters if other.optimizer_ref() is not None for place in other.indices]
     for place in set(range(len(parameters))).difference(held):
         found[place] = _idle(parameters[place])
-    assert its_parameters.absent is not None, "its gradients were looked at"
-    for place, parameter, none in zip(
-        its_parameters.indices, its_parameters.parameters, its_parameters.absent, strict=True
-    ):
-        code = Missing.NO_GRADIENT if parameter.requires_grad else Missing.FROZEN
-        if none:
-            found[place] = Missing.LAZY if is_lazy(parameter) else code
-        else:
-            left_over = not parameter.requires_grad and _is_left_over(parameter, its_parameters)
-            found[place] = Missing.FROZEN if left_over else Missing.MEASURED
+    absent, its_own = its_parameters.absent, its_parameters.parameters
+    assert absent is not None, "its gradients were looked at"
+    found[its_parameters.indices] = MEASURED
+    for member, trains in enumerate(map(_TRAINS, its_own)):
+        if absent[member] or not trains:
+            found[its_parameters.indices[member]] = _unlike_most(its_own[member], its_parameters)
     return found
+
+
+def _unlike_most(parameter: nn.Parameter, its_parameters: OptimizerParameters) -> Missing:
+    """What there is of one without a gradient, or frozen."""
+    if parameter.grad is None:
+        code = Missing.NO_GRADIENT if parameter.requires_grad else Missing.FROZEN
+        return Missing.LAZY if is_lazy(parameter) else code
+    left_over = not parameter.requires_grad and _is_left_over(parameter, its_parameters)
+    return Missing.FROZEN if left_over else Missing.MEASURED
 
 
 def _is_left_over(parameter: nn.Parameter, its_parameters: OptimizerParameters) -> bool:

@@ -13,7 +13,6 @@ import numpy as np
 from torch import Tensor, nn
 
 from gradwatch.core.record import Floats, Layout
-from gradwatch.hooks.garbage_collector import no_collections
 from gradwatch.hooks.graph_release import unprepared_calls
 from gradwatch.hooks.hook_set import HookCosts, HookSet, OutputHook
 from gradwatch.measure.device_buffer import HostCopy
@@ -72,7 +71,6 @@ class ModuleHooks:
         self._made_for: object = None
         """What the hooks that are made depend on, besides their modules."""
 
-    @no_collections()
     def attach(self, layers: Sequence[Layer], layout: Layout, *, full: bool = False) -> None:
         """Hook `layers` and their activations until `remove`; measurements are kept until `collect`. A second call does
         nothing.

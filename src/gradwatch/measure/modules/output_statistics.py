@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradwatch.core.record import Floats, Layout, Sites
+from gradwatch.core.record import Floats, Layout
 from gradwatch.measure.dtensor import is_dtensor, local_tensor
 from gradwatch.measure.modules import MAX_TENSORS, ModuleStatistic, OutputCallback
 from gradwatch.measure.reductions import (
@@ -87,7 +87,11 @@ class TensorKind:
 OUTPUT, RECTIFIED_OUTPUT = TensorKind(), TensorKind(rectifies=True)
 LAYER_INPUT = TensorKind("input", "input_peak")
 
-NO_SITES: Sites = np.zeros(0, dtype=np.intp)
+SHARES = {"nonzero": "zero_share", "flat": "saturated", "idle": "idle_units", "dead": "dead_units"}
+"""Rows of numbers of elements -> the statistics that follow; of zeros, those that are none are counted."""
+
+COUNTS = ("idle", "dead")
+"""Those whose numbers are counts, not norms of ones."""
 
 
 @dataclass(slots=True, eq=False)
@@ -120,12 +124,6 @@ def all_numbers(rows: Mapping[str, SiteNumbers]) -> Tensor:
     return joined(together)
 
 
-def by_row(rows: Mapping[str, SiteNumbers], numbers: Floats) -> dict[str, Floats]:
-    """`all_numbers`, copied to the host, row by row."""
-    ends = np.cumsum([len(row.sites) for row in rows.values()])
-    return dict(zip(rows, np.split(numbers, ends[:-1]), strict=True))
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class OutputReading:
     """The forward statistics of one step, on the device."""
@@ -142,55 +140,57 @@ class OutputReading:
         Root mean squares, shares and maxima are taken over all outputs and calls of a module. An output whose squares
         float32 cannot hold has no root mean square at this step, and is measured in float64 at the next sample.
         """
+        n, rows, each = len(self.layout), self.rows, numbers["outputs"]
+        sites = np.array([site for row in rows.values() for site in row.sites])
+        lengths = [len(row.sites) for row in rows.values()]
+        place = sites + np.repeat(np.arange(len(rows)) * n, lengths)
+        counted = np.repeat([row in COUNTS for row in rows], lengths)
+        sizes = [size for row in rows.values() for size in row.sizes]
+
+        def by_row(at_places: Floats) -> dict[str, Floats]:
+            return dict(zip(rows, at_places.reshape(-1, n), strict=True))
+
         found: dict[str, Floats] = {}
-        each = by_row(self.rows, numbers["outputs"])
         with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
-            for row in ("output", "input"):
-                if row in each:
-                    largest = found[f"{row}_max"] = self._largest(f"{row}_peak", each[f"{row}_peak"])
-                    found[f"{row}_rms"] = self._rms(row, each[row], largest)
             # the number of ones is the square of their norm
-            bad = np.flatnonzero(found["output_max"] == np.inf) if "output" in each else NO_SITES
-            if "nonzero" in each:
-                found["zero_share"] = 1.0 - self._share("nonzero", each["nonzero"] ** 2, without=bad)
-            if "flat" in each:
-                found["saturated"] = self._share("flat", each["flat"] ** 2, without=bad)
-            for row, statistic in (("idle", "idle_units"), ("dead", "dead_units")):
-                if row in each:
-                    found[statistic] = self._share(row, each[row])
+            sums, elements = (
+                by_row(np.bincount(place, weights=weights, minlength=len(rows) * n).astype(np.float64, copy=False))
+                for weights in (np.where(counted, each, each**2), sizes)
+            )
+            magnitudes = np.full(len(rows) * n, -1.0)
+            np.maximum.at(magnitudes, place, np.where(np.isnan(each), np.inf, np.abs(each)))
+            largest = by_row(magnitudes)
+            for row in ("output", "input"):
+                if row in rows:
+                    peaks = found[f"{row}_max"] = largest[f"{row}_peak"]
+                    peaks[0] = peaks.max()
+                    peaks[peaks < 0] = np.nan
+                    found[f"{row}_rms"] = self._rms(sums[row], elements[row], peaks)
+            for row, statistic in SHARES.items():
+                if row in rows:
+                    if row not in COUNTS:  # NaN would count as zero
+                        bad = found["output_max"] == np.inf
+                        sums[row][bad] = elements[row][bad] = 0.0
+                    share = _with_total(sums[row]) / _with_total(elements[row])
+                    found[statistic] = 1.0 - share if row == "nonzero" else share
         return found
 
-    def _sums(self, row: str, numbers: Floats, *, without: Sites = NO_SITES) -> tuple[Floats, Floats]:
-        """Sums of `numbers` and of their elements over each site, 0 for those `without`; the total's is over all."""
-        n, entries = len(self.layout), self.rows[row]
-        sums = np.bincount(entries.sites, weights=numbers, minlength=n).astype(np.float64, copy=False)
-        sizes = np.bincount(entries.sites, weights=entries.sizes, minlength=n).astype(np.float64, copy=False)
-        sums[without] = sizes[without] = 0.0
-        sums[0], sizes[0] = sums.sum(), sizes.sum()
-        return sums, sizes
-
-    def _share(self, row: str, counts: Floats, *, without: Sites = NO_SITES) -> Floats:
-        """`without`: sites with a non-finite output, because NaN would count as zero."""
-        sums, sizes = self._sums(row, counts, without=without)
-        return sums / sizes
-
-    def _largest(self, row: str, numbers: Floats) -> Floats:
-        found = np.full(len(self.layout), -1.0)
-        np.maximum.at(found, self.rows[row].sites, np.where(np.isnan(numbers), np.inf, np.abs(numbers)))
-        found[0] = found.max(initial=-1.0)
-        found[found < 0] = np.nan
-        return found
-
-    def _rms(self, row: str, norms: Floats, largest: Floats) -> Floats:
-        sums, sizes = self._sums(row, norms**2)
-        rms: Floats = np.sqrt(sums / sizes)
+    def _rms(self, sums: Floats, elements: Floats, largest: Floats) -> Floats:
+        rms: Floats = np.sqrt(_with_total(sums) / _with_total(elements))
         rms[largest == np.inf] = np.inf
-        out = (largest < np.inf) & (~np.isfinite(sums) | ((largest > 0) & (sums < SAFE_SQUARE * sizes)))
+        out = (largest < np.inf) & (~np.isfinite(sums) | ((largest > 0) & (sums < SAFE_SQUARE * elements)))
         out[0] = False
         self.unsafe.update(np.flatnonzero(out).tolist())
         out[list(self.exact)] = False
         rms[out] = np.nan
         return rms
+
+
+def _with_total(row: Floats) -> Floats:
+    """`row`, shape [sites], with the sum of all sites at the total."""
+    row[0] = 0.0
+    row[0] = row.sum()
+    return row
 
 
 @dataclass(slots=True, eq=False)
@@ -199,6 +199,7 @@ class _OutputStack:
 
     tensor_kind: TensorKind
     channels: bool
+    height: int
     stack: Tensor
     """Shape [height, *shape of an output]."""
     sites: list[int] = field(default_factory=list)
@@ -255,13 +256,13 @@ class OutputStatistics(ModuleStatistic):
             if len(set(sites)) < len(sites):
                 sites, unit_peaks = _highest(sites, unit_peaks)
             keys = [(site, units) for site in sites]
-            before = [self._idle_samples.get(key) for key in keys]
             none = torch.zeros(units, device=device)
-            idle = torch.stack([none if known is None else known.to(device) for known in before])
-            idle = (idle + 1).mul_(unit_peaks == 0)
-            self._idle_samples |= dict(zip(keys, idle.unbind(), strict=True))
-            step.rows["idle"].add((idle >= 1).float().sum(1), sites, units)
-            step.rows["dead"].add((idle >= DEAD_AFTER_SAMPLES).float().sum(1), sites, units)
+            before = [self._idle_samples.get(key, none).to(device) for key in keys]
+            idle = unit_peaks == 0
+            samples = torch.stack(before).add_(1).mul_(idle)
+            self._idle_samples |= dict(zip(keys, samples.unbind(), strict=True))
+            step.rows["idle"].add(idle.sum(1, dtype=torch.float32), sites, units)
+            step.rows["dead"].add((samples >= DEAD_AFTER_SAMPLES).sum(1, dtype=torch.float32), sites, units)
             step.rows["output_peak"].add(unit_peaks.amax(1), sites, units)
 
 
@@ -331,11 +332,12 @@ def _measure(step: _StepOutputs, tensor: Tensor, site: int, tensor_kind: TensorK
     key = tensor_kind, step.channels, tensor.shape, tensor.dtype, tensor.device
     waiting = step.stacks.get(key)
     if waiting is None:
-        stack = tensor.new_empty((min(MAX_STACKED, room // size), *tensor.shape))
-        waiting = step.stacks[key] = _OutputStack(tensor_kind, step.channels, stack)
+        height = min(MAX_STACKED, room // size)
+        stack = tensor.new_empty((height, *tensor.shape))
+        waiting = step.stacks[key] = _OutputStack(tensor_kind, step.channels, height, stack)
     waiting.stack[len(waiting.sites)].copy_(tensor)
     waiting.sites.append(site)
-    if len(waiting.sites) == len(waiting.stack):
+    if len(waiting.sites) == waiting.height:
         _reduce_stack(step, waiting)
 
 

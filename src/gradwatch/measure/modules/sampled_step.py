@@ -70,13 +70,18 @@ class SampledStep:
         `whole_batch`: whether that comes with the end of the batch: then reference cycles wait for it, too.
         """
         if self.hooks_modules:
-            if whole_batch and self.thresholds is None:
+            if self.thresholds is None:
                 self.thresholds = garbage_collector.pause()
             self._module_hooks.attach(layers, layout, full=self._full)
+            if not whole_batch:
+                self._resume()
 
     def unhook_modules(self) -> None:
         """Remove all hooks; a second call does nothing."""
         self._module_hooks.remove()
+        self._resume()
+
+    def _resume(self) -> None:
         garbage_collector.resume(self.thresholds)
         self.thresholds = None
 
