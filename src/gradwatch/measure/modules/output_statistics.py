@@ -326,7 +326,7 @@ def _measure(step: _StepOutputs, tensor: Tensor, site: int, tensor_kind: TensorK
     if tensor.requires_grad:
         tensor = tensor.detach()
     small, room = (SMALL, ONE_SUM) if tensor.is_cpu else (SMALL_ELSEWHERE, STACK_ELSEWHERE)
-    if size > small or site in step.unsafe:
+    if size > small or tensor_kind is LAYER_INPUT or site in step.unsafe:  # few layers have an input from outside
         _reduce_one(step, tensor, site, tensor_kind)
         return
     key = tensor_kind, step.channels, tensor.shape, tensor.dtype, tensor.device
@@ -426,5 +426,5 @@ def _units(tensor: Tensor, first: int, *, channels: bool) -> int | None:
     if dims < 2:
         return None
     dim = first + 1 if channels and dims > 2 else tensor.ndim - 1
-    units, size = tensor.shape[dim], tensor.numel() // (len(tensor) if first else 1)
+    units, size = tensor.shape[dim], tensor.numel() // (tensor.shape[0] if first else 1)
     return dim if units <= MAX_UNITS and size >= MIN_POSITIONS * units else None
