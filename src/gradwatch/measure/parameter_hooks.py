@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from threading import Lock
 from time import perf_counter
 
@@ -46,11 +47,15 @@ class _DeviceSquares:
         self.wide = widest_type(device)
         self.squares = torch.zeros(places, dtype=self.wide, device=device)
         self.norms = torch.zeros(places, dtype=torch.float32, device=device)
-        self.slots = self.norms.unbind()
         self.full = bytearray(places)
         self._together = torch.zeros(places, dtype=torch.float32, device=device)
         self._plan: tuple[list[int], Plan, Tensor] | None = None
         """The parameters of the last pass, how they are reduced, and where their squares go."""
+
+    @cached_property
+    def slots(self) -> tuple[Tensor, ...]:
+        """Of `norms`: made where a gradient is measured by its hook, and mostly none is."""
+        return self.norms.unbind()
 
     def add(self, gradient: Tensor, place: int) -> None:
         if self.full[place]:
@@ -154,6 +159,32 @@ class _Arrivals:
         self.places.add(place)
 
 
+@dataclass(slots=True, eq=False)
+class _ParameterHook:
+    """The hook of one parameter: one object, where a closure of as much is seven."""
+
+    arrivals: _Arrivals
+    place: int
+    __torch_unserializable__: bool = True
+    """What `unserializable_hook` sets."""
+
+    def __call__(self, gradient: Tensor | None) -> None:
+        if gradient is None or (gradient.is_cuda and is_capturing()):
+            return
+        begun, arrivals, place = perf_counter(), self.arrivals, self.place
+        try:
+            weight = arrivals.parameters[place]()
+            if weight is not None and weight.grad is None and place not in arrivals.at_once:
+                if (backward := backward_pass()) != arrivals.backward:
+                    arrivals.wait(backward)
+                arrivals.pending.append(place)
+            elif not is_vmapped(gradient):
+                arrivals.measure(gradient, place)
+        except Exception as error:
+            arrivals.errors.append(error)
+        arrivals.seconds += perf_counter() - begun
+
+
 class ParameterHooks:
     """Owns the hooks. They are on every parameter at the samples that a run begins with, later at some or all of them,
     and off between.
@@ -175,7 +206,7 @@ class ParameterHooks:
         """Whether a parameter may have got several gradients in the last step that was measured."""
         self._parameters: Sequence[nn.Parameter] = ()
         self._arrivals = _Arrivals(errors=errors)
-        self._made: list[tuple[int, nn.Parameter, Callable[[Tensor | None], None]]] = []
+        self._made: list[tuple[int, nn.Parameter, _ParameterHook]] = []
         """The hook of each parameter and its place."""
 
     def watch(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -188,7 +219,7 @@ class ParameterHooks:
         for place, parameter in enumerate(parameters):
             if type(parameter) is nn.Parameter or not (is_lazy(parameter) or is_dtensor(parameter)):
                 first.setdefault(id(parameter), place)
-        self._made = [(place, parameters[place], _hook(arrivals, place)) for place in first.values()]
+        self._made = [(place, parameters[place], _ParameterHook(arrivals, place)) for place in first.values()]
         if armed:
             self.arm()
 
@@ -246,25 +277,3 @@ class ParameterHooks:
         """What the hooks have cost since this was last asked."""
         seconds, self._arrivals.seconds = self._arrivals.seconds, 0.0
         return seconds
-
-
-def _hook(arrivals: _Arrivals, place: int) -> Callable[[Tensor | None], None]:
-    parameter = arrivals.parameters[place]
-
-    def arrived(gradient: Tensor | None) -> None:
-        if gradient is None or (gradient.is_cuda and is_capturing()):
-            return
-        begun = perf_counter()
-        try:
-            weight = parameter()
-            if weight is not None and weight.grad is None and place not in arrivals.at_once:
-                if (backward := backward_pass()) != arrivals.backward:
-                    arrivals.wait(backward)
-                arrivals.pending.append(place)
-            elif not is_vmapped(gradient):
-                arrivals.measure(gradient, place)
-        except Exception as error:
-            arrivals.errors.append(error)
-        arrivals.seconds += perf_counter() - begun
-
-    return arrived
