@@ -8,7 +8,7 @@ import weakref
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, repeat
 from typing import Any
 
 import numpy as np
@@ -142,8 +142,8 @@ def head_faults(loss: Tensor) -> list[HeadFault]:
             found += _activations_before(before[0], BINARY_CROSS_ENTROPY, sigmoids=True)
         elif (kind in ELEMENTWISE_LOSSES or kind == "Sub") and (broadcast := _broadcast(node, kind)) is not None:
             found.append(broadcast)
-        elif kind not in LAYER_KINDS and not any(parent is not None and kind_of(parent) == LEAF for parent in before):
-            queue.extend((parent, classes) for parent in before)
+        elif kind not in LAYER_KINDS and LEAF not in map(kind_of, filter(None, before)):
+            queue.extend(zip(before, repeat(classes), strict=False))
     return found
 
 

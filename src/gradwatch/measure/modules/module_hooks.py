@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,8 +27,8 @@ from gradwatch.measure.modules.input_hooks import Arguments, InputCallback, regi
 class _Sample:
     """What the hooks of one sampled step share."""
 
-    calls: dict[int, int] = field(default_factory=dict)
-    """Site of a layer or activation -> how often it has run, in the order in which they first ran."""
+    sites: list[int] = field(default_factory=list)
+    """The site of a layer or activation for each time that it has run."""
     collected: bool = False
     """Whether the step has been read: gradients that arrive later are not its own."""
 
@@ -63,6 +64,7 @@ class ModuleHooks:
         self._of_inputs = [one for one in statistics if type(one).on_input is not base.on_input]
         self._of_outputs = [one for one in statistics if type(one).on_output is not base.on_output]
         self._of_gradients = [one for one in statistics if type(one).on_grad_output is not base.on_grad_output]
+        self._of_losses = [one for one in statistics if type(one).on_loss is not base.on_loss]
         self._sample = _Sample()
         self._layers: dict[int, None] = {}
         """Sites of layers in the order in which they first ran, in the last step or an earlier one."""
@@ -113,7 +115,7 @@ class ModuleHooks:
 
     def on_loss(self, loss: Tensor) -> None:
         """A backward pass begins at `loss`."""
-        for statistic in self.statistics if len(self.hooks) else ():
+        for statistic in self._of_losses if len(self.hooks) else ():
             statistic.on_loss(loss)
 
     def order(self) -> tuple[int, ...]:
@@ -124,8 +126,9 @@ class ModuleHooks:
         """What has been measured since `attach`; None if nothing has."""
         sample, self._sample = self._sample, _Sample()
         sample.collected = True
-        self._layers |= dict.fromkeys(site for site in sample.calls if layout.sites[site].kind == "layer")
-        if repeated := [site for site, calls in sample.calls.items() if calls > 1]:
+        calls = Counter(sample.sites)
+        self._layers |= dict.fromkeys([site for site in calls if layout.sites[site].kind == "layer"])
+        if repeated := [site for site, count in calls.items() if count > 1]:
             for statistic in self.statistics:
                 statistic.on_repeated_calls(repeated)
         readings = [reading for each in self.statistics if (reading := each.collect(layout)) is not None]
@@ -134,7 +137,7 @@ class ModuleHooks:
             return None
         device = next(iter(tensors.values())).device
         host_copy = HostCopy({name: moved(tensor, device) for name, tensor in tensors.items()})
-        return ModuleHooksReading(layout, host_copy, readings, tuple(sample.calls))
+        return ModuleHooksReading(layout, host_copy, readings, tuple(calls))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -150,7 +153,7 @@ class _HooksOfModule:
 
     def attach(self, module: nn.Module, sample: _Sample, hooks: HookSet) -> None:
         if (hook := self.output_hook) is not None:
-            hook.on_call = partial(_count, sample.calls, self.site)
+            hook.on_call = partial(sample.sites.append, self.site)
             # hooks on outputs outlive the step
             hook.on_grad_output = None if self.on_grad_output is None else partial(self.on_grad_output, sample)
             hooks.add(module.register_forward_hook(hook))
@@ -166,10 +169,6 @@ def _hookable(layers: Sequence[Layer], layout: Layout) -> Iterator[tuple[nn.Modu
         for activation in layer.activations:
             if (site := layout.index.get(activation.name)) is not None:
                 yield activation.module, site, activation.kind
-
-
-def _count(calls: dict[int, int], site: int) -> None:
-    calls[site] = calls.get(site, 0) + 1
 
 
 def _timed(costs: HookCosts, on_input: InputCallback) -> InputCallback:

@@ -140,43 +140,38 @@ class OutputReading:
         Root mean squares, shares and maxima are taken over all outputs and calls of a module. An output whose squares
         float32 cannot hold has no root mean square at this step, and is measured in float64 at the next sample.
         """
-        n, rows, each = len(self.layout), self.rows, numbers["outputs"]
-        sites = np.array([site for row in rows.values() for site in row.sites])
-        lengths = [len(row.sites) for row in rows.values()]
-        place = sites + np.repeat(np.arange(len(rows)) * n, lengths)
-        counted = np.repeat([row in COUNTS for row in rows], lengths)
-        sizes = [size for row in rows.values() for size in row.sizes]
-
-        def by_row(at_places: Floats) -> dict[str, Floats]:
-            return dict(zip(rows, at_places.reshape(-1, n), strict=True))
-
+        rows, n, each = {name: line for line, name in enumerate(self.rows)}, len(self.layout), numbers["outputs"]
+        lengths = [len(row.sites) for row in self.rows.values()]
+        sites = np.array([site for row in self.rows.values() for site in row.sites])
+        places, shape = sites + n * np.repeat(np.arange(len(rows)), lengths), (len(rows), n)
+        sizes = [size for row in self.rows.values() for size in row.sizes]
         found: dict[str, Floats] = {}
         with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
-            # the number of ones is the square of their norm
-            sums, elements = (
-                by_row(np.bincount(place, weights=weights, minlength=len(rows) * n).astype(np.float64, copy=False))
-                for weights in (np.where(counted, each, each**2), sizes)
-            )
-            magnitudes = np.full(len(rows) * n, -1.0)
-            np.maximum.at(magnitudes, place, np.where(np.isnan(each), np.inf, np.abs(each)))
-            largest = by_row(magnitudes)
-            for row in ("output", "input"):
-                if row in rows:
-                    peaks = found[f"{row}_max"] = largest[f"{row}_peak"]
-                    peaks[0] = peaks.max()
-                    peaks[peaks < 0] = np.nan
-                    found[f"{row}_rms"] = self._rms(sums[row], elements[row], peaks)
-            for row, statistic in SHARES.items():
-                if row in rows:
-                    if row not in COUNTS:  # NaN would count as zero
-                        bad = found["output_max"] == np.inf
-                        sums[row][bad] = elements[row][bad] = 0.0
-                    share = _with_total(sums[row]) / _with_total(elements[row])
-                    found[statistic] = 1.0 - share if row == "nonzero" else share
+            # the square of a norm of ones is their number
+            amounts = np.where(np.repeat([row in COUNTS for row in rows], lengths), each, each**2)
+            sums = np.bincount(places, amounts, n * len(rows)).astype(np.float64, copy=False).reshape(shape)
+            elements = np.bincount(places, sizes, n * len(rows)).astype(np.float64, copy=False).reshape(shape)
+            largest = np.full(shape, -1.0)
+            np.maximum.at(largest.reshape(-1), places, np.where(np.isnan(each), np.inf, np.abs(each)))
+            largest[:, 0] = largest.max(axis=1)
+            largest[largest < 0] = np.nan
+            norms_of_ones = [line for row, line in rows.items() if row in SHARES and row not in COUNTS]
+            if norms_of_ones:  # NaN would count as zero
+                bad = largest[rows["output_peak"]] == np.inf
+                sums[np.ix_(norms_of_ones, bad)] = elements[np.ix_(norms_of_ones, bad)] = 0.0
+            sums[:, 0], elements[:, 0] = sums[:, 1:].sum(axis=1), elements[:, 1:].sum(axis=1)
+            means = sums / elements
+        for row in ("output", "input"):
+            if row in rows:
+                line, peaks = rows[row], largest[rows[f"{row}_peak"]]
+                found |= {f"{row}_max": peaks, f"{row}_rms": self._rms(means[line], sums[line], elements[line], peaks)}
+        for row, statistic in SHARES.items():
+            if row in rows:
+                found[statistic] = 1.0 - means[rows[row]] if row == "nonzero" else means[rows[row]]
         return found
 
-    def _rms(self, sums: Floats, elements: Floats, largest: Floats) -> Floats:
-        rms: Floats = np.sqrt(_with_total(sums) / _with_total(elements))
+    def _rms(self, means: Floats, sums: Floats, elements: Floats, largest: Floats) -> Floats:
+        rms: Floats = np.sqrt(means)
         rms[largest == np.inf] = np.inf
         out = (largest < np.inf) & (~np.isfinite(sums) | ((largest > 0) & (sums < SAFE_SQUARE * elements)))
         out[0] = False
@@ -184,13 +179,6 @@ class OutputReading:
         out[list(self.exact)] = False
         rms[out] = np.nan
         return rms
-
-
-def _with_total(row: Floats) -> Floats:
-    """`row`, shape [sites], with the sum of all sites at the total."""
-    row[0] = 0.0
-    row[0] = row.sum()
-    return row
 
 
 @dataclass(slots=True, eq=False)
