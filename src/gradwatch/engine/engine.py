@@ -67,7 +67,7 @@ class Engine:
         self._model: nn.Module | None = model
         self._reader: GradientReader | None = None
         self._samples = SampledStep(options.signals, options.activations)
-        self._optimizers = OptimizerSteps(self._before_step, self._after_step)
+        self._optimizers = OptimizerSteps(self._before_step, self._after_step, self.fail)
         self.queue = StepQueue(
             self.diagnosis, self.blocks, self.overhead, judging=self._judging, unseen=self._unseen, fail=self.fail
         )
@@ -438,14 +438,12 @@ class Engine:
         else:
             step.parameters.recheck = True
 
-    @guard
     def _before_step(self, optimizer: Any) -> None:
         """The optimizer is about to step; a loss scale that is in its gradients may be gone afterwards."""
         step = self._open
         if step is not None and step.optimizer is optimizer and step.unscales_inside and self._reader is not None:
             step.look_inside(self._reader)
 
-    @guard
     def _after_step(self, optimizer: Any) -> None:
         """An optimizer has stepped."""
         step = self._open

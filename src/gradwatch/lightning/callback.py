@@ -292,24 +292,24 @@ class GradWatch(PackageAware, Callback):
             raise AlertRaised(engine.alert_reaction.raised)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self._end_batch(trainer, pl_module)
+        engine = self._engine if self._fitting() is trainer else None
+        if engine is not None:
+            try:
+                engine.end()
+                if engine.interventions.given:
+                    engine.interventions.end_batch()
+                if trainer.is_last_batch or trainer.should_stop or 0 <= trainer.max_steps <= trainer.global_step:
+                    engine.queue.settle()  # what comes before the next batch may go by the numbers
+            except Exception as error:
+                self.fail(error)
         if self._options.on_alert == "raise" or self._may_end:
-            self._react(trainer)  # all ranks ask, also one on which something has failed, be it at fit start
-
-    @event
-    def _end_batch(self, engine: Engine, trainer: Any) -> None:
-        engine.end()
-        if engine.interventions.given:
-            engine.interventions.end_batch()
-        if trainer.is_last_batch or trainer.should_stop or 0 <= trainer.max_steps <= trainer.global_step:
-            engine.queue.settle()  # what comes before the next batch may go by the numbers
+            self._react(engine, trainer)  # all ranks ask, also one on which something has failed, and be it at fit start
 
     @guard
-    def _react(self, trainer: Any) -> None:
+    def _react(self, engine: Engine | None, trainer: Any) -> None:
         """End the fit if an alert or an intervention asks for it: the alerts are those of rank 0, and all ranks end
         together or none does.
         """
-        engine = self._watches(trainer)
         if self._options.on_alert == "raise" and (
             alert := rank_0_answer(trainer, engine.alert_reaction.raised if engine else None)
         ):
