@@ -303,7 +303,7 @@ class GradWatch(PackageAware, Callback):
             except Exception as error:
                 self.fail(error)
         if self._options.on_alert == "raise" or self._may_end:
-            self._react(engine, trainer)  # all ranks ask, also one on which something has failed, and be it at fit start
+            self._react(engine, trainer)  # all ranks ask, also one on which something has failed
 
     @guard
     def _react(self, engine: Engine | None, trainer: Any) -> None:

@@ -320,8 +320,8 @@ def _codes_of(layout: Layout) -> tuple[tuple[int, Sites], ...]:
     for before, after in layout.edges or ():
         into.setdefault(after, []).append(before)
     to_loss = set(into.pop(0, ()))
-    found = ((layer, befores) for layer, befores in into.items() if to_loss.issuperset(befores))
-    return tuple((layer, np.array(befores, dtype=np.intp)) for layer, befores in found)
+    found = ((layer, layers) for layer, layers in into.items() if to_loss.issuperset(layers))
+    return tuple((layer, np.array(layers, dtype=np.intp)) for layer, layers in found)
 
 
 def _weighed(history: History, norms: Floats, codes: NDArray[np.int8]) -> NDArray[np.intp]:
