@@ -5,6 +5,10 @@ RUNTIME := .venv/.runtime
 STAMP := .venv/.installed
 # tests that share a training stand beside each other, and so mostly in one process
 WORKERS ?= --numprocesses auto --dist worksteal
+# the slow ones wait for processes and browsers half of their time
+SLOW_WORKERS ?= --numprocesses $$(( $$(getconf _NPROCESSORS_ONLN) * 3 / 2 )) --dist worksteal
+# compiling what no test imports takes a minute
+INSTALL := $(BIN)/python -m pip install -qq --no-compile -c constraints.txt
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-slow test-all style prose check fuzz bench gpu zoo modes pages docs clean
@@ -19,7 +23,7 @@ test: $(STAMP)  ## the quick tests: three minutes on two cores
 	@$(BIN)/python -m pytest $(WORKERS) --hypothesis-profile=quick -m 'not slow'
 
 test-slow: $(STAMP)  ## all other tests: ranks, browser, whole catalogues
-	@$(BIN)/python -m pytest $(WORKERS) --hypothesis-profile=full -m slow
+	@$(BIN)/python -m pytest $(SLOW_WORKERS) --hypothesis-profile=full -m slow
 
 test-all: $(STAMP)  ## every test
 	@$(BIN)/python -m pytest $(WORKERS) --hypothesis-profile=full
@@ -71,12 +75,12 @@ $(RUNTIME): pyproject.toml constraints.txt
 	@echo "Updating pip (dependency groups need 25.1)"
 	@$(BIN)/python -m pip install -qq --upgrade 'pip>=25.1'
 	@echo "Installing torch (the big one: minutes)"
-	@$(BIN)/python -m pip install -qq -c constraints.txt torch
+	@$(INSTALL) torch
 	@echo "Installing GradWatch, and scikit-learn for the demo's images"
-	@$(BIN)/python -m pip install -qq -c constraints.txt -e . scikit-learn
+	@$(INSTALL) -e . scikit-learn
 	@touch $@
 
 $(STAMP): $(RUNTIME)
 	@echo "Installing the development tools"
-	@$(BIN)/python -m pip install -qq -c constraints.txt --group dev
+	@$(INSTALL) --group dev
 	@touch $@
