@@ -23,11 +23,11 @@ from usages import USAGES
 ROOT = Path(__file__).parents[1]
 MAKEFILE = (ROOT / "Makefile").read_text()
 RUNS = {
-    "test": ("not slow", "quick"),
-    "test-slow": ("slow", "full"),
-    "test-all": ("", "full"),
+    "test": ("not slow", "quick", "$(WORKERS)"),
+    "test-slow": ("slow", "full", "$(SLOW_WORKERS)"),
+    "test-all": ("", "full", "$(WORKERS)"),
 }
-"""Target of the Makefile -> its expression of markers, its profile of hypothesis."""
+"""Target of the Makefile -> its expression of markers, its profile of hypothesis, how many processes run it."""
 
 
 def options_of(target: str) -> str:
@@ -40,8 +40,8 @@ def options_of(target: str) -> str:
 @pytest.mark.parametrize("target", RUNS)
 def test_a_target_selects_by_its_markers_alone(target: str) -> None:
     """The quick tests are those that are not slow, the others those that are: nothing is left out by both."""
-    expression, profile = RUNS[target]
-    expected = f"$(WORKERS) --hypothesis-profile={profile}" + (f" -m {shlex.quote(expression)}" if expression else "")
+    expression, profile, workers = RUNS[target]
+    expected = f"{workers} --hypothesis-profile={profile}" + (f" -m {shlex.quote(expression)}" if expression else "")
     assert options_of(target) == expected
 
 
