@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -128,8 +129,9 @@ def killed(rank: str, watched: str, folder: str) -> None:
 def test_a_killed_rank_ends_the_script_as_without_us(rank: str, tmp_path: Path) -> None:
     """What the other rank has recorded by then is there."""
     alone, watched = (ranks.launch(killed, rank, name, str(tmp_path), timeout=100) for name in ("", "watched"))
-    assert watched.code == alone.code
-    assert watched.code not in (None, 0), watched.output
+    # of rank 1 its own error may come first, or Lightning, which kills the script when it misses a process
+    ends = {-signal.SIGKILL} if rank == "0" else {1, -signal.SIGKILL}
+    assert {watched.code, alone.code} <= ends, watched.output
     assert len(watched.left) == len(alone.left), "processes that go on"
     assert "GradWatch failed" not in watched.output
     if rank == "1":
