@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import signal
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 import pytest
+from lightning.fabric.strategies.launchers import subprocess_script
 
 import ranks
 from ddp_training import BATCHES, SHARED, VARIANTS, PlannedError, SeededModule, fit_on_ranks, numbers_of, trained
@@ -120,6 +120,8 @@ def test_lightning_starts_the_processes(strategy: str, tmp_path: Path) -> None:
 
 def killed(rank: str, watched: str, folder: str) -> None:
     """A user's script, of which a rank is killed, as by a system without memory."""
+    # it looks every five seconds, and kills a script that has not ended by then: a matter of chance
+    subprocess_script._ChildProcessObserver._run = lambda observer: True  # type: ignore[method-assign]
     watches = [GradWatch()] if watched else []
     fit_on_ranks(SeededModule(odd=("kill", int(rank))), *watches, strategy="ddp", default_root_dir=folder)
 
@@ -129,9 +131,8 @@ def killed(rank: str, watched: str, folder: str) -> None:
 def test_a_killed_rank_ends_the_script_as_without_us(rank: str, tmp_path: Path) -> None:
     """What the other rank has recorded by then is there."""
     alone, watched = (ranks.launch(killed, rank, name, str(tmp_path), timeout=100) for name in ("", "watched"))
-    # of rank 1 its own error may come first, or Lightning, which kills the script when it misses a process
-    ends = {-signal.SIGKILL} if rank == "0" else {1, -signal.SIGKILL}
-    assert {watched.code, alone.code} <= ends, watched.output
+    assert watched.code == alone.code
+    assert watched.code not in (None, 0), watched.output
     assert len(watched.left) == len(alone.left), "processes that go on"
     assert "GradWatch failed" not in watched.output
     if rank == "1":
