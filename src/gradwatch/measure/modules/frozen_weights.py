@@ -19,7 +19,7 @@ MAX_ELEMENTS = 2**24
 
 
 @dataclass(slots=True, eq=False)
-class _StepNorms:
+class _WeightNorms:
     """What the hooks of one sampled step have measured."""
 
     names: list[tuple[int, str]] = field(default_factory=list)
@@ -40,7 +40,7 @@ class FrozenWeightsReading:
     """The norms of one step, on the device."""
 
     layout: Layout
-    step: _StepNorms
+    step: _WeightNorms
     tensors: Mapping[str, Tensor]
 
     def values(self, numbers: Mapping[str, Floats]) -> dict[str, Floats]:
@@ -59,7 +59,7 @@ class FrozenWeights(ModuleStatistic):
     """Reads the weights of each frozen layer when it first runs on a sampled step."""
 
     def __init__(self) -> None:
-        self._step = _StepNorms()
+        self._step = _WeightNorms()
         self._known: set[int] = set()
 
     def on_output(self, site: int, module: nn.Module, kind: str) -> OutputCallback | None:
@@ -82,5 +82,5 @@ class FrozenWeights(ModuleStatistic):
         return on_output
 
     def collect(self, layout: Layout) -> FrozenWeightsReading | None:
-        step, self._step = self._step, _StepNorms()
+        step, self._step = self._step, _WeightNorms()
         return FrozenWeightsReading(layout, step, {"frozen_norms": gathered(step.norms)}) if step.norms else None
