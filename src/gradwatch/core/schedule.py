@@ -15,6 +15,10 @@ EARLY_STEPS = frozenset({8, 16, 32, 64})
 """Later steps that are sampled whatever the budget: faults at the start of a run show within the first hundred steps.
 Judgement."""
 
+WHOLE_SAMPLES_APART = 4
+"""Samples from one to the next at which what no rule needs at each is measured, too, after the first ones. Judgement:
+enough to see a change in a long run."""
+
 FIXED_INTERVAL = 25
 """Steps between samples where there is no budget. Judgement."""
 
@@ -111,6 +115,11 @@ class SamplingSchedule:
                 f"the sampling schedule in the state is damaged: {type(error).__name__}: {error}"
             ) from error
         self.interval, self._measure_interval, self._dense_from = interval, measure, dense
+
+
+def is_whole_sample(sample: int, *, first: int = FIRST_STEPS) -> bool:
+    """Whether the sample of this number, from 0, is one of the `first` or of those at which all is measured."""
+    return sample < first or sample % WHOLE_SAMPLES_APART == 0
 
 
 def _jitter(number: int, below: int) -> int:

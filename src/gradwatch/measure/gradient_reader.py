@@ -12,6 +12,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from gradwatch.core.record import Layout, Missing
+from gradwatch.core.schedule import is_whole_sample
 from gradwatch.measure.device_buffer import ROWS, DeviceBuffer, RowBlock
 from gradwatch.measure.devices import moved
 from gradwatch.measure.dtensor import DeferredErrors, ShardBlock, ShardReducer, is_dtensor
@@ -28,7 +29,7 @@ from gradwatch.measure.layers import (
 )
 from gradwatch.measure.optimizer_parameters import OptimizerParameters, missing_codes, parameters_of
 from gradwatch.measure.optimizer_steps import weak_reference
-from gradwatch.measure.parameter_hooks import ParameterHooks, is_among_few
+from gradwatch.measure.parameter_hooks import ParameterHooks
 from gradwatch.measure.reductions import ZEROS, norm_into
 from gradwatch.measure.site_values import Coverage, Places, Reading
 from gradwatch.measure.stale_gradients import StaleGradientCheck
@@ -322,7 +323,7 @@ class GradientReader:
             parameters.coverage = Coverage(self.layout, found)
         index = {"grad_norm": parameters.reduce(buffer, "grad_norm", gradients)}
         if sampled:
-            if is_among_few(parameters.samples):
+            if is_whole_sample(parameters.samples):
                 index["zeros"] = parameters.reduce(buffer, "zeros", gradients, reduction=ZEROS)
             parameters.samples += 1
             index["weights"] = parameters.reduce(buffer, "weights", parameters.weights())

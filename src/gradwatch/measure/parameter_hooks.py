@@ -12,6 +12,7 @@ from time import perf_counter
 import torch
 from torch import Tensor, distributed, nn
 
+from gradwatch.core.schedule import is_whole_sample
 from gradwatch.hooks.garbage_collector import no_collections
 from gradwatch.hooks.hook_set import (
     HookSet,
@@ -24,15 +25,6 @@ from gradwatch.measure.devices import moved
 from gradwatch.measure.dtensor import is_dtensor
 from gradwatch.measure.layers import is_lazy
 from gradwatch.measure.reductions import Plan, is_vmapped, norm_into, widest_type
-
-DENSE_SAMPLES, SAMPLE_INTERVAL = 5, 4
-"""What no rule needs at every sample is measured at the first `DENSE_SAMPLES`, then at every `SAMPLE_INTERVAL`-th one.
-Judgement: those of the first steps, and enough to see a change in a long run."""
-
-
-def is_among_few(sample: int) -> bool:
-    """Whether the sample of this number, from 0, is one of those."""
-    return sample < DENSE_SAMPLES or sample % SAMPLE_INTERVAL == 0
 
 
 class _DeviceSquares:
@@ -226,7 +218,7 @@ class ParameterHooks:
     def arm(self) -> None:
         """Put the hooks on, frozen parameters too, if this sample is to have them; twice does nothing."""
         # where each parameter gets one gradient in a step, `p.grad` says as much
-        if self.armed or not (self._several or is_among_few(self._samples)):
+        if self.armed or not (self._several or is_whole_sample(self._samples)):
             return
         self.armed, arrivals = True, self._arrivals
         arrivals.places.clear()

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from gradwatch.core.record import ROOT, Floats, Layout
+from gradwatch.core.schedule import is_whole_sample
 from gradwatch.hooks.hook_set import HookCosts
 from gradwatch.measure.devices import moved
 from gradwatch.measure.dtensor import is_dtensor
@@ -22,9 +23,9 @@ from gradwatch.measure.modules.affine_nodes import bias_of, count_other_hooks, l
 from gradwatch.measure.modules.autograd_graph import register_node_hook, skip_views
 from gradwatch.measure.reductions import gathered, is_dense_real, joined, wide_type, widest_type
 
-DENSE_SAMPLES, SAMPLE_INTERVAL = 8, 4
-"""The first `DENSE_SAMPLES` samples are all measured, then every `SAMPLE_INTERVAL`-th one: users mostly register their
-hooks before the training. Judgement."""
+FIRST_SAMPLES = 8
+"""Samples that are all measured, before those of `is_whole_sample` alone: users mostly register their hooks before the
+training. Judgement."""
 
 MIN_SHARE = 0.05
 """Norm of an expected gradient, as a share of the norm for signals without a pattern, under which it is rounding error:
@@ -144,7 +145,7 @@ class RecomputedGradients(ModuleStatistic):
         there = weakref.ref(module)
 
         def on_output(arguments: object, tensors: Iterable[Tensor]) -> None:
-            if self._samples >= DENSE_SAMPLES and self._samples % SAMPLE_INTERVAL:
+            if not is_whole_sample(self._samples, first=FIRST_SAMPLES):
                 return
             if (layer := there()) is not None:
                 self._measure(site, layer, arguments, tensors)
