@@ -67,7 +67,7 @@ class Engine:
         self._model: nn.Module | None = model
         self._reader: GradientReader | None = None
         self._samples = SampledStep(options.signals, options.activations)
-        self._optimizers = OptimizerSteps(self._before_step, self._after_step, self.fail)
+        self._optimizers = OptimizerSteps(self._before_step, self._after_step)
         self.queue = StepQueue(
             self.diagnosis, self.blocks, self.overhead, judging=self._judging, unseen=self._unseen, fail=self.fail
         )
@@ -438,6 +438,7 @@ class Engine:
         else:
             step.parameters.recheck = True
 
+    @guard
     def _before_step(self, optimizer: Any) -> None:
         """The optimizer is about to step; a loss scale that is in its gradients may be gone afterwards."""
         step = self._open
@@ -454,8 +455,13 @@ class Engine:
         begun = perf_counter()
         step.stepped = True
         by_norm = self._mode.clip_norm is not None
-        read_after(step, reader=self._reader, clipped=self._clipped, by_norm=by_norm)
-        self._finish()
+        try:
+            read_after(step, reader=self._reader, clipped=self._clipped, by_norm=by_norm)
+            self._finish()
+        except UserFacingError:
+            raise
+        except Exception as error:
+            self.fail(error)
         self.overhead.seconds += perf_counter() - begun
 
     def _alerted(self, alert: Alert) -> None:

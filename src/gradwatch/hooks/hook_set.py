@@ -174,7 +174,7 @@ def is_capturing() -> bool:
 
 def is_tracing() -> bool:
     """Whether this code is being compiled, traced or captured: no hook of ours may become part of that graph."""
-    if torch.cuda.is_initialized() and is_capturing():
+    if is_capturing():
         return True
     return torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
 

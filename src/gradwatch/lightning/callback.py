@@ -300,6 +300,8 @@ class GradWatch(PackageAware, Callback):
                     engine.interventions.end_batch()
                 if trainer.is_last_batch or trainer.should_stop or 0 <= trainer.max_steps <= trainer.global_step:
                     engine.queue.settle()  # what comes before the next batch may go by the numbers
+            except UserFacingError:
+                raise
             except Exception as error:
                 self.fail(error)
         if self._options.on_alert == "raise" or self._may_end:

@@ -60,7 +60,7 @@ class Layer:
     before it."""
 
 
-Structure = tuple[list[tuple[str, int, int, int]], list[tuple[str, str, int, int]]]
+Structure = tuple[list[tuple[str, int, bool]], list[tuple[str, str, int, int]]]
 """Modules by path, identity and whether they are compiled; parameters by module, name, identity and number of
 elements."""
 
@@ -114,8 +114,7 @@ def structure_of(model: nn.Module) -> Structure:
     """The modules and parameters of `model`: while they live and this is equal, the model has the same layers."""
     modules, parameters = [], []
     for path, module in model.named_modules():
-        own = vars(module)  # what `is_compiled` goes by
-        modules.append((path, id(module), id(own.get("_compiled_call_impl")), id(own.get("forward"))))
+        modules.append((path, id(module), is_compiled(path, module)))
         # `named_parameters` takes twice as long (measured)
         for name, one in module._parameters.items():
             if one is not None:

@@ -16,18 +16,12 @@ from gradwatch.hooks.hook_set import HookSet
 class OptimizerSteps:
     """Optimizers that were enlisted, in that order."""
 
-    def __init__(
-        self,
-        before_step: Callable[[Any], None],
-        after_step: Callable[[Any], None],
-        fail: Callable[[Exception], None],
-    ) -> None:
-        """`before_step`, `after_step`: called with the optimizer, before the steps that are `awaited` and after all
-        steps; `fail`: with what they raise. All are bound methods, and their owner is not kept alive.
+    def __init__(self, before_step: Callable[[Any], None], after_step: Callable[[Any], None]) -> None:
+        """`before_step`, `after_step`: bound methods, called with the optimizer, before the steps that are `awaited`
+        and after all steps; their owner is not kept alive.
         """
         self.before_step = weakref.WeakMethod(before_step)
         self.after_step = weakref.WeakMethod(after_step)
-        self.fail = weakref.WeakMethod(fail)
         self._hooks = HookSet()
         self._known: dict[int, Callable[[], Any]] = {}
         """They are not kept alive: one that was replaced goes, with all that it remembers of each parameter."""
@@ -132,10 +126,7 @@ def _entering(this: weakref.ref[OptimizerSteps]) -> Callable[..., None]:
         steps.inside, steps.evaluated = optimizer, False
         steps.calling_hooks.add(id(optimizer))
         if optimizer is steps.awaited and (handler := steps.before_step()) is not None:
-            try:
-                handler(optimizer)
-            except Exception as error:
-                _report(steps, error)
+            handler(optimizer)
 
     return about_to_step
 
@@ -146,14 +137,6 @@ def _leaving(this: weakref.ref[OptimizerSteps]) -> Callable[..., None]:
             return
         steps.inside, steps.evaluated = None, False
         if (handler := steps.after_step()) is not None:
-            try:
-                handler(optimizer)
-            except Exception as error:
-                _report(steps, error)
+            handler(optimizer)
 
     return stepped
-
-
-def _report(steps: OptimizerSteps, error: Exception) -> None:
-    if (fail := steps.fail()) is not None:
-        fail(error)

@@ -106,9 +106,6 @@ class SiteNumbers:
     sizes: list[int] = field(default_factory=list)
     """Of all numbers, once they are `all_numbers`."""
 
-    def add(self, numbers: Tensor, sites: Sequence[int], size: int) -> None:
-        self.pieces.append((numbers, sites, size))
-
 
 def all_numbers(rows: Mapping[str, SiteNumbers]) -> Tensor:
     """The numbers of all `rows`, one row after the other, shape [n]; none is added any more."""
@@ -249,9 +246,9 @@ class OutputStatistics(ModuleStatistic):
             idle = unit_peaks == 0
             samples = torch.stack(before).add_(1).mul_(idle)
             self._idle_samples |= dict(zip(keys, samples.unbind(), strict=True))
-            step.rows["idle"].add(idle.sum(1, dtype=torch.float32), sites, units)
-            step.rows["dead"].add((samples >= DEAD_AFTER_SAMPLES).sum(1, dtype=torch.float32), sites, units)
-            step.rows["output_peak"].add(unit_peaks.amax(1), sites, units)
+            step.rows["idle"].pieces.append((idle.sum(1, dtype=torch.float32), sites, units))
+            step.rows["dead"].pieces.append(((samples >= DEAD_AFTER_SAMPLES).sum(1, dtype=torch.float32), sites, units))
+            step.rows["output_peak"].pieces.append((unit_peaks.amax(1), sites, units))
 
 
 def _highest(sites: Sequence[int], peaks: Tensor) -> tuple[list[int], Tensor]:
@@ -356,19 +353,19 @@ def _reduce_stack(step: _StepOutputs, waiting: _OutputStack) -> None:
     stack, tensor_kind, rows = waiting.stack[: len(sites)], waiting.tensor_kind, step.rows
     size = stack.numel() // len(sites)
     flat = stack.view(len(sites), -1)
-    rows[tensor_kind.row].add(torch.linalg.vector_norm(flat, dim=1, dtype=wide_type(stack)), sites, size)
+    rows[tensor_kind.row].pieces.append((torch.linalg.vector_norm(flat, dim=1, dtype=wide_type(stack)), sites, size))
     units = _units(stack, 1, channels=waiting.channels) if tensor_kind.rectifies else None
     if units is not None:
         dims = [dim for dim in range(1, stack.ndim) if dim != units]
         step.unit_peaks.append((sites, stack.amax(dims)))
     elif tensor_kind.rectifies:
-        rows[tensor_kind.peak].add(flat.amax(1), sites, size)
+        rows[tensor_kind.peak].pieces.append((flat.amax(1), sites, size))
     else:
-        rows[tensor_kind.peak].add(flat.amin(1), sites, size)
-        rows[tensor_kind.peak].add(flat.amax(1), sites, size)
+        rows[tensor_kind.peak].pieces.append((flat.amin(1), sites, size))
+        rows[tensor_kind.peak].pieces.append((flat.amax(1), sites, size))
     if tensor_kind.rectifies or tensor_kind.reach:
         name, ones = _ones(flat, tensor_kind)
-        rows[name].add(torch.linalg.vector_norm(ones, dim=1, dtype=wide_type(ones)), sites, size)
+        rows[name].pieces.append((torch.linalg.vector_norm(ones, dim=1, dtype=wide_type(ones)), sites, size))
 
 
 def _ones(tensor: Tensor, tensor_kind: TensorKind) -> tuple[str, Tensor]:
