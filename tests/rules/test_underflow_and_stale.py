@@ -24,7 +24,7 @@ from gradwatch.core.alert import Alert, Severity
 from gradwatch.core.history import History
 from gradwatch.core.record import Layout, Missing, Site
 from gradwatch.core.schedule import SamplingSchedule
-from gradwatch.measure.modules.fp16_zeros import Fp16Zeros
+from gradwatch.measure.modules.signal_statistics import SignalStatistics
 from gradwatch.measure.stale_gradients import TRUSTED, StaleGradientCheck
 from gradwatch.rules.stale_grad import StaleGrad
 from gradwatch.rules.underflow import SMALLEST_FLOAT16, Underflow
@@ -328,31 +328,36 @@ def test_underflow_cannot_tell_of_other_records_and_of_what_it_has_forgotten() -
 )
 def test_the_share_of_zeros_meets_its_obvious_reference(numbers: list[float], calls: int, dtype: torch.dtype) -> None:
     layout = Layout((Site("total", "total", "", 0, 0, ""), Site("a", "layer", "Linear", 1, 4, "")))
-    statistic = Fp16Zeros()
+    statistic = SignalStatistics()
     on_gradient = statistic.on_grad_output(1, nn.Linear(1, 1), "")
     assert on_gradient is not None
     assert statistic.on_grad_output(1, nn.ReLU(), "ReLU") is None
     for _ in range(calls):
         on_gradient(torch.tensor(numbers).to(dtype))
     reading = statistic.collect(layout)
-    if dtype is not torch.float16 or not numbers:
+    if not numbers:
         assert reading is None
         return
     assert reading is not None
     host = {name: np.asarray(tensor.tolist(), float) for name, tensor in reading.tensors.items()}
-    zeros = sum(torch.tensor(number).half().item() == 0 for number in numbers)
-    np.testing.assert_allclose(reading.values(host)["half_zeros"], zeros / len(numbers))
+    values = reading.values(host)
+    assert ("half_zeros" in values) is (dtype is torch.float16)
+    if dtype is torch.float16:
+        zeros = sum(torch.tensor(number).half().item() == 0 for number in numbers)
+        np.testing.assert_allclose(values["half_zeros"], zeros / len(numbers))
     assert statistic.collect(layout) is None
 
 
 def test_a_signal_that_becomes_float16_later_is_counted_at_once() -> None:
     layout = Layout((Site("total", "total", "", 0, 0, ""), Site("a", "layer", "Linear", 1, 4, "")))
-    statistic = Fp16Zeros()
+    statistic = SignalStatistics()
     on_gradient = statistic.on_grad_output(1, nn.Linear(1, 1), "")
     assert on_gradient is not None
     for sample in range(10):
         on_gradient(torch.ones(4, dtype=torch.float16 if sample in (3, 7) else torch.float32))
-        assert (statistic.collect(layout) is not None) is (sample in (3, 7))
+        reading = statistic.collect(layout)
+        assert reading is not None
+        assert ("half_nonzero" in reading.tensors) is (sample in (3, 7))
 
 
 # ---- stale gradients

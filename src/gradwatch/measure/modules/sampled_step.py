@@ -14,14 +14,13 @@ from gradwatch.measure.layers import Layer
 from gradwatch.measure.modules import ModuleStatistic
 from gradwatch.measure.modules.data_flow import DataFlow
 from gradwatch.measure.modules.double_softmax import DoubleSoftmax
-from gradwatch.measure.modules.fp16_zeros import Fp16Zeros
 from gradwatch.measure.modules.frozen_weights import FrozenWeights
 from gradwatch.measure.modules.loss_head import LossHead
 from gradwatch.measure.modules.module_hooks import ModuleHooks, ModuleHooksReading
 from gradwatch.measure.modules.output_statistics import OutputStatistics
 from gradwatch.measure.modules.recomputed_gradients import RecomputedGradients
 from gradwatch.measure.modules.recurrent import TimeStepGradients
-from gradwatch.measure.modules.signal_norms import SignalNorms
+from gradwatch.measure.modules.signal_statistics import SignalStatistics
 from gradwatch.measure.unowned_parameters import UnownedParameters
 
 FULL_HOOKS_REFUSED = (
@@ -43,7 +42,7 @@ class SampledStep:
         forward = signals != "off" if activations == "auto" else bool(activations)
         statistics: list[ModuleStatistic] = [OutputStatistics(), FrozenWeights()] if forward else []
         if signals != "off":
-            statistics += [SignalNorms(), Fp16Zeros(), self._head, TimeStepGradients(self._costs)]
+            statistics += [SignalStatistics(), self._head, TimeStepGradients(self._costs)]
             statistics += [DoubleSoftmax(self._costs), RecomputedGradients(self._costs)]
         self._flow = DataFlow()
         if statistics:

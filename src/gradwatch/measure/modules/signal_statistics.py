@@ -1,0 +1,120 @@
+"""Backward statistics: on sampled steps the norm of dL/d(output) of every layer, and the zeros of float16 ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from gradwatch.core.record import Floats, Layout
+from gradwatch.measure.dtensor import local_tensor
+from gradwatch.measure.modules import MAX_TENSORS, GradOutputCallback, ModuleStatistic
+from gradwatch.measure.reductions import SAFE_SQUARE, dense_real, exact_norm, gathered, is_dense_real, wide_type
+
+Measured = list[tuple[Tensor, int, int]]
+"""Number, site and elements of each signal, in one: autograd has a thread for each device."""
+
+
+@dataclass(slots=True, eq=False)
+class _StepSignals:
+    """What has been measured in one sampled step."""
+
+    norms: Measured = field(default_factory=list)
+    nonzero: Measured = field(default_factory=list)
+    """Of float16 signals, the number of values that are not zero."""
+    unsafe: set[int] = field(default_factory=set)
+    """Sites whose last float32 norm was 0, infinite or tiny: measured in float64 next time."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SignalReading:
+    """The numbers of one step, on the device."""
+
+    layout: Layout
+    step: _StepSignals
+    tensors: Mapping[str, Tensor]
+    exact: frozenset[int]
+
+    def values(self, numbers: Mapping[str, Floats]) -> dict[str, Floats]:
+        """`signal_norm`, `signal_rms` and, if any signal was float16, `half_zeros`: one number per site, NaN for layers
+        without one.
+
+        Over several outputs or calls of a layer: sqrt(sum |s|^2). A layer whose signal float32 squares cannot hold has
+        no norm at this step, and is measured in float64 at the next sample. `half_zeros` is the share of zeros.
+        """
+        found, step = {}, self.step
+        if step.norms:
+            found |= self._norms(numbers["signals"])
+        if step.nonzero:
+            nonzero, elements = self._sums(step.nonzero, numbers["half_nonzero"])
+            nonzero[0], elements[0] = nonzero.sum(), elements.sum()
+            with np.errstate(invalid="ignore"):
+                found["half_zeros"] = 1.0 - nonzero / elements
+        return found
+
+    def _norms(self, norms: Floats) -> dict[str, Floats]:
+        squares, elements = self._sums(self.step.norms, norms**2)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            total = np.sqrt(squares)
+            total[elements == 0] = np.nan
+            unsafe = np.isinf(total) | (total * total < SAFE_SQUARE * elements)
+            for site in np.flatnonzero(unsafe):
+                self.step.unsafe.add(int(site))
+                if site not in self.exact:
+                    total[site] = np.nan
+            self.step.unsafe.difference_update(np.flatnonzero(~unsafe).tolist())
+            measured = ~np.isnan(total)
+            elements[0] = elements[measured].sum()
+            total[0] = np.sqrt(np.square(total[measured]).sum()) if elements[0] else np.nan
+            return {"signal_norm": total, "signal_rms": total / np.sqrt(elements)}
+
+    def _sums(self, measured: Measured, numbers: Floats) -> tuple[Floats, Floats]:
+        """The sums of `numbers` and of the elements of each site."""
+        _, sites, sizes = zip(*measured, strict=True)
+        n = len(self.layout)
+        return np.bincount(sites, numbers, n), np.bincount(sites, np.array(sizes, dtype=np.float64), n)
+
+
+class SignalStatistics(ModuleStatistic):
+    """Measures every backward signal as it arrives, and keeps none."""
+
+    def __init__(self) -> None:
+        self.step = _StepSignals()
+
+    def on_grad_output(self, site: int, module: nn.Module, kind: str) -> GradOutputCallback | None:
+        return None if kind else _signal_callback(self, site)
+
+    def collect(self, layout: Layout) -> SignalReading | None:
+        step, self.step = self.step, _StepSignals(unsafe=self.step.unsafe)
+        rows = {"signals": step.norms, "half_nonzero": step.nonzero}
+        tensors = {name: gathered([number for number, _, _ in row]) for name, row in rows.items() if row}
+        return SignalReading(layout, step, tensors, frozenset(step.unsafe)) if tensors else None
+
+
+def _signal_callback(statistic: SignalStatistics, site: int) -> GradOutputCallback:
+    def on_grad_output(gradient: Tensor) -> None:
+        step = statistic.step
+        if len(step.norms) >= MAX_TENSORS:
+            return
+        if gradient.requires_grad:
+            gradient = gradient.detach()
+        values = gradient
+        if not is_dense_real(gradient):
+            gradient = local_tensor(gradient)
+            values = dense_real(gradient)
+            if not is_dense_real(values):
+                return
+        if site in step.unsafe:
+            norm = exact_norm(values)
+        elif values.dtype is torch.float32:
+            norm = torch.linalg.vector_norm(values)  # without naming its type, a fifth faster
+        else:
+            norm = torch.linalg.vector_norm(values, dtype=wide_type(values))
+        step.norms.append((norm, site, gradient.numel()))
+        if gradient.dtype is torch.float16:
+            step.nonzero.append((torch.count_nonzero(values), site, values.numel()))
+
+    return on_grad_output
