@@ -136,6 +136,8 @@ class RecomputedGradients(ModuleStatistic):
         self._expected: dict[int, _ExpectedGradient] = {}
         """By `id` of the parameter."""
         self._samples = 0
+        self._measures = True
+        """Whether this sample is one of those that are measured."""
         self._hooked = False
         """Whether some weight has had a hook that is not GradWatch's: from then on all weights are compared."""
 
@@ -145,9 +147,7 @@ class RecomputedGradients(ModuleStatistic):
         there = weakref.ref(module)
 
         def on_output(arguments: object, tensors: Iterable[Tensor]) -> None:
-            if not is_whole_sample(self._samples, first=FIRST_SAMPLES):
-                return
-            if (layer := there()) is not None:
+            if self._measures and (layer := there()) is not None:
                 self._measure(site, layer, arguments, tensors)
 
         return on_output
@@ -187,6 +187,7 @@ class RecomputedGradients(ModuleStatistic):
 
     def collect(self, layout: Layout) -> RecomputedReading | None:
         self._samples += 1
+        self._measures = is_whole_sample(self._samples, first=FIRST_SAMPLES)
         expected, self._expected = self._expected, {}
         found = (_compare(one, layout) for one in expected.values())
         compared = [one for one in found if one is not None]
