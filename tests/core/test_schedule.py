@@ -106,6 +106,15 @@ def test_automatic_measuring_keeps_the_budget() -> None:
     assert set(sampled(schedule, 400)) <= set(measured)
 
 
+def test_early_samples_are_whole_and_one_in_four_after_them() -> None:
+    schedule = schedule_for(50, 10**6)
+    samples = sampled(schedule, 8_000)
+    whole = [index for index in samples if schedule.is_whole(index)]
+    early = [index for index in samples if index <= max(EARLY_STEPS)]
+    assert whole[: len(early)] == early
+    assert len(whole) - len(early) == pytest.approx((len(samples) - len(early)) / 4, rel=0.1)
+
+
 @pytest.mark.parametrize("every", [3, "auto"])
 @pytest.mark.parametrize("stop", [2, 5, 60, 61, 70, 119])
 def test_a_resumed_schedule_goes_on_with_the_same_steps(every: Any, stop: int) -> None:

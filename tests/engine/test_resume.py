@@ -160,6 +160,7 @@ def test_the_same_alerts(name: str, package: str, tmp_path: Path, caplog: pytest
         there = [through.history.series(name).tolist() for name in ("loss", "lr")]
         assert repr([resumed.history.series(name).tolist() for name in ("loss", "lr")]) == repr(there)
         assert sampled(resumed) == sampled(through)
+        assert sampled(resumed, "zero_fraction") == sampled(through, "zero_fraction")
         assert resumed.verdict.steps == through.verdict.steps
         assert resumed.verdict.untrained == through.verdict.untrained
         assert bits(again) == bits(module)
@@ -172,9 +173,9 @@ def noticed(line: str) -> int:
     return int(found[2] or found[1])
 
 
-def sampled(watch: GradWatch) -> list[int]:
-    """The steps at which the weights were sampled."""
-    series = watch.history.series("weight_norm")
+def sampled(watch: GradWatch, statistic: str = "weight_norm") -> list[int]:
+    """The steps at which `statistic` was sampled."""
+    series = watch.history.series(statistic)
     return [step for step, norm in zip(watch.history.steps, series, strict=True) if norm == norm]
 
 

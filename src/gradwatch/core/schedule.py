@@ -16,8 +16,8 @@ EARLY_STEPS = frozenset({8, 16, 32, 64})
 Judgement."""
 
 WHOLE_SAMPLES_APART = 4
-"""Samples from one to the next at which what no rule needs at each is measured, too, after the first ones. Judgement:
-enough to see a change in a long run."""
+"""Intervals from one to the next in which samples measure what no rule needs at each of them. Judgement: enough to see
+a change in a long run."""
 
 FIXED_INTERVAL = 25
 """Steps between samples where there is no budget. Judgement."""
@@ -75,6 +75,11 @@ class SamplingSchedule:
         """Whether the measured step `index` is to be sampled too: signals, weights, updates."""
         return self.next_sampled(index) == index
 
+    def is_whole(self, index: int) -> bool:
+        """Whether the sampled step `index` measures what no rule needs at each sample, too: all the early ones do."""
+        first = index // (1 if self._every == "auto" else self._every)
+        return first <= max(EARLY_STEPS) or first // self.interval % WHOLE_SAMPLES_APART == 0
+
     def next_sampled(self, index: int) -> int:
         """The first sampled step from `index` on."""
         every = 1 if self._every == "auto" else self._every
@@ -115,11 +120,6 @@ class SamplingSchedule:
                 f"the sampling schedule in the state is damaged: {type(error).__name__}: {error}"
             ) from error
         self.interval, self._measure_interval, self._dense_from = interval, measure, dense
-
-
-def is_whole_sample(sample: int, *, first: int = FIRST_STEPS) -> bool:
-    """Whether the sample of this number, from 0, is one of the `first` or of those at which all is measured."""
-    return sample < first or sample % WHOLE_SAMPLES_APART == 0
 
 
 def _jitter(number: int, below: int) -> int:

@@ -74,7 +74,7 @@ class Engine:
         self._judged: list[tuple[int, int]] = []
         """Of each of the steps that are being judged: `Record.step`, and its number among those of its optimizer."""
         self._open: StepState | None = None
-        self._measuring = self._sampling = self._batches = self._capture_noted = False
+        self._measuring = self._sampling = self._whole = self._batches = self._capture_noted = False
         self._ordinary = range(0)
         """Steps of an optimizer that are measured and not sampled, and for which the hooks are as they are now."""
         self._announced = False
@@ -479,7 +479,8 @@ class Engine:
         ordinary = self.schedule.every_step and not self._sampling
         self._ordinary = range(index, self.schedule.next_sampled(index) if ordinary else index)
         if self._measuring:
-            self._reader.arm(sampled=self._sampling)
+            self._whole = self._sampling and self.schedule.is_whole(index)
+            self._reader.arm(sampled=self._sampling, whole=self._whole)
             if self.source.looks:
                 self.source.arm(() if self._reader.shards else self._reader.parameters)
         else:
@@ -492,7 +493,9 @@ class Engine:
 
     def _hook_modules(self) -> None:
         assert self._reader is not None
-        self._samples.hook_modules(self._reader.layers, self._reader.layout, whole_batch=self._batches)
+        self._samples.hook_modules(
+            self._reader.layers, self._reader.layout, whole=self._whole, whole_batch=self._batches
+        )
 
     def _register(self, optimizers: Iterable[Any], *, look: bool = False, first: bool = False) -> None:
         """Register the optimizers, their parameters and the tapped tensors; open the run again where that adds sites.

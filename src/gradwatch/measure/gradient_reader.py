@@ -12,7 +12,6 @@ import numpy as np
 from torch import Tensor, nn
 
 from gradwatch.core.record import Layout, Missing
-from gradwatch.core.schedule import is_whole_sample
 from gradwatch.measure.device_buffer import ROWS, DeviceBuffer, RowBlock
 from gradwatch.measure.devices import moved
 from gradwatch.measure.dtensor import DeferredErrors, ShardBlock, ShardReducer, is_dtensor
@@ -68,6 +67,8 @@ class GradientReader:
         """What `measure` has read of the gradients that are about to be used, if it has."""
         self.waiting = False
         """Whether lazy parameters have not been materialised yet."""
+        self._whole = True
+        """Whether the coming step measures what only some samples do, if it is sampled."""
         self._block: RowBlock | None = None
         """Where the norms of a step go."""
         self.waiting_rows: ShardBlock | None = None
@@ -170,10 +171,14 @@ class GradientReader:
             self.stale_gradients.disarm()
         return adopted
 
-    def arm(self, *, sampled: bool) -> None:
-        """Prepare the step to come: tapped tensors are measured, and on a `sampled` step what arrives at parameters."""
+    def arm(self, *, sampled: bool, whole: bool = True) -> None:
+        """Prepare the step to come: tapped tensors are measured, and on a `sampled` step what arrives at parameters.
+
+        `whole`: as `SamplingSchedule.is_whole` says.
+        """
+        self._whole = whole
         if sampled:
-            self.parameter_hooks.arm()
+            self.parameter_hooks.arm(whole=whole)
         elif self.parameter_hooks.armed:
             self.parameter_hooks.disarm()
         self.tensor_taps.armed = True
@@ -323,9 +328,8 @@ class GradientReader:
             parameters.coverage = Coverage(self.layout, found)
         index = {"grad_norm": parameters.reduce(buffer, "grad_norm", gradients)}
         if sampled:
-            if is_whole_sample(parameters.samples):
+            if self._whole:
                 index["zeros"] = parameters.reduce(buffer, "zeros", gradients, reduction=ZEROS)
-            parameters.samples += 1
             index["weights"] = parameters.reduce(buffer, "weights", parameters.weights())
             parameters.copy_weights(buffer)
         if scale is not None:

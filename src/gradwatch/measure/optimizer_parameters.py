@@ -65,8 +65,6 @@ class OptimizerParameters:
     """
     after_step: dict[str, Places] = field(default_factory=dict)
     """Row -> slots of what was read again for after the step."""
-    samples: int = 0
-    """Sampled steps so far."""
     _plans: dict[str, tuple[Plan, FloatLimits, Norms | None, Places]] = field(default_factory=dict)
     _updates: UpdateNorms | None = None
     _clip_checks: tuple[int, ...] | None = None

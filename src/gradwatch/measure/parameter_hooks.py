@@ -12,7 +12,6 @@ from time import perf_counter
 import torch
 from torch import Tensor, distributed, nn
 
-from gradwatch.core.schedule import is_whole_sample
 from gradwatch.hooks.garbage_collector import no_collections
 from gradwatch.hooks.hook_set import (
     HookSet,
@@ -193,9 +192,8 @@ class ParameterHooks:
         self.hooks = HookSet()
         self.armed = False
         """Whether the hooks are on."""
-        self._samples = 0
-        self._several = False
-        """Whether a parameter may have got several gradients in the last step that was measured."""
+        self._several = True
+        """Whether a parameter may have got several gradients in the last step that was measured, as far as is known."""
         self._parameters: Sequence[nn.Parameter] = ()
         self._arrivals = _Arrivals(errors=errors)
         self._made: list[tuple[int, nn.Parameter, _ParameterHook]] = []
@@ -215,10 +213,13 @@ class ParameterHooks:
         if armed:
             self.arm()
 
-    def arm(self) -> None:
-        """Put the hooks on, frozen parameters too, if this sample is to have them; twice does nothing."""
+    def arm(self, *, whole: bool = True) -> None:
+        """Put the hooks on, frozen parameters too, if this sample is to have them; twice does nothing.
+
+        `whole`: as `SamplingSchedule.is_whole` says.
+        """
         # where each parameter gets one gradient in a step, `p.grad` says as much
-        if self.armed or not (self._several or is_whole_sample(self._samples)):
+        if self.armed or not (self._several or whole):
             return
         self.armed, arrivals = True, self._arrivals
         arrivals.places.clear()
@@ -248,7 +249,6 @@ class ParameterHooks:
         `arm` or the last `take`, on `device`, shape [n], and whether anything has. None where nothing has at any of
         them.
         """
-        self._samples += 1
         arrivals = self._arrivals
         arrived = [place in arrivals.places for place in places]
         if not any(arrived):

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from gradwatch.core.record import ROOT, Floats, Layout
-from gradwatch.core.schedule import is_whole_sample
 from gradwatch.hooks.hook_set import HookCosts
 from gradwatch.measure.devices import moved
 from gradwatch.measure.dtensor import is_dtensor
@@ -22,10 +21,6 @@ from gradwatch.measure.modules import ModuleStatistic, OutputCallback
 from gradwatch.measure.modules.affine_nodes import bias_of, count_other_hooks, linear_map_of, weight_of
 from gradwatch.measure.modules.autograd_graph import register_node_hook, skip_views
 from gradwatch.measure.reductions import gathered, is_dense_real, joined, wide_type, widest_type
-
-FIRST_SAMPLES = 8
-"""Samples that are all measured, before those of `is_whole_sample` alone: users mostly register their hooks before the
-training. Judgement."""
 
 MIN_SHARE = 0.05
 """Norm of an expected gradient, as a share of the norm for signals without a pattern, under which it is rounding error:
@@ -135,9 +130,8 @@ class RecomputedGradients(ModuleStatistic):
         self._costs = costs
         self._expected: dict[int, _ExpectedGradient] = {}
         """By `id` of the parameter."""
-        self._samples = 0
-        self._measures = True
-        """Whether this sample is one of those that are measured."""
+        self.on = True
+        """Whether the present sample is measured."""
         self._hooked = False
         """Whether some weight has had a hook that is not GradWatch's: from then on all weights are compared."""
 
@@ -147,7 +141,7 @@ class RecomputedGradients(ModuleStatistic):
         there = weakref.ref(module)
 
         def on_output(arguments: object, tensors: Iterable[Tensor]) -> None:
-            if self._measures and (layer := there()) is not None:
+            if self.on and (layer := there()) is not None:
                 self._measure(site, layer, arguments, tensors)
 
         return on_output
@@ -186,8 +180,6 @@ class RecomputedGradients(ModuleStatistic):
                     register_node_hook(node, partial(_add_weight_gradient, weight, projected), self._costs)
 
     def collect(self, layout: Layout) -> RecomputedReading | None:
-        self._samples += 1
-        self._measures = is_whole_sample(self._samples, first=FIRST_SAMPLES)
         expected, self._expected = self._expected, {}
         found = (_compare(one, layout) for one in expected.values())
         compared = [one for one in found if one is not None]

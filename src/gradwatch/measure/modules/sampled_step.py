@@ -39,11 +39,12 @@ class SampledStep:
         self._full = signals == "full"
         self._costs = HookCosts()
         self._head = LossHead()
+        self._recomputed = RecomputedGradients(self._costs)
         forward = signals != "off" if activations == "auto" else bool(activations)
         statistics: list[ModuleStatistic] = [OutputStatistics(), FrozenWeights()] if forward else []
         if signals != "off":
             statistics += [SignalStatistics(), self._head, TimeStepGradients(self._costs)]
-            statistics += [DoubleSoftmax(self._costs), RecomputedGradients(self._costs)]
+            statistics += [DoubleSoftmax(self._costs), self._recomputed]
         self._flow = DataFlow()
         if statistics:
             statistics.append(self._flow)
@@ -63,12 +64,14 @@ class SampledStep:
         """Whether a sampled step has hooks on modules."""
         return len(self._module_hooks.statistics) > 0
 
-    def hook_modules(self, layers: Sequence[Layer], layout: Layout, *, whole_batch: bool) -> None:
+    def hook_modules(self, layers: Sequence[Layer], layout: Layout, *, whole: bool, whole_batch: bool) -> None:
         """Hook the modules until `unhook_modules` or `collect`; a second call does nothing.
 
-        `whole_batch`: whether that comes with the end of the batch: then reference cycles wait for it, too.
+        `whole`: as `SamplingSchedule.is_whole` says: then gradients are computed a second time. `whole_batch`: whether
+        that comes with the end of the batch: then reference cycles wait for it, too.
         """
         if self.hooks_modules:
+            self._recomputed.on = whole
             if self.thresholds is None:
                 self.thresholds = garbage_collector.pause()
             self._module_hooks.attach(layers, layout, full=self._full)

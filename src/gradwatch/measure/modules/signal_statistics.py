@@ -45,7 +45,7 @@ class SignalReading:
         Over several outputs or calls of a layer: sqrt(sum |s|^2). A layer whose signal float32 squares cannot hold has
         no norm at this step, and is measured in float64 at the next sample. `half_zeros` is the share of zeros.
         """
-        found, step = {}, self.step
+        found, step = dict[str, Floats](), self.step
         if step.norms:
             found |= self._norms(numbers["signals"])
         if step.nonzero:
@@ -74,8 +74,10 @@ class SignalReading:
     def _sums(self, measured: Measured, numbers: Floats) -> tuple[Floats, Floats]:
         """The sums of `numbers` and of the elements of each site."""
         _, sites, sizes = zip(*measured, strict=True)
-        n = len(self.layout)
-        return np.bincount(sites, numbers, n), np.bincount(sites, np.array(sizes, dtype=np.float64), n)
+        sums, elements = (
+            np.bincount(sites, each, len(self.layout)).astype(np.float64, copy=False) for each in (numbers, sizes)
+        )
+        return sums, elements
 
 
 class SignalStatistics(ModuleStatistic):
