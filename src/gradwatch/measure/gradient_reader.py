@@ -325,7 +325,8 @@ class GradientReader:
         buffer, gradients = self.buffer, parameters.read_gradients()
         if sampled or parameters.coverage is None:
             found = missing_codes(self.parameters, self._by_optimizer.values(), parameters)
-            parameters.coverage = Coverage(self.layout, found)
+            if parameters.coverage is None or not np.array_equal(found, parameters.coverage.parameters):
+                parameters.coverage = Coverage(self.layout, found)
         index = {"grad_norm": parameters.reduce(buffer, "grad_norm", gradients)}
         if sampled:
             if self._whole:

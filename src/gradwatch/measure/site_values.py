@@ -26,8 +26,10 @@ class Coverage:
         codes[layout.parameters] = parameters
         np.minimum.at(codes, layout.owners, parameters)
         codes[0] = parameters.min(initial=_LAST)
+        self.parameters = parameters
+        """One `Missing` per parameter."""
         self.codes = codes
-        """One `Missing` per site."""
+        """One per site."""
         self.measured: Mask = parameters == MEASURED
         """Which parameters are measured."""
         self.complete = bool(self.measured.all())
