@@ -24,6 +24,7 @@ from gradwatch.core.alert import Alert, Severity
 from gradwatch.core.history import History
 from gradwatch.core.record import Layout, Missing, Site
 from gradwatch.core.schedule import SamplingSchedule
+from gradwatch.measure import stale_gradients
 from gradwatch.measure.modules.signal_statistics import SignalStatistics
 from gradwatch.measure.stale_gradients import TRUSTED, StaleGradientCheck
 from gradwatch.rules.stale_grad import StaleGrad
@@ -711,3 +712,19 @@ def test_gradients_that_are_replaced_were_not_cleared_by_that() -> None:
             watch.step(optimizer)
             optimizer.step()
     assert only(watch.alerts).rule == "stale_grad"
+
+
+@pytest.mark.parametrize("part", ["_gradient", "is_vmapped", "_norm"])
+def test_a_failure_inside_a_hook_does_not_end_the_backward_pass(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, errors = nn.Linear(2, 1), list[Exception]()
+    layer(torch.ones(1, 2)).sum().backward()
+    stale = StaleGradientCheck(errors)
+    stale.arm(list(layer.parameters()))
+
+    def fails(*_: Any) -> None:
+        raise KeyError(part)
+
+    monkeypatch.setattr(stale_gradients, part, fails)
+    layer(torch.ones(1, 2)).sum().backward()
+    assert {str(error) for error in errors} == {f"'{part}'"}
+    stale.disarm()

@@ -106,7 +106,7 @@ class StaleGradientCheck:
             for checked in self._checked:
                 if (parameter := checked.parameter()) is not None:
                     self.hooks.on_gradient(parameter, _on_arrival(checked, self._errors))
-                    self.hooks.on_gradient(parameter, _on_accumulated(checked), accumulated=True)
+                    self.hooks.on_gradient(parameter, _on_accumulated(checked, self._errors), accumulated=True)
         except BaseException:
             self.disarm()
             raise
@@ -186,13 +186,13 @@ class StaleGradientCheck:
 
 def _on_arrival(checked: _CheckedParameter, errors: list[Exception]) -> Callable[[Tensor | None], None]:
     def on_gradient(gradient: Tensor | None) -> None:
-        if checked.cleared or gradient is None or is_vmapped(gradient) or is_capturing():
-            return
-        there = _gradient(checked)
-        if there is None or (checked.gradient_version is not None and checked.gradient_version != _version(there)):
-            checked.cleared, checked.gone = True, there is None
-            return
         try:
+            if checked.cleared or gradient is None or is_vmapped(gradient) or is_capturing():
+                return
+            there = _gradient(checked)
+            if there is None or (checked.gradient_version is not None and checked.gradient_version != _version(there)):
+                checked.cleared, checked.gone = True, there is None
+                return
             # not every write is counted: `grad.data.zero_()` is not
             old, new = (_norm(tensor.detach()) for tensor in (there, gradient))
             checked.old = old if checked.old is None else torch.minimum(checked.old, old)
@@ -204,13 +204,16 @@ def _on_arrival(checked: _CheckedParameter, errors: list[Exception]) -> Callable
     return on_gradient
 
 
-def _on_accumulated(checked: _CheckedParameter) -> Callable[[Tensor], None]:
+def _on_accumulated(checked: _CheckedParameter, errors: list[Exception]) -> Callable[[Tensor], None]:
     def accumulated(parameter: Tensor) -> None:
-        # torch.autograd.grad calls the hook before, too, and adds nothing
-        if checked.awaited:
-            checked.added, checked.awaited = True, False
-            if checked.gradient_version is not None:
-                checked.gradient_version = _version(parameter.grad)
+        try:
+            # torch.autograd.grad calls the hook before, too, and adds nothing
+            if checked.awaited:
+                checked.added, checked.awaited = True, False
+                if checked.gradient_version is not None:
+                    checked.gradient_version = _version(parameter.grad)
+        except Exception as error:
+            errors.append(error)
 
     return accumulated
 

@@ -45,7 +45,7 @@ __all__ = [
 
 
 def default_rules() -> tuple[Rule, ...]:
-    """A new tuple of every rule, each before the rules whose faults follow from its fault."""
+    """A new tuple of every rule. `CONSEQUENCES` says what may follow from what."""
     return (
         StaleGrad(),
         Nonfinite(),

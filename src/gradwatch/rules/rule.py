@@ -40,7 +40,7 @@ class Rule(Protocol):
 
     @property
     def needs(self) -> frozenset[str]:
-        """The statistics that the rule reads; those that no rule and no sink needs are not computed."""
+        """The statistics that the rule reads. Where all are sampled, it is called at samples only."""
 
     def __call__(self, history: History) -> Sequence[Finding] | None:
         """Findings at the latest record, the worst first.
