@@ -142,7 +142,7 @@ def diagnosed(
     if first:
         diagnosis.load_state_dict(states[first])
     else:
-        diagnosis.order(SHAPE.order)
+        diagnosis.learn_data_flow(SHAPE.order)
     for step, row in enumerate(rows[first:], start=first):
         if step in stops or (step in states and not first):
             state, _ = through_a_file(diagnosis.state_dict())

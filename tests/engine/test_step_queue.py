@@ -22,7 +22,7 @@ from gradwatch.core.alert import Alert, Finding, Severity
 from gradwatch.core.history import History
 from gradwatch.core.record import Record
 from gradwatch.engine import step_queue
-from gradwatch.engine.step_queue import LATE
+from gradwatch.engine.step_queue import LONGEST_WAIT
 from gradwatch.measure.device_buffer import ROWS
 from gradwatch.sinks.memory import Memory
 from training import quiet_trainer
@@ -103,7 +103,7 @@ def test_quiet_steps_are_worked_on_together(calm: tuple[Training, Late]) -> None
 def test_slow_steps_wait_for_nothing(calm: tuple[Training, Late], timeless: list[float]) -> None:
     training, late = calm
     for _ in range(3):
-        timeless[0] += LATE
+        timeless[0] += LONGEST_WAIT
         training.step()
         assert late.records[-1].step == training.steps - 1
 

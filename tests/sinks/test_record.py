@@ -19,7 +19,7 @@ import forks
 from gradwatch import GradWatch, Watch
 from gradwatch.core.alert import Severity, Verdict, ranked
 from gradwatch.core.record import Layout, Missing, Record, Run
-from gradwatch.engine.step_queue import LATE
+from gradwatch.engine.step_queue import LONGEST_WAIT
 from gradwatch.measure.device_buffer import ROWS
 from gradwatch.runs.arrays import RunArrays, read
 from gradwatch.runs.files import Unreadable, files_of, holds_record, runs_below
@@ -489,5 +489,5 @@ L.Trainer(accelerator="cpu", max_epochs=-1, logger={kind}(sys.argv[1], name="run
     lost = [when for step, when in finished.items() if step >= len(steps)]
     longest = max(np.diff(list(finished.values())))
     assert len(lost) <= ROWS
-    assert not lost or lost[-1] - lost[0] <= LATE + 2 * longest
+    assert not lost or lost[-1] - lost[0] <= LONGEST_WAIT + 2 * longest
     assert holds_record(files_of(tmp_path)[0])

@@ -15,7 +15,7 @@ EARLY_STEPS = frozenset({8, 16, 32, 64})
 """Later steps that are sampled whatever the budget: faults at the start of a run show within the first hundred steps.
 Judgement."""
 
-WHOLE_SAMPLES_APART = 4
+INTERVALS_APART = 4
 """Intervals from one to the next in which samples measure what no rule needs at each of them. Judgement: enough to see
 a change in a long run."""
 
@@ -75,10 +75,10 @@ class SamplingSchedule:
         """Whether the measured step `index` is to be sampled too: signals, weights, updates."""
         return self.next_sampled(index) == index
 
-    def is_whole(self, index: int) -> bool:
+    def measures_everything(self, index: int) -> bool:
         """Whether the sampled step `index` measures what no rule needs at each sample, too: all the early ones do."""
         first = index // (1 if self._every == "auto" else self._every)
-        return first <= max(EARLY_STEPS) or first // self.interval % WHOLE_SAMPLES_APART == 0
+        return first <= max(EARLY_STEPS) or first // self.interval % INTERVALS_APART == 0
 
     def next_sampled(self, index: int) -> int:
         """The first sampled step from `index` on."""

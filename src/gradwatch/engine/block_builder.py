@@ -112,7 +112,7 @@ class BlockBuilder:
         if not step.stepped:
             sure = not step.maybe_stepped or bool(step.effect and step.effect.skips)
             return {}, {"skipped": 1.0} if sure or not np.isfinite(grad_norm[0]) else {}, False
-        values: dict[str, Floats] = step.late.values() if step.late else {}
+        values: dict[str, Floats] = step.reading_after.values() if step.reading_after else {}
         scalars, unseen = {"overhead": overhead}, False
         used = step.effect.used if step.effect is not None else None
         before = _without_taps(step, grad_norm.copy() if used is None else used)
@@ -190,7 +190,7 @@ class BlockBuilder:
         """Record the rank and batch of a gradient that is not finite, as far as they are known."""
         rank, micro = step.bad_rank, -1
         if rank is None:
-            rank, micro = source.of(step.step_count, late=step.sentinels is not None) or (None, -1)
+            rank, micro = source.rank_and_batch_of(step.step_count, wait=step.sentinels is not None) or (None, -1)
         if rank is not None and step.ranks > 1:
             step.scalars["rank"] = float(rank)
         if micro >= 0 and "batch" in step.scalars:

@@ -162,7 +162,7 @@ class Diagnosis:
         self._reached = np.array([site.name in reached for site in history.layout.sites], dtype=bool)
         self._inherited = frozenset((alert.rule, alert.step) for alert in incidents.alerts)
 
-    def order(
+    def learn_data_flow(
         self, order: tuple[int, ...], edges: tuple[Edge, ...] | None = None, unowned: tuple[str, ...] = ()
     ) -> None:
         """The layers' order of execution has become known, or more of it, the data flow between them, and layers that

@@ -74,7 +74,7 @@ class Engine:
         self._judged: list[tuple[int, int]] = []
         """Of each of the steps that are being judged: `Record.step`, and its number among those of its optimizer."""
         self._open: StepState | None = None
-        self._measuring = self._sampling = self._whole = self._batches = self._capture_noted = False
+        self._measuring = self._sampling = self._everything = self._batches = self._capture_noted = False
         self._ordinary = range(0)
         """Steps of an optimizer that are measured and not sampled, and for which the hooks are as they are now."""
         self._announced = False
@@ -121,7 +121,7 @@ class Engine:
         self._reader.tensor_taps.listen()
         if alive is not None:
             self.interventions.alive = alive
-            self._hook_end(alive)
+            self._close_after_training(alive)
         urgent = self._mode.monitored or self.options.on_alert != "log" or bool(self.interventions.given)
         if self._reader.shards is not None:
             urgent = self._reader.shards.on_any_rank(urgent)
@@ -133,7 +133,7 @@ class Engine:
         wait_for({parameter.device for parameter in self._reader.parameters})
         self.overhead.started = perf_counter()
 
-    def _hook_end(self, alive: Callable[[], bool]) -> None:
+    def _close_after_training(self, alive: Callable[[], bool]) -> None:
         """Have the first backward pass that comes after the end of the training close the watch."""
         this = weakref.ref(self)
 
@@ -256,7 +256,7 @@ class Engine:
         """A backward pass is about to begin, at `loss` if that is known; `copy`: its value, which no one writes to."""
         if self.failed:
             return
-        if self.source.looks:
+        if self.source.may_hook:
             self.source.backward()
         self.replay.loss, self._announced = copy, True
         if self._sampling and isinstance(loss, Tensor):
@@ -324,7 +324,7 @@ class Engine:
         self.source.step_count += 1
         if reader.shards is not None and not self._joins_ranks(index):
             return
-        if self.source.looks:
+        if self.source.may_hook:
             self.source.take_passes()
         if not (self.schedule.every_step or self.schedule.is_measured(index)):
             self._arm(index + 1)
@@ -479,9 +479,9 @@ class Engine:
         ordinary = self.schedule.every_step and not self._sampling
         self._ordinary = range(index, self.schedule.next_sampled(index) if ordinary else index)
         if self._measuring:
-            self._whole = self._sampling and self.schedule.is_whole(index)
-            self._reader.arm(sampled=self._sampling, whole=self._whole)
-            if self.source.looks:
+            self._everything = self._sampling and self.schedule.measures_everything(index)
+            self._reader.arm(sampled=self._sampling, everything=self._everything)
+            if self.source.may_hook:
                 self.source.arm(() if self._reader.shards else self._reader.parameters)
         else:
             self._reader.disarm()
@@ -494,7 +494,7 @@ class Engine:
     def _hook_modules(self) -> None:
         assert self._reader is not None
         self._samples.hook_modules(
-            self._reader.layers, self._reader.layout, whole=self._whole, whole_batch=self._batches
+            self._reader.layers, self._reader.layout, everything=self._everything, whole_batch=self._batches
         )
 
     def _register(self, optimizers: Iterable[Any], *, look: bool = False, first: bool = False) -> None:

@@ -28,8 +28,8 @@ class PendingActions:
         """Run the actions that need not wait for the device, or all of them with `wait`."""
         while self.waiting:
             since, host_copies, action = self.waiting[0]
-            late = self.steps - since > IN_FLIGHT
-            if not (wait or late or all(host_copy.done for host_copy in host_copies)):
+            overdue = self.steps - since > IN_FLIGHT
+            if not (wait or overdue or all(host_copy.done for host_copy in host_copies)):
                 return
             self.waiting.popleft()
             action()

@@ -81,7 +81,7 @@ class StepState:
     evaluations: int = 1
     """How often the step asked for a gradient (LBFGS: more than once)."""
     stepped: bool = False
-    late: Reading | None = None
+    reading_after: Reading | None = None
     """What was read after the optimizer had moved."""
     maybe_stepped: bool = False
     """Whether the optimizer may have stepped without calling its hooks."""
@@ -197,7 +197,7 @@ def read(
         if reader.shards is None:
             raise
         reader.errors.append(error)  # this rank must not miss the collective operations after the step
-    if source.looks:
+    if source.may_hook:
         step.sentinels = source.send()
     reader.tensor_taps.armed = False
     if reader.tensor_taps.used:
@@ -222,8 +222,8 @@ def read_after(step: StepState, *, reader: GradientReader, clipped: bool, by_nor
     if reader.stale_gradients.hooked or step.changed or step.looked or step.effect or step.evaluations > 1:
         reader.stale_gradients.after_step(fused=parameters.is_fused)
     if step.sampled or parameters.after_step or sharded:
-        step.late = reader.measure_after(parameters, sampled=step.sampled, clipped=clipped)
-        if step.late is not None:
-            step.late.before = step.reading
-    known = step.changed or step.late or step.effect or step.evaluations > 1
+        step.reading_after = reader.measure_after(parameters, sampled=step.sampled, clipped=clipped)
+        if step.reading_after is not None:
+            step.reading_after.before = step.reading
+    known = step.changed or step.reading_after or step.effect or step.evaluations > 1
     step.used_as_measured = step.norms_only and step.info.scale is None and not known

@@ -22,16 +22,16 @@ from gradwatch.measure.nonfinite_rank import NonfiniteSource
 
 logger = logging.getLogger("gradwatch")
 
-LATE = 0.25
+LONGEST_WAIT = 0.25
 """Seconds that a step waits for others at most, and one step more. Judgement."""
 
 
 class StepQueue:
     """Makes blocks of steps and has them judged and sent on, in order, when their numbers are on the host.
 
-    If `steps_wait`, it waits for `ROWS` steps or `LATE` seconds, unless a step is `unusual`: that one is judged before
-    its optimizer moves. If they wait `for_exchange`, it waits until all ranks have exchanged what they have. What a
-    block is made of has no influence on what is found.
+    If `steps_wait`, it waits for `ROWS` steps or `LONGEST_WAIT` seconds, unless a step is `unusual`: that one is judged
+    before its optimizer moves. If they wait `for_exchange`, it waits until all ranks have exchanged what they have.
+    What a block is made of has no influence on what is found.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class StepQueue:
         self._expected: StepState | None = None
         """The step that has not ended."""
         self._worked, self._busy = monotonic(), False
-        self._odd = False
+        self._was_nonfinite = False
         """Whether the last step whose numbers have landed was not finite: those of a step are then waited for before
         its optimizer moves, so that its batch can be run again.
         """
@@ -76,9 +76,9 @@ class StepQueue:
         self._open.append(step)
         self._expected = step
         self.pending.steps += 1
-        if not self.steps_wait or step.reading.unusual or self._odd:
+        if not self.steps_wait or step.reading.unusual or self._was_nonfinite:
             self._close_block()
-            self.work(wait=self._odd)
+            self.work(wait=self._was_nonfinite)
 
     def ended(self, step: StepState) -> None:
         """`step` has ended: its optimizer has stepped, or will not."""
@@ -87,10 +87,10 @@ class StepQueue:
         self._expected = None
         if self._open and self._open[-1] is step:
             self._ended += 1
-            if not self.for_exchange and (self._ended >= ROWS or monotonic() - self._worked >= LATE):
+            if not self.for_exchange and (self._ended >= ROWS or monotonic() - self._worked >= LONGEST_WAIT):
                 self._close_block()
         else:
-            copies = step.late.host_copies if step.late else ()
+            copies = step.reading_after.host_copies if step.reading_after else ()
             self.pending.then(partial(self._amend, step), *copies)
         if self.pending.waiting:
             self.work()
@@ -177,8 +177,8 @@ class StepQueue:
                 blocks = {step.reading.block: None for step in part}
                 copies = [block.send() for block in blocks if block is not None]
                 for step in part:
-                    if not step.norms_only or step.late:
-                        copies += [*step.host_copies, *(step.late.host_copies if step.late else ())]
+                    if not step.norms_only or step.reading_after:
+                        copies += [*step.host_copies, *(step.reading_after.host_copies if step.reading_after else ())]
                 self.pending.then(partial(self._judge, part, max(0, min(ended, place) - first)), *copies)
                 first = place
 
@@ -196,9 +196,9 @@ class StepQueue:
             ended = min(ended, len(steps))
         self._judging(steps)
         if steps[0].order:  # it has what is new, and those behind it have no more
-            self._diagnosis.order(steps[0].order, steps[0].edges, steps[0].unowned)
+            self._diagnosis.learn_data_flow(steps[0].order, steps[0].edges, steps[0].unowned)
         block, unseen = self._builder.build(steps, ended, self.source, self._overhead.share)
-        self._odd = not self.for_exchange and not isfinite(block.values["grad_norm"][-1, 0])
+        self._was_nonfinite = not self.for_exchange and not isfinite(block.values["grad_norm"][-1, 0])
         try:
             self._diagnosis.judge(block)
         finally:  # also where Ctrl-C ends the judging

@@ -67,7 +67,7 @@ class GradientReader:
         """What `measure` has read of the gradients that are about to be used, if it has."""
         self.waiting = False
         """Whether lazy parameters have not been materialised yet."""
-        self._whole = True
+        self._everything = True
         """Whether the coming step measures what only some samples do, if it is sampled."""
         self._block: RowBlock | None = None
         """Where the norms of a step go."""
@@ -171,14 +171,14 @@ class GradientReader:
             self.stale_gradients.disarm()
         return adopted
 
-    def arm(self, *, sampled: bool, whole: bool = True) -> None:
+    def arm(self, *, sampled: bool, everything: bool = True) -> None:
         """Prepare the step to come: tapped tensors are measured, and on a `sampled` step what arrives at parameters.
 
-        `whole`: as `SamplingSchedule.is_whole` says.
+        `everything`: as `SamplingSchedule.measures_everything` says.
         """
-        self._whole = whole
+        self._everything = everything
         if sampled:
-            self.parameter_hooks.arm(whole=whole)
+            self.parameter_hooks.arm(everything=everything)
         elif self.parameter_hooks.armed:
             self.parameter_hooks.disarm()
         self.tensor_taps.armed = True
@@ -329,7 +329,7 @@ class GradientReader:
                 parameters.coverage = Coverage(self.layout, found)
         index = {"grad_norm": parameters.reduce(buffer, "grad_norm", gradients)}
         if sampled:
-            if self._whole:
+            if self._everything:
                 index["zeros"] = parameters.reduce(buffer, "zeros", gradients, reduction=ZEROS)
             index["weights"] = parameters.reduce(buffer, "weights", parameters.weights())
             parameters.copy_weights(buffer)

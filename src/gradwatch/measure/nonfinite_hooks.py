@@ -15,7 +15,7 @@ from gradwatch.measure.device_buffer import DeviceBuffer, HostCopy
 from gradwatch.measure.layers import has_doubles, is_lazy, main_device
 from gradwatch.measure.reductions import is_vmapped, norm_into
 
-CHECKED = 8
+NONFINITE_CHECKS = 8
 """Parameters that are looked at: what is not finite runs upstream, and so past the next of them. Judgement."""
 
 
@@ -25,7 +25,7 @@ class NonfiniteHooks:
     def __init__(self, parameters: Sequence[nn.Parameter], errors: list[Exception]) -> None:
         """`errors`: where what goes wrong inside a hook is put."""
         trained = [parameter for parameter in parameters if parameter.requires_grad and not is_lazy(parameter)]
-        stretches = np.array_split(np.arange(len(trained)), min(CHECKED, max(1, len(trained))))
+        stretches = np.array_split(np.arange(len(trained)), min(NONFINITE_CHECKS, max(1, len(trained))))
         chosen = [min(stretch, key=lambda i: trained[i].numel()) for stretch in stretches if len(stretch)]
         self._parameters = [trained[i] for i in chosen]
         self._buffer = DeviceBuffer(main_device(parameters), len(chosen), ("norms",), doubles=has_doubles(trained))

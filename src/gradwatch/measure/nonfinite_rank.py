@@ -27,7 +27,7 @@ class NonfiniteSource:
         self._store = RankStore(mode.rank, mode.ranks)
         self.ranks = mode.ranks
         self._accumulates = mode.accumulate > 1
-        self.looks = self.ranks > 1 or self._accumulates
+        self.may_hook = self.ranks > 1 or self._accumulates
         """Whether hooks may have something to look at."""
         self.alarmed = False
         """Whether the last backward pass had a gradient that is not finite, as far as the hooks know at once."""
@@ -69,9 +69,9 @@ class NonfiniteSource:
         if host_copy is not None and not np.isfinite(host_copy.wait()["norms"]).all():
             self._store.publish(step_count, -1)
 
-    def of(self, step_count: int, *, late: bool) -> tuple[int, int] | None:
+    def rank_and_batch_of(self, step_count: int, *, wait: bool) -> tuple[int, int] | None:
         """The rank and the micro-batch (-1 where it is not known) of a step with a gradient that is not finite."""
-        return self._store.lookup(step_count, wait=late)
+        return self._store.lookup(step_count, wait=wait)
 
     def _on_nonfinite(self) -> None:
         self.alarmed = True

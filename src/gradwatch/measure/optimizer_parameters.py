@@ -22,7 +22,7 @@ from gradwatch.measure.reductions import NORM, FloatLimits, Plan, Reduction, ver
 from gradwatch.measure.site_values import Coverage, Places
 from gradwatch.measure.weight_updates import UPDATES_ROW, UpdateNorms
 
-CHECKED = 8
+CHANGE_CHECKS = 8
 """Parameters of an optimizer whose gradients show for all, between samples, whether they were changed. Judgement."""
 
 UNUSUAL = 10.0
@@ -77,7 +77,7 @@ class OptimizerParameters:
     """Whether every parameter is there as it is: none is a DTensor, none lazy."""
 
     def __post_init__(self) -> None:
-        self._stride = max(1, len(self.parameters) // CHECKED)
+        self._stride = max(1, len(self.parameters) // CHANGE_CHECKS)
         self._checked = self.parameters[:: self._stride]
 
     def is_fused(self) -> bool:

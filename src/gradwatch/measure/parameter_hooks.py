@@ -213,13 +213,13 @@ class ParameterHooks:
         if armed:
             self.arm()
 
-    def arm(self, *, whole: bool = True) -> None:
+    def arm(self, *, everything: bool = True) -> None:
         """Put the hooks on, frozen parameters too, if this sample is to have them; twice does nothing.
 
-        `whole`: as `SamplingSchedule.is_whole` says.
+        `everything`: as `SamplingSchedule.measures_everything` says.
         """
         # where each parameter gets one gradient in a step, `p.grad` says as much
-        if self.armed or not (self._several or whole):
+        if self.armed or not (self._several or everything):
             return
         self.armed, arrivals = True, self._arrivals
         arrivals.places.clear()

@@ -16,7 +16,7 @@ from gradwatch.measure.dtensor import is_dtensor
 from gradwatch.measure.layers import is_lazy
 from gradwatch.measure.reductions import is_vmapped, version_of
 
-CHECKED = 4
+STALE_CHECKS = 4
 """Parameters that show for all of an optimizer: clearing knows no exceptions. Judgement."""
 
 TRUSTED = 3
@@ -89,7 +89,7 @@ class StaleGradientCheck:
             return
         able = [parameter for parameter in parameters if _able(parameter)]
         able = [parameter for parameter in able if parameter.numel() <= LARGEST] or able
-        parts = np.array_split(np.arange(len(able)), min(CHECKED, max(1, len(able))))
+        parts = np.array_split(np.arange(len(able)), min(STALE_CHECKS, max(1, len(able))))
         for part in parts if able else ():
             parameter = min((able[i] for i in part), key=nn.Parameter.numel)
             assert parameter.grad is not None, "it is able"
