@@ -1,4 +1,4 @@
-"""The parameters' numbers: gradients, weights and updates into the buffer. Decides where each number is true."""
+"""Reads gradients, weights and updates of an optimizer's parameters into the buffer, or into rows for other ranks."""
 
 from __future__ import annotations
 
@@ -36,8 +36,10 @@ from gradwatch.measure.tensor_taps import TensorTaps
 from gradwatch.measure.weight_updates import UPDATES_ROW as UPDATED
 
 BEFORE = ("grad_norm", "zeros", "weights")
+"""Rows of the buffer that are read before the optimizer moves: the first at any step, the others on sampled steps."""
+
 AFTER = ("grad_norm_clipped", UPDATED)
-"""Rows of the buffer: what is read before the optimizer moves, and after. The first of each at any step."""
+"""Those that are read after it: the first at any step, if at all."""
 
 ARRIVED = "arrived"
 """Row of the buffer: root of the sum of squares of what the hooks have measured, on sampled steps."""
