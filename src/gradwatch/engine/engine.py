@@ -24,7 +24,7 @@ from gradwatch.engine.diagnosis import Diagnosis
 from gradwatch.engine.interventions.runtime import InterventionRuntime
 from gradwatch.engine.on_alert import AlertReaction
 from gradwatch.engine.options import Options
-from gradwatch.engine.rank_agreement import LAG, RankAgreement
+from gradwatch.engine.rank_agreement import EXCHANGES_UNDER_WAY, RankAgreement
 from gradwatch.engine.step import StepState, read, read_after
 from gradwatch.engine.step_queue import StepQueue
 from gradwatch.hooks.garbage_collector import no_collections
@@ -126,7 +126,7 @@ class Engine:
         if self._reader.shards is not None:
             urgent = self._reader.shards.on_any_rank(urgent)
             self.queue.for_exchange = not urgent
-            self._agreement.lag = 0 if self.queue.for_exchange else LAG
+            self._agreement.lag = 0 if self.queue.for_exchange else EXCHANGES_UNDER_WAY
         self.queue.steps_wait = not urgent
         self._register(optimizers, first=True)
         self._arm(0)

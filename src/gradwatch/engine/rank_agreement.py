@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from gradwatch.engine.pending_actions import IN_FLIGHT
 from gradwatch.measure.dtensor import ShardBlock
 
-LAG = IN_FLIGHT + 2
+EXCHANGES_UNDER_WAY = IN_FLIGHT + 2
 """Exchanges that may be under way when the next begins, where there is one at every step: no rank waits for the device,
 and by then every rank has judged the steps before. Between exchanges of many steps there is time for that."""
 
@@ -17,7 +17,7 @@ class RankAgreement:
     """Counts the exchanges, which all ranks begin alike, also one on which GradWatch has failed."""
 
     def __init__(self) -> None:
-        self.lag = LAG
+        self.lag = EXCHANGES_UNDER_WAY
         self.count = 0
         """Exchanges so far; the number of the one to come."""
         self.over = False

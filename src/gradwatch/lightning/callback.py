@@ -26,7 +26,7 @@ from gradwatch.engine.options import OnAlert, Options
 from gradwatch.hooks.full_hook_errors import explain_in_place_error
 from gradwatch.interventions import Intervention
 from gradwatch.lightning.model_copy import ModelCopy
-from gradwatch.lightning.trainer_context import LAG, TrainerContext, on_disk
+from gradwatch.lightning.trainer_context import STEPS_UNTIL_ON_HOST, TrainerContext, on_disk
 from gradwatch.lightning.trainer_info import (
     examples_in,
     folder_of,
@@ -245,7 +245,7 @@ class GradWatch(PackageAware, Callback):
         self._scaled, alive = mode.scaled, partial(_is_alive, weakref.ref(trainer), weakref.ref(self))
         self._engine.attach(optimizers=trainer.optimizers, mode=mode, run=run, batches=True, alive=alive)
         replay.keeps_data = any(isinstance(sink, FlightRecorder) and sink.keep_batch for sink in sinks)
-        lag = 0 if trainer.strategy.root_device.type == "cpu" else LAG
+        lag = 0 if trainer.strategy.root_device.type == "cpu" else STEPS_UNTIL_ON_HOST
         replay.steps_waiting = ROWS if self._engine.queue.steps_wait else lag
         self._restore()
 

@@ -13,7 +13,7 @@ from gradwatch.lightning.trainer_info import clip_algorithm_of, scaler_of
 from gradwatch.measure.batch import Batch
 from gradwatch.measure.plain_data import TooLarge, to_plain_data
 
-LAG = 2
+STEPS_UNTIL_ON_HOST = 2
 """Steps after which the numbers of a step on an accelerator are usually on the host. Judgement."""
 
 BATCH_BYTES = 64 * 2**20
