@@ -64,6 +64,8 @@ class HookSet:
 
     def __init__(self) -> None:
         self._handles: list[Removable] = []
+        self._parameters: list[nn.Parameter] = []
+        """Those that have got hooks."""
 
     def __len__(self) -> int:
         return len(self._handles)
@@ -80,6 +82,8 @@ class HookSet:
     def remove(self) -> None:
         while self._handles:
             self._handles.pop().remove()
+        while self._parameters:
+            _remove_empty_dicts(self._parameters.pop())
 
     def on_gradient(
         self, parameter: nn.Parameter, hook: Callable[[Any], Tensor | None], *, accumulated: bool = False
@@ -97,10 +101,10 @@ class HookSet:
             parameter.requires_grad_(True)
         try:
             if accumulated:
-                handle: Removable = parameter.register_post_accumulate_grad_hook(hook)
-                self._handles.append(_AccumulatedHookHandle(handle, parameter))
+                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
             else:
-                self._handles.append(_TensorHookHandle(parameter.register_hook(hook), parameter))
+                self._handles.append(parameter.register_hook(hook))
+            self._parameters.append(parameter)
         finally:
             if frozen:
                 parameter.requires_grad_(False)
@@ -124,34 +128,16 @@ class HookSet:
         self.add(_FullBackwardHandle(module.register_full_backward_hook(hook), module))
 
 
-@dataclasses.dataclass(slots=True, eq=False)
-class _TensorHookHandle:
-    """The handle of a hook on a parameter. Removing the last one also removes the parameter's empty dict of hooks:
-    with it torch would still call into Python, 1 us per parameter and backward pass.
+def _remove_empty_dicts(parameter: nn.Parameter) -> None:
+    """Remove the dicts in which the hooks of `parameter` were, where they are empty: with one torch would still call
+    into Python, 1 us per parameter and backward pass.
 
-    `_backward_hooks` is private, and there is no public way; tests/hooks/test_hooks.py fails if it changes.
+    The attributes are private, and there is no public way; tests/hooks/test_hooks.py fails if they change.
     """
-
-    handle: Removable
-    parameter: nn.Parameter
-
-    def remove(self) -> None:
-        self.handle.remove()
-        if not self.parameter._backward_hooks:
-            self.parameter._backward_hooks = None
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class _AccumulatedHookHandle:
-    """The handle of a post-accumulate-grad hook: the same with another private dict of torch."""
-
-    handle: Removable
-    parameter: nn.Parameter
-
-    def remove(self) -> None:
-        self.handle.remove()
-        if not self.parameter._post_accumulate_grad_hooks:
-            self.parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment] # torch's own initial value
+    if parameter._backward_hooks is not None and not parameter._backward_hooks:
+        parameter._backward_hooks = None
+    if parameter._post_accumulate_grad_hooks is not None and not parameter._post_accumulate_grad_hooks:
+        parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment] # torch's own initial value
 
 
 def is_hooked_by_others(parameter: nn.Parameter) -> bool:

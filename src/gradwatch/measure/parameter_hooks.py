@@ -156,7 +156,7 @@ class _ParameterHook:
 
     arrivals: _Arrivals
     place: int
-    __torch_unserializable__: bool = True
+    __torch_unserializable__: bool = field(init=False)
     """What `unserializable_hook` sets."""
 
     def __call__(self, gradient: Tensor | None) -> None:
@@ -196,8 +196,8 @@ class ParameterHooks:
         """Whether a parameter may have got several gradients in the last step that was measured, as far as is known."""
         self._parameters: Sequence[nn.Parameter] = ()
         self._arrivals = _Arrivals(errors=errors)
-        self._made: list[tuple[int, nn.Parameter, _ParameterHook]] = []
-        """The hook of each parameter and its place."""
+        self._made: list[_ParameterHook] = []
+        """The hooks of those parameters that can have one."""
 
     def watch(self, parameters: Sequence[nn.Parameter]) -> None:
         """From now on the hooks are for `parameters`; their places in it are those of what is measured."""
@@ -209,7 +209,7 @@ class ParameterHooks:
         for place, parameter in enumerate(parameters):
             if type(parameter) is nn.Parameter or not (is_lazy(parameter) or is_dtensor(parameter)):
                 first.setdefault(id(parameter), place)
-        self._made = [(place, parameters[place], _ParameterHook(arrivals, place)) for place in first.values()]
+        self._made = [_ParameterHook(arrivals, place) for place in first.values()]
         if armed:
             self.arm()
 
@@ -228,11 +228,14 @@ class ParameterHooks:
             on_device.add_up()
             on_device.squares.zero_()
         # ranks may write into gradients before the backward pass has ended
-        at_once = distributed.is_available() and distributed.is_initialized()
-        arrivals.at_once = {place for place, one, _ in self._made if at_once or is_hooked_by_others(one)}
+        ranks = distributed.is_available() and distributed.is_initialized()
+        arrivals.at_once = set()
         try:
             with no_collections():
-                for _, parameter, hook in self._made:
+                for hook in self._made:
+                    parameter = self._parameters[hook.place]
+                    if ranks or is_hooked_by_others(parameter):
+                        arrivals.at_once.add(hook.place)
                     if not parameter.is_meta:
                         self.hooks.on_gradient(parameter, hook)
         except BaseException:
