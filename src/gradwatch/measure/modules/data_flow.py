@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 from torch import Tensor, nn
 from torch.autograd.graph import Node
@@ -69,7 +70,9 @@ class DataFlow(ModuleStatistic):
         self._unknowable = False
         self._edges: tuple[Edge, ...] | None = None
         self.walk = _GraphWalk(self._graph, self._traced, nodes)
-        self._on_backward = _backward_callback(self)
+        # one for all layers
+        self._on_output = partial(_notice, self)
+        self._on_backward = partial(_begin_backward, self)
 
     @property
     def edges(self) -> tuple[Edge, ...] | None:
@@ -80,8 +83,8 @@ class DataFlow(ModuleStatistic):
         if kind or self._unknowable:
             return None
         if self._due:
-            return _trace_callback(self, site)
-        return None if site in self._traced else _notice_callback(self, site)
+            return partial(_trace, self, site)
+        return None if site in self._traced else self._on_output
 
     def on_grad_output(self, site: int, module: nn.Module, kind: str) -> GradOutputCallback | None:
         return self._on_backward if self._due and not kind and not self._unknowable else None
@@ -105,37 +108,28 @@ class DataFlow(ModuleStatistic):
         self.walk = _GraphWalk(self._graph, self._traced, self._nodes)
 
 
-def _trace_callback(flow: DataFlow, site: int) -> OutputCallback:
-    def on_output(arguments: object, tensors: Iterable[Tensor]) -> None:
-        walk = flow.walk
-        if walk.nodes_left <= 0 or (walk.backward_begun and site in walk.traced):
-            return
-        nodes = list(_nodes(tensors))
-        if not nodes:
-            return
-        if in_backward():
-            walk.ran_in_backward |= site not in walk.traced
-        elif walk.backward_begun:
-            walk.new_layer_ran = True
-        else:
-            _trace_layer(walk, site, nodes)
-
-    return on_output
+def _trace(flow: DataFlow, site: int, arguments: object, tensors: Iterable[Tensor]) -> None:
+    walk = flow.walk
+    if walk.nodes_left <= 0 or (walk.backward_begun and site in walk.traced):
+        return
+    nodes = list(_nodes(tensors))
+    if not nodes:
+        return
+    if in_backward():
+        walk.ran_in_backward |= site not in walk.traced
+    elif walk.backward_begun:
+        walk.new_layer_ran = True
+    else:
+        _trace_layer(walk, site, nodes)
 
 
-def _notice_callback(flow: DataFlow, site: int) -> OutputCallback:
-    def on_output(arguments: object, tensors: Iterable[Tensor]) -> None:
-        if not flow.walk.new_layer_ran and any(_nodes(tensors)) and not in_backward():
-            flow.walk.new_layer_ran = True
-
-    return on_output
+def _notice(flow: DataFlow, arguments: object, tensors: Iterable[Tensor]) -> None:
+    if not flow.walk.new_layer_ran and any(_nodes(tensors)) and not in_backward():
+        flow.walk.new_layer_ran = True
 
 
-def _backward_callback(flow: DataFlow) -> GradOutputCallback:
-    def on_grad_output(gradient: Tensor) -> None:
-        flow.walk.backward_begun = True
-
-    return on_grad_output
+def _begin_backward(flow: DataFlow, gradient: Tensor) -> None:
+    flow.walk.backward_begun = True
 
 
 def _nodes(tensors: Iterable[Tensor]) -> Iterator[Node]:
