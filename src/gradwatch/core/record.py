@@ -150,24 +150,26 @@ class Layout:
     layer by layer, then all others. None where parameters were appended later."""
 
     def __post_init__(self) -> None:
-        of_kind: dict[str, list[int]] = {kind: [] for kind in ("total", "layer", "parameter", "activation", "tap")}
+        found: dict[str, list[int]] = {kind: [] for kind in ("total", "layer", "parameter", "activation", "tap")}
         for i, site in enumerate(self.sites):
-            of_kind[site.kind].append(i)
+            found[site.kind].append(i)
+        of_kind = {kind: np.array(places, dtype=np.intp) for kind, places in found.items()}
         layers, parameters = of_kind["layer"], of_kind["parameter"]
-        owners = np.array([self.sites[i].layer for i in parameters], dtype=np.intp)
+        owners = np.array([self.sites[i].layer for i in found["parameter"]], dtype=np.intp)
         nan_row = np.full(len(self.sites), np.nan)
         nan_row.flags.writeable = False
-        in_order = [*layers, *parameters] == list(range(1, 1 + len(layers) + len(parameters)))
+        trained = np.concatenate([layers, parameters])
+        in_order = bool(np.all(trained == np.arange(1, 1 + len(trained))))
         by_layer = in_order and bool(np.all(np.diff(owners) >= 0))
         starts = np.unique(owners, return_index=True)[1].astype(np.intp)
-        rest = np.array(sorted(of_kind["total"] + layers + parameters), dtype=np.intp)
+        rest = np.sort(np.concatenate([of_kind["total"], trained]))
         derived = {
             "index": {site.name: i for i, site in enumerate(self.sites)},
-            "layers": np.array(layers, dtype=np.intp),
-            "parameters": np.array(parameters, dtype=np.intp),
+            "layers": layers,
+            "parameters": parameters,
             "owners": owners,
-            "activations": np.array(of_kind["activation"], dtype=np.intp),
-            "taps": np.array(of_kind["tap"], dtype=np.intp),
+            "activations": of_kind["activation"],
+            "taps": of_kind["tap"],
             "gradient_sites": slice(len(rest)) if not len(rest) or rest[-1] < len(rest) else rest,
             "nan_row": nan_row,
             "parameter_starts": starts if by_layer and len(starts) == len(layers) > 0 else None,

@@ -107,7 +107,9 @@ class GradientReader:
         before = dict(zip(self.layout.names(self.layout.parameters), self.parameters, strict=True))
         self.layers = find_layers(self.model, self.patterns, require_match=not self.parameters)
         found = {name: parameter for layer in self.layers for name, parameter in layer.parameters}
-        self.waiting = any(map(is_lazy, found.values()))
+        # most are of torch's own class: neither lazy nor DTensors
+        others = [p for p in found.values() if type(p) is not nn.Parameter]
+        self.waiting = any(map(is_lazy, others))
         sizes = {name: self.layout.sites[self.layout.index[name]].numel for name in before}
         adopted = tuple(
             name
@@ -125,7 +127,7 @@ class GradientReader:
         rows = (*BEFORE, ARRIVED, *AFTER)
         self._block = None
         self.buffer = DeviceBuffer(main_device(self.parameters), len(self.parameters), rows, doubles=doubles)
-        if any(map(is_dtensor, self.parameters)):
+        if any(map(is_dtensor, others)):
             self.shards, self.deferred_errors.on = ShardReducer(self.parameters, self.buffer), True
         self._by_optimizer.clear()
         self.parameter_hooks.watch(self.parameters)

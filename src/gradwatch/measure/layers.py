@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -140,25 +141,33 @@ def _all_layers(model: nn.Module) -> Iterator[Layer]:
     seen: set[int] = set()
     compiled: list[str] = []
     kinds: dict[type, str | None] = {}
+
+    def clean(path: str) -> str:
+        return clean_name(f"{path}.".removeprefix(wrapper_prefix)).rstrip(".")
+
     for path, module in model.named_modules():
         if is_compiled(path, module):
             compiled.append(path)
-        own = [(key, one) for key, one in module._parameters.items() if one is not None]
-        kind = _activation(module, kinds)
+        own = []
+        for key, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in seen:
+                seen.add(id(parameter))
+                own.append((key, parameter))
+        kind = None if own else _activation(module, kinds)
         if not own and not kind:
             continue
         # the original tensors of a parametrized weight belong to the module that has the weight
         owner, inside, _ = path.partition(".parametrizations.")
-        name = clean_name(f"{owner}.".removeprefix(wrapper_prefix).rstrip(".")) or ROOT
-        hookable = not isinstance(module, ScriptModule) and not any(is_within(path, region) for region in compiled)
-        for key, parameter in own:
-            if id(parameter) in seen:
-                continue
-            seen.add(id(parameter))
-            module_of = model.get_submodule(owner) if inside else module
-            full = clean_name(f"{path}.{key}".removeprefix(".").removeprefix(wrapper_prefix))
-            owned.setdefault(name, (module_of, [], hookable))[1].append((full, parameter))
-        if kind and hookable and not inside:
+        whole = clean(path)
+        name = (clean(owner) if inside else whole) or ROOT
+        hookable = not isinstance(module, ScriptModule)
+        if compiled and hookable:
+            hookable = not any(is_within(path, region) for region in compiled)
+        if own:
+            if name not in owned:
+                owned[name] = model.get_submodule(owner) if inside else module, [], hookable
+            owned[name][1].extend([(f"{whole}.{key}" if whole else key, parameter) for key, parameter in own])
+        elif kind and hookable and not inside:
             activations.setdefault(next(reversed(owned), ""), []).append(Activation(name, module, kind))
     before = activations.get("", [])
     for name, (module, parameters, hookable) in owned.items():
@@ -266,5 +275,6 @@ def has_doubles(parameters: Sequence[nn.Parameter]) -> bool:
 
 def main_device(parameters: Sequence[nn.Parameter]) -> torch.device:
     """The device that holds most of `parameters`; numbers of others are copied there."""
-    devices = [parameter.device for parameter in parameters if not parameter.is_meta and parameter is not REMOVED]
-    return max(set(devices), key=devices.count) if devices else torch.device("cpu")
+    devices = Counter(parameter.device for parameter in parameters if parameter is not REMOVED)
+    del devices[torch.device("meta")]
+    return devices.most_common(1)[0][0] if devices else torch.device("cpu")
