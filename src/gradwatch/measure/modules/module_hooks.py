@@ -104,7 +104,7 @@ class ModuleHooks:
         outputs = [hook for one in self._of_outputs if (hook := one.on_output(site, module, kind)) is not None]
         gradients = [call for one in self._of_gradients if (call := one.on_grad_output(site, module, kind)) is not None]
         output_hook = OutputHook(self._costs, outputs, full=full) if outputs or gradients or not kind else None
-        on_grad_output = _call_with_gradient(self._costs, gradients) if gradients else None
+        on_grad_output = partial(_call_with_gradient, self._costs, gradients) if gradients else None
         inputs = [] if kind else [one.on_input(site, module) for one in self._of_inputs]
         input_hooks = [_timed(self._costs, on_input) for on_input in inputs if on_input is not None]
         return _HooksOfModule(weakref.ref(module), site, output_hook, on_grad_output, input_hooks, self._costs.errors)
@@ -182,17 +182,14 @@ def _timed(costs: HookCosts, on_input: InputCallback) -> InputCallback:
 
 
 def _call_with_gradient(
-    costs: HookCosts, callbacks: Sequence[GradOutputCallback]
-) -> Callable[[_Sample, Tensor | None], None]:
-    def on_grad_output(sample: _Sample, gradient: Tensor | None) -> None:
-        if gradient is None or sample.collected:
-            return
-        begun = perf_counter()
-        try:
-            for callback in callbacks:
-                callback(gradient)
-        except Exception as error:  # raised here, it would end the user's backward pass
-            costs.errors.append(error)
-        costs.current += perf_counter() - begun
-
-    return on_grad_output
+    costs: HookCosts, callbacks: Sequence[GradOutputCallback], sample: _Sample, gradient: Tensor | None
+) -> None:
+    if gradient is None or sample.collected:
+        return
+    begun = perf_counter()
+    try:
+        for callback in callbacks:
+            callback(gradient)
+    except Exception as error:  # raised here, it would end the user's backward pass
+        costs.errors.append(error)
+    costs.current += perf_counter() - begun

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -215,8 +215,9 @@ class OutputStatistics(ModuleStatistic):
 
     def on_output(self, site: int, module: nn.Module, kind: str) -> OutputCallback:
         if kind:
-            return _activation_callback(self, site, _kind_of_output(module, kind))
-        return _layer_output_callback(self, site, any(part in type(module).__name__ for part in CHANNELS_SECOND))
+            return partial(_measure_activation, self, site, _kind_of_output(module, kind))
+        channels = any(part in type(module).__name__ for part in CHANNELS_SECOND)
+        return partial(_measure_layer, self, site, channels)
 
     def collect(self, layout: Layout) -> OutputReading | None:
         step = self.step
@@ -263,26 +264,23 @@ def _highest(sites: Sequence[int], peaks: Tensor) -> tuple[list[int], Tensor]:
     return list(rows), torch.stack(highest)
 
 
-def _layer_output_callback(statistic: OutputStatistics, site: int, channels: bool) -> OutputCallback:
-    def on_output(arguments: object, tensors: Iterable[Tensor]) -> None:
-        step = statistic.step
-        step.channels = channels
-        for value in arguments if isinstance(arguments, tuple) else ():
-            if isinstance(value, Tensor) and not value.requires_grad:
-                _measure(step, value, site, LAYER_INPUT)
-        for tensor in tensors:
-            _measure(step, tensor, site, OUTPUT)
+def _measure_layer(
+    statistic: OutputStatistics, site: int, channels: bool, arguments: object, tensors: Iterable[Tensor]
+) -> None:
+    step = statistic.step
+    step.channels = channels
+    for value in arguments if isinstance(arguments, tuple) else ():
+        if isinstance(value, Tensor) and not value.requires_grad:
+            _measure(step, value, site, LAYER_INPUT)
+    for tensor in tensors:
+        _measure(step, tensor, site, OUTPUT)
 
-    return on_output
 
-
-def _activation_callback(statistic: OutputStatistics, site: int, tensor_kind: TensorKind) -> OutputCallback:
-    def on_output(arguments: object, tensors: Iterable[Tensor]) -> None:
-        step = statistic.step
-        for tensor in tensors:
-            _measure(step, tensor, site, tensor_kind)
-
-    return on_output
+def _measure_activation(
+    statistic: OutputStatistics, site: int, tensor_kind: TensorKind, arguments: object, tensors: Iterable[Tensor]
+) -> None:
+    for tensor in tensors:
+        _measure(statistic.step, tensor, site, tensor_kind)
 
 
 def _kind_of_output(module: nn.Module, kind: str) -> TensorKind:

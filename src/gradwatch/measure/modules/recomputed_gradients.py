@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -138,13 +138,7 @@ class RecomputedGradients(ModuleStatistic):
     def on_output(self, site: int, module: nn.Module, kind: str) -> OutputCallback | None:
         if kind or len(module._parameters) > MOST_PARAMETERS or not any(self._candidates(module)):
             return None
-        there = weakref.ref(module)
-
-        def on_output(arguments: object, tensors: Iterable[Tensor]) -> None:
-            if self.on and (layer := there()) is not None:
-                self._measure(site, layer, arguments, tensors)
-
-        return on_output
+        return partial(self._measure, site, weakref.ref(module))
 
     def _candidates(self, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters of `module` whose gradients can be computed a second time, a weight among them only if the
@@ -156,7 +150,11 @@ class RecomputedGradients(ModuleStatistic):
             if parameter.ndim == 1 or (parameter.ndim > 1 and key == "weight" and linear_map_of(module) is not None):
                 yield key, parameter
 
-    def _measure(self, site: int, module: nn.Module, arguments: object, tensors: Iterable[Tensor]) -> None:
+    def _measure(
+        self, site: int, there: Callable[[], nn.Module | None], arguments: object, tensors: Iterable[Tensor]
+    ) -> None:
+        if not self.on or (module := there()) is None:
+            return
         wanted: dict[int, _ExpectedGradient] = {}
         weights = False
         for key, parameter in self._candidates(module):

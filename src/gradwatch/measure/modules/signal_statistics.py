@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -87,7 +88,7 @@ class SignalStatistics(ModuleStatistic):
         self.step = _StepSignals()
 
     def on_grad_output(self, site: int, module: nn.Module, kind: str) -> GradOutputCallback | None:
-        return None if kind else _signal_callback(self, site)
+        return None if kind else partial(_measure, self, site)
 
     def collect(self, layout: Layout) -> SignalReading | None:
         step, self.step = self.step, _StepSignals(unsafe=self.step.unsafe)
@@ -96,27 +97,24 @@ class SignalStatistics(ModuleStatistic):
         return SignalReading(layout, step, tensors, frozenset(step.unsafe)) if tensors else None
 
 
-def _signal_callback(statistic: SignalStatistics, site: int) -> GradOutputCallback:
-    def on_grad_output(gradient: Tensor) -> None:
-        step = statistic.step
-        if len(step.norms) >= MAX_TENSORS:
+def _measure(statistic: SignalStatistics, site: int, gradient: Tensor) -> None:
+    step = statistic.step
+    if len(step.norms) >= MAX_TENSORS:
+        return
+    if gradient.requires_grad:
+        gradient = gradient.detach()
+    values = gradient
+    if not is_dense_real(gradient):
+        gradient = local_tensor(gradient)
+        values = dense_real(gradient)
+        if not is_dense_real(values):
             return
-        if gradient.requires_grad:
-            gradient = gradient.detach()
-        values = gradient
-        if not is_dense_real(gradient):
-            gradient = local_tensor(gradient)
-            values = dense_real(gradient)
-            if not is_dense_real(values):
-                return
-        if site in step.unsafe:
-            norm = exact_norm(values)
-        elif values.dtype is torch.float32:
-            norm = torch.linalg.vector_norm(values)  # without naming its type, a fifth faster
-        else:
-            norm = torch.linalg.vector_norm(values, dtype=wide_type(values))
-        step.norms.append((norm, site, gradient.numel()))
-        if gradient.dtype is torch.float16:
-            step.nonzero.append((torch.count_nonzero(values), site, values.numel()))
-
-    return on_grad_output
+    if site in step.unsafe:
+        norm = exact_norm(values)
+    elif values.dtype is torch.float32:
+        norm = torch.linalg.vector_norm(values)  # without naming its type, a fifth faster
+    else:
+        norm = torch.linalg.vector_norm(values, dtype=wide_type(values))
+    step.norms.append((norm, site, gradient.numel()))
+    if gradient.dtype is torch.float16:
+        step.nonzero.append((torch.count_nonzero(values), site, values.numel()))
