@@ -27,6 +27,7 @@ import ranks
 from gradwatch import GradWatch, Watch
 from gradwatch.core import history
 from gradwatch.hooks.garbage_collector import PAUSED
+from gradwatch.lightning import package_detection
 from gradwatch.sinks.log import Log
 from gradwatch.sinks.memory import Memory
 from gradwatch.sinks.terminal.console import Console
@@ -289,6 +290,19 @@ def test_copies_made_during_a_fit(duplicate: Callable[[Any], Any], tmp_path: Pat
         trainer.fit(copies[-1], data())
     assert len(watches[3].history) == 5
     assert hooks_on(copies[-1], *trainer.optimizers) == []
+
+
+def test_a_loader_with_a_list_of_classes_has_to_allow_this_one_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Darts loads a model with the callbacks that it was given, where one of the two Lightnings is installed."""
+    monkeypatch.setattr(package_detection, "for_users_package", lambda cls: cls)
+    file = io.BytesIO()
+    torch.save(GradWatch(layers="0", every_n_steps=3, budget=None), file)
+    file.seek(0)
+    with torch.serialization.safe_globals([GradWatch]):
+        loaded = torch.load(file, weights_only=True)
+    assert loaded.state_key == "GradWatch[0]"
+    assert loaded._options.every_n_steps == 3
+    assert loaded._options.budget is None
 
 
 def test_watched_trainer_is_copied(tmp_path: Path) -> None:

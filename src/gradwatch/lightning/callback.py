@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cached_property, partial, wraps
 from typing import Any, ClassVar, Concatenate, Literal, ParamSpec
 
@@ -145,7 +145,12 @@ class GradWatch(PackageAware, Callback):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy, deep or pickled, is a fresh watch with the same options: hooks and records stay with the run."""
-        return _with_options, (plain_class(type(self)), self._options, self._injected)
+        # only this class by name, as a loader with a list of allowed classes may see
+        options = {field.name: getattr(self._options, field.name) for field in fields(self._options)}
+        return plain_class(type(self)), (), {"options": options, "injected": self._injected}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._options, self._injected = Options(**state["options"]), state["injected"]
 
     @cached_property
     def state_key(self) -> str:  # Lightning asks for it at every event
@@ -408,9 +413,3 @@ def _first(callbacks: Iterable[Callback]) -> GradWatch | None:
     """The first of the user's own watches, or, where there is none, the first of those injected."""
     watches = [callback for callback in callbacks if isinstance(callback, GradWatch)]
     return min(watches, key=lambda watch: watch._injected, default=None)
-
-
-def _with_options(cls: type[GradWatch], options: Options, injected: bool) -> GradWatch:
-    watch = cls()
-    watch._options, watch._injected = options, injected
-    return watch
