@@ -58,68 +58,63 @@ class AdaptiveClip:
         return choose(layers, self.settings.patterns)
 
     def begin(self, scope: ParameterScope) -> Action:
-        return Editing(self._edit, _ManyUnits(self.clipping, self.eps).factors, whole_rows=True)
-
-    def _edit(self, gradient: Tensor, weight: Tensor, scale: Tensor | None, step: int) -> tuple[Tensor, Tensor]:
-        if gradient.layout is not torch.strided:
-            return self._edit_rows(gradient.coalesce(), weight, scale, step)
-        weight_norms = moved(_unit_norms(weight), gradient.device)
-        factors, over = _clip_factors(_unit_norms(gradient), weight_norms, self.clipping, self.eps, scale)
-        exact = torch.float64 if gradient.dtype in (torch.float64, torch.complex128) else torch.float32
-        return (gradient * factors.to(exact)).to(gradient.dtype), over.any()
-
-    def _edit_rows(self, sparse: Tensor, weight: Tensor, scale: Tensor | None, step: int) -> tuple[Tensor, Tensor]:
-        """Edit a sparse gradient of whole rows, as an embedding has it: only the rows that it contains."""
-        if sparse.sparse_dim() > 1 or sparse.dense_dim() == 0:
-            dense, changed = self._edit(sparse.to_dense(), weight, scale, step)
-            return dense.to_sparse(sparse.sparse_dim()), changed
-        indices = sparse.indices()
-        values, changed = self._edit(sparse.values(), weight.index_select(0, indices[0]), scale, step)
-        return torch.sparse_coo_tensor(
-            indices, values, sparse.shape, is_coalesced=True, check_invariants=False
-        ), changed
+        units = _Units(self.clipping, self.eps)
+        return Editing(units.edit, units.factors, whole_rows=True)
 
     def __str__(self) -> str:
         return f"AdaptiveClip units at {self.clipping:g} of their weights"
 
 
-def _clip_factors(
-    norms: Tensor, weight_norms: Tensor, clipping: float, eps: float, scale: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """The factors of units whose gradients and weights have these norms, and which of them are over their limit."""
-    allowed = weight_norms.clamp(min=eps).mul_(clipping)
-    if scale is not None:
-        allowed *= moved(scale, allowed.device)
-    over = (norms > allowed) & (norms < inf)
-    return torch.where(over, allowed / norms, 1.0), over
-
-
-class _ManyUnits:
-    """The units of many gradients in few kernels; what follows from their shapes is made once."""
+class _Units:
+    """Clips the units of gradients; what follows from their shapes is made once."""
 
     def __init__(self, clipping: float, eps: float) -> None:
         self._clipping, self._eps = clipping, eps
         self._owners: dict[tuple[torch.device, tuple[int, ...]], Tensor] = {}
         """Device and the number of units of each gradient -> the gradient of each unit."""
 
+    def edit(self, gradient: Tensor, weight: Tensor, scale: Tensor | None, step: int) -> tuple[Tensor, Tensor]:
+        if gradient.layout is not torch.strided:
+            return self._edit_rows(gradient.coalesce(), weight, scale, step)
+        (factors,), differs = self.factors([gradient], [weight], scale)
+        return (gradient * factors).to(gradient.dtype), differs[0]
+
+    def _edit_rows(self, sparse: Tensor, weight: Tensor, scale: Tensor | None, step: int) -> tuple[Tensor, Tensor]:
+        """Edit a sparse gradient of whole rows, as an embedding has it: only the rows that it contains."""
+        if sparse.sparse_dim() > 1 or sparse.dense_dim() == 0:
+            dense, changed = self.edit(sparse.to_dense(), weight, scale, step)
+            return dense.to_sparse(sparse.sparse_dim()), changed
+        indices = sparse.indices()
+        values, changed = self.edit(sparse.values(), weight.index_select(0, indices[0]), scale, step)
+        return torch.sparse_coo_tensor(
+            indices, values, sparse.shape, is_coalesced=True, check_invariants=False
+        ), changed
+
     def factors(
         self, gradients: list[Tensor], weights: list[Tensor], scale: Tensor | None
     ) -> tuple[list[Tensor], Tensor]:
-        device = gradients[0].device
-        factors, over = _clip_factors(
-            _norms_of_units(gradients), moved(_norms_of_units(weights), device), self._clipping, self._eps, scale
-        )
+        device, double = gradients[0].device, gradients[0].dtype in (torch.float64, torch.complex128)
+        norms, allowed = _norms_of_units(gradients), moved(_norms_of_units(weights), device)
+        allowed = allowed.clamp(min=self._eps).mul_(self._clipping)
+        if scale is not None:
+            allowed *= moved(scale, device)
+        over = (norms > allowed) & (norms < inf)
+        factors = torch.where(over, allowed / norms, 1.0).to(torch.float64 if double else torch.float32)
         counts = tuple(map(_units_of, gradients))
-        if (device, counts) not in self._owners:
-            owners = torch.from_numpy(np.repeat(np.arange(len(counts)), counts))
-            self._owners = {**self._owners, (device, counts): moved(owners, device)}
-        many = torch.zeros(len(counts), dtype=torch.float32, device=device)
-        many.index_add_(0, self._owners[device, counts], over.to(torch.float32))
-        exact = factors.to(torch.float64 if gradients[0].dtype is torch.float64 else torch.float32)
         return [
             part.view(-1, *[1] * (gradient.ndim - 1)) if gradient.ndim > 1 else part.view([1] * gradient.ndim)
-            for gradient, part in zip(gradients, exact.split(counts), strict=True)
-        ], many > 0
+            for gradient, part in zip(gradients, factors.split(counts), strict=True)
+        ], self._any_of_each(over, counts)
+
+    def _any_of_each(self, over: Tensor, counts: tuple[int, ...]) -> Tensor:
+        """For each gradient, whether any of its units is `over`."""
+        if len(counts) == 1:
+            return over.any().view(1)
+        if (over.device, counts) not in self._owners:
+            owners = torch.from_numpy(np.repeat(np.arange(len(counts)), counts))
+            self._owners = {**self._owners, (over.device, counts): moved(owners, over.device)}
+        many = torch.zeros(len(counts), dtype=torch.float32, device=over.device)
+        return many.index_add_(0, self._owners[over.device, counts], over.to(torch.float32)) > 0
 
 
 def _units_of(tensor: Tensor) -> int:
@@ -127,7 +122,7 @@ def _units_of(tensor: Tensor) -> int:
 
 
 def _norms_of_units(tensors: list[Tensor]) -> Tensor:
-    """2-norms of the units of dense real tensors of one type on one device, one after the other, in its widest type.
+    """2-norms of the units of dense tensors of one type on one device, one after the other, in its widest type.
 
     Small tensors with rows of one length are copied behind each other; of large ones no more than `TOGETHER` elements
     are had in the widest type at once.
@@ -150,7 +145,9 @@ def _norms_of_units(tensors: list[Tensor]) -> Tensor:
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """`tensor` as a matrix of a row for each unit, in the order of its memory: not copied where that can be."""
+    """`tensor` as a real matrix of a row for each unit, in the order of its memory: not copied where that can be."""
+    if tensor.is_complex():
+        return torch.view_as_real(tensor.resolve_conj()).reshape(_units_of(tensor), -1)
     if tensor.ndim < 2:
         return tensor.reshape(1, -1)
     if not tensor.is_contiguous():
@@ -165,16 +162,6 @@ def _norms_of_rows(rows: Tensor, wide: torch.dtype) -> Tensor:
         torch.linalg.vector_norm(part, dim=1, dtype=wide) for part in rows.split(max(1, TOGETHER // rows.shape[1]))
     ]
     return torch.cat(parts) if len(parts) > 1 else parts[0]
-
-
-def _unit_norms(tensor: Tensor) -> Tensor:
-    """2-norms of the units, of a shape that broadcasts with the tensor's: 1 in all dimensions but the first."""
-    real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-    if real.numel() > TOGETHER and tensor.ndim > 1:
-        return _norms_of_rows(_rows(real), widest_type(real.device)).view(-1, *[1] * (tensor.ndim - 1))
-    dims = tuple(range(real.ndim) if tensor.ndim < 2 else range(1, real.ndim))
-    norms: Tensor = torch.linalg.vector_norm(real, dim=dims, keepdim=True, dtype=widest_type(real.device))
-    return norms[..., 0] if tensor.is_complex() else norms
 
 
 def _positive(argument: str, value: object, example: str) -> float:
