@@ -5,19 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from gradwatch.hooks.graph_release import release_in_a_loop
+from gradwatch.hooks.hook_set import backward_pass
 from gradwatch.hooks.view_gradients import ViewGeometry
 from gradwatch.measure.reductions import version_of
-from gradwatch.toolbox.tensor_hooks import TensorHooks, detached, first_edit
-
-
-class OnGradInput(Protocol):
-    def __call__(self, index: int, gradient: Tensor, *, more: bool) -> object: ...
+from gradwatch.toolbox.tensor_hooks import OnGradient, TensorHooks, detached, first_edit
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,27 +38,37 @@ def hook_uses(
     tensor_hooks: TensorHooks,
     uses: Sequence[InputUse],
     outputs: Sequence[Tensor],
-    on_grad_input: OnGradInput,
-    backward_pass: Callable[[], int],
+    on_grad_input: Callable[..., object],
 ) -> None:
-    """Call `on_grad_input(index, gradient)` with the sum of the gradients that each tensor gets from its uses on the
-    way to `outputs`.
-
-    Autograd rewrites the graph of a view that is edited in place. The gradient of such a view is taken at its first
-    edit or, where only `outputs` are edited later, from its base.
+    """Call `on_grad_input(index, gradient, more=False)` with the sum of the gradients that each tensor gets from its
+    uses on the way to `outputs`.
     """
-    sums = [GradientSum(partial(on_grad_input, use.index, more=False), backward_pass) for use in uses]
+    sums = [GradientSum(partial(on_grad_input, use.index, more=False)) for use in uses]
     for use, total in zip(uses, sums, strict=True):
-        if version_of(use.tensor) != use.version:
-            edit = first_edit(use.root, use.before) if use.tensor is not use.root else None
-            if edit is not None:
-                tensor_hooks.hook_edit(edit, ViewGeometry.of(use.tensor, use.root), total.set)
-        elif any(tensor._base is use.root for tensor in outputs):
-            release_in_a_loop(use.root.grad_fn)
-            tensor_hooks.hook_base(use.tensor, total.set, total.fired)
+        hook_if_edited(tensor_hooks, use, outputs, total.set, total.fired)
     edges = [use.edge for use in uses]
     for node, gradient_index, use_index in consumers(outputs, edges, {edge.node for edge in edges}):
         tensor_hooks.hook_node(node, partial(sums[use_index].add, gradient_index))
+
+
+def hook_if_edited(
+    tensor_hooks: TensorHooks, use: InputUse, outputs: Sequence[Tensor], on_gradient: OnGradient, fired: list[bool]
+) -> bool:
+    """Call `on_gradient` with the gradient of an input that is a view and is edited in place: by the module, which has
+    returned `outputs`, or later, if it is among these. Returns whether the module has edited it.
+
+    Autograd rewrites the graph of such a view. Its gradient is taken at its first edit or, where it is edited later and
+    nothing else has `fired`, from its base.
+    """
+    if version_of(use.tensor) != use.version:
+        edit = first_edit(use.root, use.before) if use.tensor is not use.root else None
+        if edit is not None:
+            tensor_hooks.hook_edit(edit, ViewGeometry.of(use.tensor, use.root), on_gradient)
+        return edit is not None
+    if any(tensor._base is use.root for tensor in outputs):
+        release_in_a_loop(use.root.grad_fn)
+        tensor_hooks.hook_base(use.tensor, on_gradient, fired)
+    return False
 
 
 def inner_outputs(outputs: Sequence[Tensor], ends: Collection[Node | None]) -> set[int]:
@@ -99,9 +105,8 @@ def consumers(
 class GradientSum:
     """Adds up the parts of a gradient in each backward pass, and calls `on_gradient` with the sum after each part."""
 
-    def __init__(self, on_gradient: Callable[[Tensor], object], backward_pass: Callable[[], int]) -> None:
+    def __init__(self, on_gradient: Callable[[Tensor], object]) -> None:
         self.on_gradient = on_gradient
-        self.backward_pass = backward_pass
         self.last_pass = -1
         self.total: Tensor | None = None
         self.fired = [False]
@@ -109,7 +114,7 @@ class GradientSum:
 
     def add(self, gradient_index: int, gradients: Sequence[Tensor | None], _: object) -> None:
         """The hook on a node: of the `gradients` that it returns, the one at `gradient_index` is a part."""
-        part, this_pass = gradients[gradient_index], self.backward_pass()
+        part, this_pass = gradients[gradient_index], backward_pass()
         part = None if part is None else detached(part)
         if part is None:
             return

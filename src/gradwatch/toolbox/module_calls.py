@@ -13,12 +13,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, register_multi_grad_hook
 
 from gradwatch.hooks.graph_release import made_by, release_in_a_loop
-from gradwatch.hooks.hook_set import HookSet, Uncopied, backward_pass
-from gradwatch.hooks.view_gradients import ViewGeometry
+from gradwatch.hooks.hook_set import HookSet, Uncopied
 from gradwatch.measure.reductions import version_of
-from gradwatch.toolbox.graph_uses import InputUse, hook_uses, inner_outputs
+from gradwatch.toolbox.graph_uses import InputUse, hook_if_edited, hook_uses, inner_outputs
 from gradwatch.toolbox.nested_tensors import distinct, replaced
-from gradwatch.toolbox.tensor_hooks import TensorHooks, first_edit, same_view
+from gradwatch.toolbox.tensor_hooks import TensorHooks, same_view
 
 
 class CallHandler(Protocol):
@@ -70,15 +69,9 @@ class _InputHookState:
 class _HookedInput:
     """An input that needs a gradient, while the module runs."""
 
-    index: int
     source: Tensor
-    alias: Tensor
-    """A view of all of `source`, which the module gets: other uses of the input do not pass the hook."""
-    root: Tensor
-    """The base of the chain of views."""
-    before: Node | None
-    """The node that computed the value of `root` at that time."""
-    version: int
+    alias: InputUse
+    """Of a view of all of `source`, which the module gets: other uses of the input do not pass the hook."""
     state: _InputHookState = field(default_factory=_InputHookState)
 
 
@@ -98,7 +91,7 @@ class _OpenCall:
     def without_alias(self, tensor: Tensor) -> Tensor:
         """The input itself for an alias that the module edited and returns: other code may compare the two."""
         for one in self.hooked:
-            if tensor is one.alias and version_of(tensor) != one.version:
+            if tensor is one.alias.tensor and version_of(tensor) != one.alias.version:
                 return one.source
         return tensor
 
@@ -119,7 +112,7 @@ class _OpenCall:
 
     def _is_input(self, output: Tensor) -> bool:
         _, version, _ = self.given.get(id(output), (None, -1, None))
-        return version == version_of(output) or any(output is one.alias for one in self.hooked)
+        return version == version_of(output) or any(output is one.alias.tensor for one in self.hooked)
 
 
 class ModuleCalls:
@@ -195,7 +188,7 @@ class ModuleCalls:
             if self.grad_output or call.uses:
                 outputs = call.hookable(outputs, gradients=self.grad_output)
             if call.uses:
-                hook_uses(tensor_hooks, call.uses, outputs, handler.grad_input, backward_pass)
+                hook_uses(tensor_hooks, call.uses, outputs, handler.grad_input)
             if self.grad_output:
                 live = [(n, tensor) for n, tensor in enumerate(outputs) if tensor.requires_grad and not tensor.is_leaf]
                 joint = cast(JointCallHandler, handler) if self.joint and not call.hooked else None
@@ -206,9 +199,12 @@ class ModuleCalls:
                     register_multi_grad_hook(
                         [tensor for _, tensor in live], lambda _: None if tensor_hooks.closed else joint.complete()
                     )
-            bases = {id(tensor if tensor._base is None else tensor._base) for tensor in outputs}
             for one in call.hooked:
-                self._hook_if_edited(handler, one, returned=id(one.root) in bases)
+                on_gradient = partial(handler.grad_input, one.alias.index, more=False)
+                if hook_if_edited(tensor_hooks, one.alias, outputs, on_gradient, one.state.fired):
+                    one.state.edited = True
+                    if self.joint:
+                        cast(JointCallHandler, handler).edited_in_place(one.alias.index)
         return replaced(output, found, outputs)
 
     def _stack(self) -> list[_OpenCall | None]:
@@ -233,29 +229,11 @@ class ModuleCalls:
             alias = same_view(new[index])
             if alias is new[index]:
                 continue  # this kind of tensor has no views
-            root = alias if alias._base is None else alias._base
-            hooked = _HookedInput(index, inputs[index], alias, root, root.grad_fn, version_of(alias))
+            hooked = _HookedInput(inputs[index], InputUse.of(index, alias))
             new[index] = alias
             call.hooked.append(hooked)
             self.tensor_hooks.hook(alias, partial(_on_grad_input, handler, index, hooked.state), base=False)
         return new
-
-    def _hook_if_edited(self, handler: CallHandler, hooked: _HookedInput, *, returned: bool) -> None:
-        """Hook the gradient of an input that is edited in place, by the module or, if it is `returned`, later.
-
-        Autograd rewrites the graph of such an input, and its alias receives no gradient.
-        """
-        on_gradient = partial(handler.grad_input, hooked.index, more=False)
-        if version_of(hooked.alias) != hooked.version:
-            edit = first_edit(hooked.root, hooked.before)
-            if edit is not None:
-                hooked.state.edited = True
-                if self.joint:
-                    cast(JointCallHandler, handler).edited_in_place(hooked.index)
-                self.tensor_hooks.hook_edit(edit, ViewGeometry.of(hooked.alias, hooked.root), on_gradient)
-        elif returned:
-            release_in_a_loop(hooked.root.grad_fn)
-            self.tensor_hooks.hook_base(hooked.alias, on_gradient, hooked.state.fired)
 
 
 class UncopiedHook(Uncopied):
