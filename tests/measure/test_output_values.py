@@ -407,6 +407,19 @@ def test_inside_torch_func_there_are_no_numbers_and_no_harm() -> None:
     assert record.value("output_rms", "0") > 0
 
 
+def test_outputs_that_are_views_inside_torch_func() -> None:
+    """That of nn.Linear with three dimensions is one, and has no version counter there."""
+    model, batch = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1)), torch.randn(3, 5, 4)
+
+    def forward(model: nn.Module, batch: Tensor) -> Tensor:
+        weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        torch.func.grad(lambda weights: torch.func.functional_call(model, weights, (batch,)).square().sum())(weights)
+        return model(batch)
+
+    (inside,), (alone,) = (measured(model, batch, forward=f) for f in (forward, lambda model, batch: model(batch)))
+    assert inside.value("signal_rms", "0") == alone.value("signal_rms", "0") > 0
+
+
 def test_the_order_in_which_modules_ran() -> None:
     model = nn.ModuleDict({"b": nn.Linear(2, 2), "act": nn.ReLU(), "a": nn.Linear(2, 2), "idle": nn.Linear(2, 2)})
     record = measured(model, torch.randn(4, 2), forward=lambda model, x: model["b"](model["act"](model["a"](x))))[0]

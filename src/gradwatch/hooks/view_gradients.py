@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,29 +59,48 @@ def _empty(dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.empty(0, dtype=dtype, device=device)
 
 
-def register_view_hook(view: Tensor, hook: Callable[[Tensor | None], Tensor | None]) -> None:
+def register_view_hook(view: Tensor, hook: Callable[[Tensor | None], Tensor | None]) -> list[RemovableHandle]:
     """Call `hook` with the gradient of `view` as it is now, even if it is edited in place later. The output of
-    nn.Linear with three and more dimensions is such a view.
-
-    Autograd records an in-place edit in the graph of the base, and the gradient no longer passes the view. `hook` then
-    gets the view's part of the base's gradient, which includes the gradients of all other uses of the same values. The
-    return value of `hook` replaces the gradient, unless it is None.
+    nn.Linear with three and more dimensions is such a view. The return value of `hook` replaces the gradient, unless it
+    is None.
     """
-    base: Any = view._base
-    node = base.grad_fn
-    if node is None or type(view) is not Tensor or base.dtype != view.dtype:
-        view.register_hook(hook)
-        return
-    whole = view.numel() == base.numel() and view.is_contiguous() and base.is_contiguous()
-    geometry, shape, output_number = None if whole else ViewGeometry.of(view, base), view.shape, base.output_nr
-    counter, version = edit_counter(view), view._version
+    on_base = register_base_hook(view, hook, [False])
+    if on_base is None:
+        return [view.register_hook(hook)]
+    handle, edited = on_base
 
     def on_view(gradient: Tensor | None) -> Tensor | None:
-        return hook(gradient) if counter._version == version else None
+        return None if edited() else hook(gradient)  # the part from before an edit is in the base's gradient
+
+    return [handle, view.register_hook(on_view)]
+
+
+def register_base_hook(
+    view: Tensor, hook: Callable[[Tensor], Tensor | None], fired: list[bool]
+) -> tuple[RemovableHandle, Callable[[], bool]] | None:
+    """If `view` is edited in place after this call and has not `fired`, call `hook` with its part of the gradient of
+    its base. Autograd records such an edit in the graph of the base, and the gradient no longer passes the view. The
+    part includes the gradients of all other uses of the same values.
+
+    Returns the handle, and a function that says whether the view has been edited; None where it cannot be hooked.
+    """
+    base: Tensor = view if view._base is None else view._base
+    if base.grad_fn is None or type(view) is not Tensor or base.dtype != view.dtype:
+        return None  # an edit cannot be differentiated, or this kind of tensor has no version counter
+    try:
+        counter, version = edit_counter(view), view._version
+    except RuntimeError:
+        return None  # a wrapper inside torch.func has none either
+    whole = view.numel() == base.numel() and view.is_contiguous() and base.is_contiguous()
+    geometry, shape, output_number = None if whole else ViewGeometry.of(view, base), view.shape, base.output_nr
+
+    def edited() -> bool:
+        return counter._version != version
 
     def on_base(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
+        already_fired, fired[0] = fired[0], False
         gradient = gradients[output_number]
-        if gradient is None or counter._version == version:
+        if already_fired or gradient is None or not edited():
             return None
         new = hook(gradient.reshape(shape) if geometry is None else geometry.extract(gradient))
         if new is None:
@@ -89,5 +108,4 @@ def register_view_hook(view: Tensor, hook: Callable[[Tensor | None], Tensor | No
         replaced = new.reshape(gradient.shape) if geometry is None else geometry.insert(gradient, new)
         return (*gradients[:output_number], replaced, *gradients[output_number + 1 :])
 
-    view.register_hook(on_view)
-    node.register_prehook(on_base)
+    return base.grad_fn.register_prehook(on_base), edited

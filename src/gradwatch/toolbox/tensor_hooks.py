@@ -7,12 +7,12 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from gradwatch.hooks.graph_release import release_in_a_loop
-from gradwatch.hooks.view_gradients import ViewGeometry, edit_counter
-from gradwatch.measure.reductions import is_vmapped, version_of
+from gradwatch.hooks.view_gradients import ViewGeometry, register_base_hook, register_view_hook
+from gradwatch.measure.reductions import is_vmapped
 
 FIRST_PRUNED_AT = 64
 """Number of handles at which those of freed tensors are first removed. Judgement."""
@@ -35,51 +35,24 @@ class TensorHooks:
 
     def hook(self, tensor: Tensor, on_gradient: OnGradient, *, base: bool = True) -> None:
         """Call `on_gradient` with the gradient of the present value of `tensor`, a non-leaf that needs a gradient.
-        `base`: also for a view that is edited in place later, by `hook_base`.
+        `base`: also for a view that is edited in place later.
         """
-        fired = [False]
-        edited = self.hook_base(tensor, on_gradient, fired) if base and tensor._base is not None else None
 
-        def direct(gradient: Tensor | None) -> Tensor | None:
-            if edited is not None and edited():
-                return None  # this is the part from before the edit
-            fired[0] = True
+        def on_tensor(gradient: Tensor | None) -> Tensor | None:
             return None if gradient is None else on_gradient(gradient)
 
-        self._add(tensor.register_hook(direct))
+        if base and tensor._base is not None:
+            for handle in register_view_hook(tensor, on_tensor):
+                self._add(handle)
+        else:
+            self._add(tensor.register_hook(on_tensor))
 
-    def hook_base(self, view: Tensor, on_gradient: OnGradient, fired: list[bool]) -> Callable[[], bool] | None:
+    def hook_base(self, view: Tensor, on_gradient: OnGradient, fired: list[bool]) -> None:
         """If `view` is edited in place after this call and has not `fired`, call `on_gradient` with its part of the
-        gradient of its base. That includes the gradients of other uses of the same value.
-
-        Returns a function that says whether the view has been edited; None where it is not hooked.
+        gradient of its base.
         """
-        root = view if view._base is None else view._base
-        if root.grad_fn is None or type(view) is not Tensor or root.dtype != view.dtype:
-            return None  # an edit cannot be differentiated, or this kind of tensor has no version counter
-        try:
-            counter, before = edit_counter(view), version_of(view)
-        except RuntimeError:
-            return None  # a wrapper inside torch.func has none either
-        edge, geometry = get_gradient_edge(root), ViewGeometry.of(view, root)
-
-        def edited() -> bool:
-            return version_of(counter) != before
-
-        def indirect(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
-            already_fired, fired[0] = fired[0], False
-            gradient = gradients[edge_number]
-            if already_fired or gradient is None or not edited():
-                return None
-            new = on_gradient(geometry.extract(gradient))
-            if new is None:
-                return None
-            filled = geometry.insert(gradient, new)
-            return *gradients[:edge_number], filled, *gradients[edge_number + 1 :]
-
-        edge_number = edge.output_nr
-        self._add(edge.node.register_prehook(indirect))
-        return edited
+        if (found := register_base_hook(view, on_gradient, fired)) is not None:
+            self._add(found[0])
 
     def hook_edit(self, node: Node, geometry: ViewGeometry, on_gradient: OnGradient) -> None:
         """Call `on_gradient` with the gradient that the in-place edit `node` returns, of the value before the edit."""
