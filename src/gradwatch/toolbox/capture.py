@@ -226,7 +226,10 @@ class _TensorCopier:
 
 @dataclass(slots=True, eq=False)
 class CapturedCall:
-    """The stored tensors of one call of a module, by "input", "output", ...; gradients are added when computed."""
+    """The stored tensors of one call of a module, by "input", "output", ...; gradients are added when computed.
+
+    Gradients of a checkpoint belong to its first call, which ran without a graph; its recomputation stores no tensors.
+    """
 
     where: str
     copier: _TensorCopier
@@ -239,6 +242,9 @@ class CapturedCall:
         return self.copier.copy(tensor, f"capture: reduce, for {what} of module {self.where!r},")
 
     def inputs(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        if in_backward():
+            self.tracked = True
+            return tensors
         self.tracked = torch.is_grad_enabled()
         self.kept["grad_input"] = [None] * len(tensors)
         if "input" in self.what:
@@ -246,6 +252,8 @@ class CapturedCall:
         return tensors
 
     def outputs(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        if in_backward():
+            return tensors
         self.kept["grad_output"] = [None] * len(tensors)
         if "output" in self.what:
             self.kept["output"] = [self._copy("output", tensor) for tensor in tensors]
@@ -263,35 +271,14 @@ class CapturedCall:
         row[index] = kept
 
 
-@dataclass(slots=True, eq=False)
-class _Recomputed:
-    """Handles a checkpoint's recomputation: its gradients belong to the first call, which ran without a graph."""
-
-    call: CapturedCall
-
-    def inputs(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        self.call.tracked = True
-        return tensors
-
-    def outputs(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        return tensors
-
-    def grad_output(self, index: int, gradient: Tensor) -> None:
-        self.call.grad_output(index, gradient)
-
-    def grad_input(self, index: int, gradient: Tensor, *, more: bool) -> None:
-        self.call.grad_input(index, gradient, more=more)
-
-
-def _new_handler(captured: Captured, what: frozenset[str], copier: _TensorCopier) -> CapturedCall | _Recomputed | None:
+def _new_handler(captured: Captured, what: frozenset[str], copier: _TensorCopier) -> CapturedCall | None:
     """The handler of a call that begins."""
     if not in_backward():
         call = CapturedCall(captured.name, copier, what)
         captured.calls.append(call)
         return call
     # segments are recomputed in reverse order; where the first call has a graph, the second is not stored
-    first = next((call for call in reversed(captured.calls) if not call.tracked), None)
-    return None if first is None else _Recomputed(first)
+    return next((call for call in reversed(captured.calls) if not call.tracked), None)
 
 
 def _accumulated(key: int, where: str, grads: dict[int, Any], copier: _TensorCopier, parameter: nn.Parameter) -> None:
