@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -18,37 +18,20 @@ MAX_ELEMENTS = 2**24
 """Elements of a parameter that are read at most: larger ones are no new heads. Judgement."""
 
 
-@dataclass(slots=True, eq=False)
-class _WeightNorms:
-    """What the hooks of one sampled step have measured."""
-
-    names: list[tuple[int, str]] = field(default_factory=list)
-    """Site of the layer, and name of the parameter in it."""
-    norms: list[Tensor] = field(default_factory=list)
-    sizes: list[int] = field(default_factory=list)
-
-    def add(self, site: int, layer: nn.Module) -> None:
-        for name, parameter in layer._parameters.items():
-            if parameter is not None and is_dense_real(parameter.data):
-                self.names.append((site, name))
-                self.norms.append(torch.linalg.vector_norm(parameter.detach(), dtype=wide_type(parameter)))
-                self.sizes.append(max(1, parameter.numel()))
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class FrozenWeightsReading:
     """The norms of one step, on the device."""
 
     layout: Layout
-    step: _WeightNorms
+    parameters: Sequence[tuple[int, str, int]]
+    """Site of the layer, name of the parameter in it, and number of its elements."""
     tensors: Mapping[str, Tensor]
 
     def values(self, numbers: Mapping[str, Floats]) -> dict[str, Floats]:
         """`frozen_rms`: one number for each parameter of a frozen layer."""
         found, sites = np.full(len(self.layout), np.nan), self.layout.sites
         found[0] = 0.0  # that it was measured
-        norms = zip(self.step.names, numbers["frozen_norms"], self.step.sizes, strict=True)
-        for (site, name), norm, size in norms:
+        for (site, name, size), norm in zip(self.parameters, numbers["frozen_norms"], strict=True):
             place = self.layout.index.get(f"{sites[site].name}.{name}")
             if place is not None:
                 found[place] = norm / size**0.5
@@ -59,7 +42,8 @@ class FrozenWeights(ModuleStatistic):
     """Reads the weights of each frozen layer when it first runs on a sampled step."""
 
     def __init__(self) -> None:
-        self._step = _WeightNorms()
+        self._parameters: list[tuple[int, str, int]] = []
+        self._norms: list[Tensor] = []
         self._known: set[int] = set()
 
     def on_output(self, site: int, module: nn.Module, kind: str) -> OutputCallback | None:
@@ -77,10 +61,14 @@ class FrozenWeights(ModuleStatistic):
             if site not in self._known and (module := there()) is not None:
                 self._known.add(site)
                 self.version += 1
-                self._step.add(site, module)
+                for name, parameter in module._parameters.items():
+                    if parameter is not None and is_dense_real(parameter.data):
+                        norm = torch.linalg.vector_norm(parameter.detach(), dtype=wide_type(parameter))
+                        self._norms.append(norm)
+                        self._parameters.append((site, name, max(1, parameter.numel())))
 
         return on_output
 
     def collect(self, layout: Layout) -> FrozenWeightsReading | None:
-        step, self._step = self._step, _WeightNorms()
-        return FrozenWeightsReading(layout, step, {"frozen_norms": gathered(step.norms)}) if step.norms else None
+        (norms, parameters), self._norms, self._parameters = (self._norms, self._parameters), [], []
+        return FrozenWeightsReading(layout, parameters, {"frozen_norms": gathered(norms)}) if norms else None
