@@ -70,9 +70,6 @@ class DataFlow(ModuleStatistic):
         self._unknowable = False
         self._edges: tuple[Edge, ...] | None = None
         self.walk = _GraphWalk(self._graph, self._traced, nodes)
-        # one for all layers
-        self._on_output = partial(_notice, self)
-        self._on_backward = partial(_begin_backward, self)
 
     @property
     def edges(self) -> tuple[Edge, ...] | None:
@@ -83,8 +80,8 @@ class DataFlow(ModuleStatistic):
         if kind or self._unknowable:
             return None
         if self._due:
-            return partial(_trace, self, site)
-        return None if site in self._traced else self._on_output
+            return partial(self._trace, site)
+        return None if site in self._traced else self._notice
 
     def on_grad_output(self, site: int, module: nn.Module, kind: str) -> GradOutputCallback | None:
         return self._on_backward if self._due and not kind and not self._unknowable else None
@@ -107,29 +104,28 @@ class DataFlow(ModuleStatistic):
             self.version += 1
         self.walk = _GraphWalk(self._graph, self._traced, self._nodes)
 
+    def _trace(self, site: int, arguments: object, tensors: Iterable[Tensor]) -> None:
+        """The layer `site` has run."""
+        walk = self.walk
+        if walk.nodes_left <= 0 or (walk.backward_begun and site in walk.traced):
+            return
+        nodes = list(_nodes(tensors))
+        if not nodes:
+            return
+        if in_backward():
+            walk.ran_in_backward |= site not in walk.traced
+        elif walk.backward_begun:
+            walk.new_layer_ran = True
+        else:
+            _trace_layer(walk, site, nodes)
 
-def _trace(flow: DataFlow, site: int, arguments: object, tensors: Iterable[Tensor]) -> None:
-    walk = flow.walk
-    if walk.nodes_left <= 0 or (walk.backward_begun and site in walk.traced):
-        return
-    nodes = list(_nodes(tensors))
-    if not nodes:
-        return
-    if in_backward():
-        walk.ran_in_backward |= site not in walk.traced
-    elif walk.backward_begun:
-        walk.new_layer_ran = True
-    else:
-        _trace_layer(walk, site, nodes)
+    def _notice(self, arguments: object, tensors: Iterable[Tensor]) -> None:
+        """A layer has run whose edges are unknown."""
+        if not self.walk.new_layer_ran and any(_nodes(tensors)) and not in_backward():
+            self.walk.new_layer_ran = True
 
-
-def _notice(flow: DataFlow, arguments: object, tensors: Iterable[Tensor]) -> None:
-    if not flow.walk.new_layer_ran and any(_nodes(tensors)) and not in_backward():
-        flow.walk.new_layer_ran = True
-
-
-def _begin_backward(flow: DataFlow, gradient: Tensor) -> None:
-    flow.walk.backward_begun = True
+    def _on_backward(self, gradient: Tensor) -> None:
+        self.walk.backward_begun = True
 
 
 def _nodes(tensors: Iterable[Tensor]) -> Iterator[Node]:

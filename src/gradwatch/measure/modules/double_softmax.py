@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -76,10 +77,10 @@ class DoubleSoftmax(ModuleStatistic):
 
     def on_output(self, site: int, module: nn.Module, kind: str) -> OutputCallback | None:
         if isinstance(module, nn.Softmax) and kind == "Softmax" and isinstance(module.dim, int):
-            return _probability_callback(self, site, module.dim)
+            return partial(self._hook_probabilities, site, module.dim)
         if kind == "Softmax2d":
-            return _probability_callback(self, site, -3)
-        return _probability_callback(self, site, None) if kind == "Sigmoid" else None
+            return partial(self._hook_probabilities, site, -3)
+        return partial(self._hook_probabilities, site, None) if kind == "Sigmoid" else None
 
     def collect(self, layout: Layout) -> DoubleSoftmaxReading | None:
         step, self.step = self.step, _StepMisfits()
@@ -89,31 +90,27 @@ class DoubleSoftmax(ModuleStatistic):
         sums = torch.cat([moved(each, found[0].device, torch.float32) for each in found])
         return DoubleSoftmaxReading(layout, {"misfits": sums}, [*sites])
 
-
-def _probability_callback(statistic: DoubleSoftmax, site: int, class_dim: int | None) -> OutputCallback:
-    """`class_dim`: the dimension of the classes; None where each number is a probability of its own."""
-
-    def on_output(arguments: object, tensors: Iterable[Tensor]) -> None:
-        step = statistic.step
+    def _hook_probabilities(
+        self, site: int, class_dim: int | None, arguments: object, tensors: Iterable[Tensor]
+    ) -> None:
+        """`class_dim`: the dimension of the classes; None where each number is a probability of its own."""
         for tensor in tensors:
-            if tensor.grad_fn is not None and is_dense_real(tensor) and tensor.numel() and step.calls < MAX_OUTPUTS:
-                step.calls += 1
+            if (
+                tensor.grad_fn is not None
+                and is_dense_real(tensor)
+                and tensor.numel()
+                and self.step.calls < MAX_OUTPUTS
+            ):
+                self.step.calls += 1
                 # a copy: the user may edit the output in place
                 probabilities = _sampled(tensor.detach(), class_dim).float().clone()
-                on_gradient = _gradient_callback(step, site, probabilities, class_dim)
-                register_node_hook(tensor.grad_fn, on_gradient, statistic.costs)
-
-    return on_output
+                on_gradient = partial(_add_misfit, self.step, site, class_dim, probabilities)
+                register_node_hook(tensor.grad_fn, on_gradient, self.costs)
 
 
-def _gradient_callback(
-    step: _StepMisfits, site: int, probabilities: Tensor, class_dim: int | None
-) -> Callable[[Tensor], None]:
-    def on_gradient(gradient: Tensor) -> None:
-        expected_logs = _binary_misfit if class_dim is None else _class_misfit
-        step.sums.append((expected_logs(probabilities, _sampled(gradient, class_dim).float()), site))
-
-    return on_gradient
+def _add_misfit(step: _StepMisfits, site: int, class_dim: int | None, probabilities: Tensor, gradient: Tensor) -> None:
+    misfit = _binary_misfit if class_dim is None else _class_misfit
+    step.sums.append((misfit(probabilities, _sampled(gradient, class_dim).float()), site))
 
 
 def _class_misfit(p: Tensor, gradient: Tensor) -> Tensor:
