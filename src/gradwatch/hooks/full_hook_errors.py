@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from traceback import walk_tb
 from types import FrameType
 
 from torch import nn
@@ -32,7 +32,8 @@ def explain_in_place_error(error: BaseException | None, model: nn.Module) -> Non
     else:
         return
     names = {id(module): clean_name(name) or ROOT for name, module in model.named_modules()}
-    inside = [module for frame in _frames(error) if id(module := _running_module(frame)) in names]
+    frames = (frame for frame, _ in walk_tb(error.__traceback__))
+    inside = [module for frame in frames if id(module := _running_module(frame)) in names]
     who = f"the module {names[id(inside[-1])]!r} ({type(inside[-1]).__name__})" if inside else "a module"
     edited = "in place (nn.ReLU(inplace=True), x += y)"
     does = f"edits {edited}" if BEING_EDITED in text else f"uses, edited {edited},"
@@ -41,14 +42,6 @@ def explain_in_place_error(error: BaseException | None, model: nn.Module) -> Non
         f"{who} {does} {what}: use signals='auto', whose hooks allow it, or edit out of place (inplace=False, "
         "x = x + y)",
     )
-
-
-def _frames(error: BaseException) -> Iterator[FrameType]:
-    """The frames of the error's traceback, the innermost last."""
-    traceback = error.__traceback__
-    while traceback is not None:
-        yield traceback.tb_frame
-        traceback = traceback.tb_next
 
 
 def _running_module(frame: FrameType) -> object:

@@ -16,6 +16,7 @@ import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from traceback import walk_stack
 from typing import Any
 
 WATCH_VARIABLE = "GRADWATCH"
@@ -82,14 +83,12 @@ def _trainer_under_construction() -> Any:
     undocumented facts: `Trainer.__init__` calls the factories, and it reads `trainer.callbacks` again after them.
     `test_trainers_of_one_list_are_watched_once_each` fails if that changes.
     """
-    frame = inspect.currentframe()
-    while frame is not None:
+    for frame, _ in walk_stack(inspect.currentframe()):
         if frame.f_code.co_name == "__init__":
             caller = frame.f_locals.get("self")
             for kind in type(caller).__mro__:
                 if kind.__name__ == "Trainer" and kind.__module__.partition(".")[0] in LIGHTNING_PACKAGES:
                     return caller
-        frame = frame.f_back
     return None
 
 

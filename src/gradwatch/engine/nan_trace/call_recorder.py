@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from traceback import walk_stack
 from typing import Any
 
 import numpy as np
@@ -47,7 +48,6 @@ class CodeLine:
 
     file: str = ""
     number: int = 0
-    function: str = ""
 
     @property
     def place(self) -> str:
@@ -119,7 +119,8 @@ class CallRecorder(TorchFunctionMode):
         """Layers in the order in which they finished."""
         self._names: dict[int, str] = {}
         self._nonfinite: dict[int, NonfiniteOutput | str] = {}
-        self._stack: list[str] = [""]
+        self._stack = [ModuleRun("", Finiteness.FINITE)]
+        """Those that have begun, the innermost last."""
         self._calls: dict[Any, TorchCall] = {}
         self._hooks = HookSet()
         self.buffers = frozenset(clean_name(name) for name, _ in model.named_buffers())
@@ -131,8 +132,7 @@ class CallRecorder(TorchFunctionMode):
             if not isinstance(module, torch.jit.ScriptModule):
                 owns = next(module.parameters(recurse=False), None) is not None
                 self._hooks.add(module.register_forward_pre_hook(partial(self._enter, clean_name(name))))
-                leave = partial(self._leave, clean_name(name), owns)
-                self._hooks.add(module.register_forward_hook(leave, always_call=True))
+                self._hooks.add(module.register_forward_hook(partial(self._leave, owns), always_call=True))
 
     def close(self) -> None:
         """Remove the hooks and drop the tensors and nodes of the run."""
@@ -178,16 +178,14 @@ class CallRecorder(TorchFunctionMode):
             self._names.setdefault(address, name)
 
     def _enter(self, name: str, module: nn.Module, args: object) -> None:
-        self._stack.append(name)
-        self.module_runs.append(ModuleRun(name, worst_finiteness(tensors_in(args))))
+        self._stack.append(ModuleRun(name, worst_finiteness(tensors_in(args))))
+        self.module_runs.append(self._stack[-1])
 
-    def _leave(self, name: str, owns: bool, module: nn.Module, args: object, output: object) -> None:
-        self._stack.pop()
-        latest = next((run for run in reversed(self.module_runs) if run.module == name), None)
-        if latest is not None:
-            latest.outputs = worst_finiteness(tensors_in(output))
+    def _leave(self, owns: bool, module: nn.Module, args: object, output: object) -> None:
+        run = self._stack.pop()
+        run.outputs = worst_finiteness(tensors_in(output))
         if owns:
-            self.layers.append(name)
+            self.layers.append(run.module)
 
     def _record(
         self,
@@ -200,7 +198,7 @@ class CallRecorder(TorchFunctionMode):
         """`edited`: by id, the tensors that the call has changed in place, with their finiteness before it if known."""
         arguments = list(_flattened(args))[:MAX_ARGUMENTS]
         after = self.layers[-1] if self.layers else ""
-        call = TorchCall(name, self._stack[-1], after, len(self.layers), _user_line())
+        call = TorchCall(name, self._stack[-1].module, after, len(self.layers), _user_line())
         if base(name) in SINGULAR:
             call.singular = tuple((arg, arg._version if isinstance(arg, Tensor) else 0) for arg in arguments)
         for tensor in outputs:
@@ -254,12 +252,7 @@ def _before(prior: Finiteness | None, source: NonfiniteOutput | str | None) -> F
 
 def _user_line() -> CodeLine:
     """The innermost line of the user's code on the stack."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        root = frame.f_globals.get("__name__", "").partition(".")[0]
-        if root not in LIBRARIES:
-            return CodeLine(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
-        if frame.f_back is None:
-            break
-        frame = frame.f_back
+    for frame, number in walk_stack(sys._getframe(1)):
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in LIBRARIES:
+            return CodeLine(frame.f_code.co_filename, number)
     return CodeLine()

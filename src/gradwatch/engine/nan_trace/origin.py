@@ -56,12 +56,13 @@ def origin_in_batch(data: object) -> NonfiniteOrigin | None:
     for path, tensor in tensors_of(data):
         numbers = tensor.nan_to_num(torch.nan, torch.inf, 0.0) if tensor.is_floating_point() else tensor
         if state := finiteness_of(numbers):
-            kind, where = "NaN" if state is Finiteness.NAN else "infinity", f"at {path}" if path else "in it"
+            where = f"at {path}" if path else "in it"
             there = _examples(*nonfinite_examples([numbers]), data)
             message = (
-                f"the batch has {kind} {where}{there}; unless the model ignores those values, they are the origin "
+                f"the batch has {state.word} {where}{there}; unless the model ignores those values, they are the "
+                "origin (it could not be run again)."
             )
-            return NonfiniteOrigin("batch", "", "", "", "", f"{message}(it could not be run again).", CHECK_DATA)
+            return NonfiniteOrigin("batch", "", "", "", "", message, CHECK_DATA)
     return None
 
 
@@ -146,9 +147,8 @@ def _batch_origin(part: str, data: object) -> NonfiniteOrigin | None:
     where = f"what the batch has at {part.removeprefix('batch')}" if part != "batch" else "the batch"
     if tensor is None:
         return None
-    kind = "NaN" if finiteness_of(tensor) is Finiteness.NAN else "infinity"
-    examples, length = nonfinite_examples([tensor])
-    message = f"{where} has {kind} in it{_examples(examples, length, data)}, and the loss is computed from it."
+    kind, there = finiteness_of(tensor).word, _examples(*nonfinite_examples([tensor]), data)
+    message = f"{where} has {kind} in it{there}, and the loss is computed from it."
     return NonfiniteOrigin("batch", "", "", "", "", message, CHECK_DATA)
 
 
@@ -188,7 +188,7 @@ def _backward_origin(
     if root is not None and not root.literal:
         explanation = _explanation(root)
         message = (
-            f"the loss is finite; run again, the forward pass computes {_value_name(root)} "
+            f"the loss is finite; run again, the forward pass computes {root.state.word} "
             f"{_where(recorder, root.call)}, because {explanation.what}, {MASKS}."
         )
         return _call_origin(
@@ -260,10 +260,6 @@ def _where(recorder: CallRecorder, call: TorchCall) -> str:
         text = text if len(text) <= CODE_WIDTH else text[: CODE_WIDTH - 3] + "..."
         where += f" ({call.line.place}: `{text}`)"
     return where
-
-
-def _value_name(event: NonfiniteOutput) -> str:
-    return "NaN" if event.state is Finiteness.NAN else "infinity"
 
 
 def _short_name(name: str) -> str:

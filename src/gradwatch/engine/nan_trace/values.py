@@ -21,6 +21,10 @@ class Finiteness(IntEnum):
     INF = 1
     NAN = 2
 
+    @property
+    def word(self) -> str:
+        return "NaN" if self is Finiteness.NAN else "infinity"
+
 
 def input_summary(value: object) -> InputSummary | None:
     """Summary of a tensor or a number; None for anything else."""
