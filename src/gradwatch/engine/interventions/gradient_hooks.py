@@ -81,7 +81,7 @@ class GradientHooks:
                 return None
             if not owner.alive() or is_capturing():
                 return None
-            new, number = gradient, -1
+            new, number = gradient, actions[0].number
             try:
                 norm = moved(norm_of(gradient), slot.device).reshape(1)
                 slot.copy_(norm[0])

@@ -60,7 +60,6 @@ class SignalHooks:
             note = f"{active.intervention} does not act on the signals of {short_list(out)}: {why}"
             self._diagnosis.note(note, said=f"GradWatch: {note}", log=log)
         active.sites = np.array([reader.layout.index[name] for name in names if name not in out], dtype=np.intp)
-        active.device_indices = torch.zeros(0, dtype=torch.int64, device=reader.buffer.device)
 
     def open(self, interventions: Sequence[ActiveIntervention], reader: GradientReader) -> None:
         """Begin, or begin again with other layers; what has been done in this step is kept.
