@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 from torch import Tensor, nn
@@ -81,12 +81,13 @@ class Edit:
         self._found = found
         self._changes = changes
         self._hooks: HookSet | None = None
-        self._tensors_found = _TensorsFound()
+        self._without_tensors: dict[str, str] = {}
+        """Argument of `edit` -> the first of the called modules, if none of them had a tensor to change; else empty."""
 
     def __enter__(self) -> Edit:
         if self._hooks is not None:
             raise RuntimeError("edit: this context is entered already; call edit() again for a nested one")
-        self._hooks, self._tensors_found = HookSet(), _TensorsFound()
+        self._hooks, self._without_tensors = HookSet(), {}
         try:
             self._attach(self._hooks)
         except BaseException:
@@ -98,8 +99,8 @@ class Edit:
         hooks, self._hooks = self._hooks, None
         if hooks is not None:
             hooks.remove()
-        for what, name in self._tensors_found.absent.items() if kind is None else ():
-            if what not in self._tensors_found.present:
+        for what, name in self._without_tensors.items() if kind is None else ():
+            if name:
                 warnings.warn(
                     f"edit: {what}= changed nothing: module {name!r} was called without a tensor in its "
                     f"{what.removeprefix('grad_')}, as were all that the patterns name; tensors are found in tuples, "
@@ -112,29 +113,18 @@ class Edit:
         edited: set[int] = set()
         for named in {id(named.module): named for named in self._found.values()}.values():
             if set(changes) != {"grad"}:
-                # it stores no tensor of a call, so all calls have the same
-                handler = _EditHandler(named.name, changes, self._tensors_found)
-                calls = ModuleCalls(
-                    partial(_return_it, handler),
-                    grad_input="grad_input" in changes,
-                    grad_output="grad_output" in changes,
-                )
-                calls.attach(named.module, hooks)
+                self._hook_calls(named, hooks)
             for name, parameter in named.module.named_parameters() if "grad" in changes else ():
                 if id(parameter) not in edited:
                     edited.add(id(parameter))
                     where = f"edit: grad, for {name} of module {named.name!r},"
                     hooks.on_gradient(parameter, partial(_changed_gradient, changes["grad"], where))
 
-
-@dataclass(frozen=True, slots=True)
-class _TensorsFound:
-    """For which arguments of `edit` the called modules had tensors to change."""
-
-    present: set[str] = field(default_factory=set)
-    """Arguments for which there was a tensor."""
-    absent: dict[str, str] = field(default_factory=dict)
-    """Argument -> the first module that had none."""
+    def _hook_calls(self, named: NamedModule, hooks: HookSet) -> None:
+        # it stores no tensor of a call, so all calls have the same
+        handler, changes = _EditHandler(named.name, self._changes, self._without_tensors), self._changes
+        calls = ModuleCalls(lambda: handler, grad_input="grad_input" in changes, grad_output="grad_output" in changes)
+        calls.attach(named.module, hooks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +133,7 @@ class _EditHandler:
 
     name: str
     changes: Mapping[str, Change]
-    tensors_found: _TensorsFound
+    without_tensors: dict[str, str]
 
     def inputs(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         return self._each("input", tensors)
@@ -160,9 +150,9 @@ class _EditHandler:
     def _each(self, what: str, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         for argument in self.changes.keys() & {what, f"grad_{what}"}:
             if tensors:
-                self.tensors_found.present.add(argument)
+                self.without_tensors[argument] = ""
             else:
-                self.tensors_found.absent.setdefault(argument, self.name)
+                self.without_tensors.setdefault(argument, self.name)
         change = self.changes.get(what)
         if change is None:
             return tensors
@@ -173,10 +163,6 @@ class _EditHandler:
 
     def _where(self, what: str) -> str:
         return f"edit: the function {what}= for module {self.name!r}"
-
-
-def _return_it(handler: _EditHandler) -> _EditHandler:
-    return handler
 
 
 def _changed(change: Change, where: str, tensor: Tensor) -> Tensor:
