@@ -111,7 +111,7 @@ def feature_map_pictures(
 
 def gradcam_picture(model: nn.Module, images: Tensor, layer: str) -> Tensor:
     """A picture [height, width, 3] of bytes: the images, and below each its Grad-CAM for the top class at `layer`."""
-    cam = gradcam(model, find_modules(model, escape(layer), by="FeatureMaps: layers")[layer].module, images).to("cpu")
+    cam = gradcam(model, escape(layer), images).to("cpu")
     shown = enlarged(images_to_rgb(images.to("cpu")), IMAGE_SIDE).clamp(0, 1)
     heat = nn.functional.interpolate(cam[:, None].float(), tuple(shown.shape[-2:]), mode="bilinear")[:, 0]
     return tiled(torch.stack([shown, overlay(shown, heat)]))
