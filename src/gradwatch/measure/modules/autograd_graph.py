@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
 from gradwatch.hooks.hook_set import HookCosts
 from gradwatch.measure.reductions import is_dense_real
+
+T = TypeVar("T")
 
 LEAF = "AccumulateGrad"
 """The kind of the nodes that put gradients into leaves."""
@@ -61,14 +63,23 @@ def register_node_hook(node: Any, on_gradient: Callable[[Tensor], None], costs: 
     The hook lives as long as the node. Time and errors are recorded in `costs`.
     """
 
-    def hook(gradients: tuple[Tensor | None, ...]) -> None:
+    def on_node(gradients: tuple[Tensor | None, ...]) -> None:
+        gradient = gradients[0]
+        if gradient is not None and is_dense_real(gradient):
+            on_gradient(gradient.detach() if gradient.requires_grad else gradient)
+
+    node.register_prehook(recorded(on_node, costs))
+
+
+def recorded(hook: Callable[[T], None], costs: HookCosts) -> Callable[[T], None]:
+    """`hook`, whose time and errors are recorded in `costs`: raised there, an error would end the backward pass."""
+
+    def on_gradient(gradient: T) -> None:
         begun = perf_counter()
         try:
-            gradient = gradients[0]
-            if gradient is not None and is_dense_real(gradient):
-                on_gradient(gradient.detach() if gradient.requires_grad else gradient)
-        except Exception as error:  # raised here, it would end the user's backward pass
+            hook(gradient)
+        except Exception as error:
             costs.errors.append(error)
         costs.current += perf_counter() - begun
 
-    node.register_prehook(hook)
+    return on_gradient

@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from gradwatch.core.record import Floats, Layout
 from gradwatch.hooks.hook_set import HookCosts
 from gradwatch.measure.devices import moved
 from gradwatch.measure.modules import GradOutputCallback, ModuleStatistic, OutputCallback
+from gradwatch.measure.modules.autograd_graph import recorded
 from gradwatch.measure.modules.call_loops import MAX_TRIES, CallLoops, carries_gradient, detect_loop
 from gradwatch.measure.modules.input_hooks import Arguments, InputCallback, is_hookable, view_with_hook
 from gradwatch.measure.modules.time_growth import LayerCalls, time_growths
@@ -65,18 +65,13 @@ class _StepCalls:
         """A tensor hook that adds the `norms` of each gradient to `call`."""
 
         def on_grad_output(gradient: Tensor | None) -> None:
-            begun = perf_counter()
             self.reached.add(site)
-            try:
-                if gradient is not None and is_hookable(gradient) and self.measured < MAX_TIME_STEPS:
-                    found = norms(gradient.detach())
-                    self.measured += len(found)
-                    call.norms.append(found)
-            except Exception as error:  # raised here, it would end the backward pass
-                self.costs.errors.append(error)
-            self.costs.current += perf_counter() - begun
+            if gradient is not None and is_hookable(gradient) and self.measured < MAX_TIME_STEPS:
+                found = norms(gradient.detach())
+                self.measured += len(found)
+                call.norms.append(found)
 
-        return on_grad_output
+        return recorded(on_grad_output, self.costs)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,13 +103,13 @@ class TimeStepGradients(ModuleStatistic):
         """Sites of the layers that are no sequence layers."""
 
     def on_input(self, site: int, module: nn.Module) -> InputCallback | None:
-        return _sequence_input_callback(self, site, module) if type(module) in SEQUENCE_LAYERS else None
+        return self._sequence_callback(site, module) if type(module) in SEQUENCE_LAYERS else None
 
     def on_output(self, site: int, module: nn.Module, kind: str) -> OutputCallback | None:
         if kind or type(module) in SEQUENCE_LAYERS:
             return None
         if isinstance(module, nn.RNNCellBase) or site in self._loops.known:
-            return _step_output_callback(self, site, state=isinstance(module, nn.RNNCellBase))
+            return partial(self._hook_step, site, isinstance(module, nn.RNNCellBase))
         self._layers.add(site)
         return detect_loop(self._loops, site) if self._loops.tries.get(site, MAX_TRIES) < MAX_TRIES else None
 
@@ -154,49 +149,41 @@ class TimeStepGradients(ModuleStatistic):
         together = torch.cat([moved(piece, device, wide) for piece in pieces])
         return TimeStepReading(layout, {"time_steps": together}, layer_calls)
 
+    def _sequence_callback(self, site: int, module: nn.Module) -> InputCallback:
+        there = weakref.ref(module)
+        bidirectional, batch_first = _is_bidirectional(module), bool(getattr(module, "batch_first"))  # noqa: B009 (an RNNBase's)
 
-def _sequence_input_callback(statistic: TimeStepGradients, site: int, module: nn.Module) -> InputCallback:
-    there = weakref.ref(module)
-    bidirectional, batch_first = _is_bidirectional(module), bool(getattr(module, "batch_first"))  # noqa: B009 (an RNNBase's)
+        def on_input(arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Arguments | None:
+            step, layer = self.step, there()
+            # without anything to train, its output would not have required a gradient
+            trained = torch.is_grad_enabled() and layer is not None and any(p.requires_grad for p in layer.parameters())
+            given: Any = arguments[0] if arguments else keywords.get("input")
+            packed = type(given) is PackedSequence
+            sequence = given.data if packed else given
+            if not trained or not is_hookable(sequence):
+                return None
+            state = arguments[1] if len(arguments) > 1 else keywords.get("hx")
+            call = step.begin(site, carried=not bidirectional and carries_gradient(state))
+            sizes = given.batch_sizes if packed else None
+            norms = partial(_norms_of_time_steps, sizes=sizes, batch_first=batch_first)
+            view = view_with_hook(sequence, step.gradient_hook(site, call, norms), self.leaf)
+            stand_in = PackedSequence(view, *given[1:]) if packed else view
+            if arguments:
+                return (stand_in, *arguments[1:]), dict(keywords)
+            return (), {**keywords, "input": stand_in}
 
-    def on_input(arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Arguments | None:
-        step, layer = statistic.step, there()
-        # without anything to train, its output would not have required a gradient
-        trained = torch.is_grad_enabled() and layer is not None and any(p.requires_grad for p in layer.parameters())
-        given: Any = arguments[0] if arguments else keywords.get("input")
-        packed = type(given) is PackedSequence
-        sequence = given.data if packed else given
-        if not trained or not is_hookable(sequence):
-            return None
-        state = arguments[1] if len(arguments) > 1 else keywords.get("hx")
-        call = step.begin(site, carried=not bidirectional and carries_gradient(state))
-        sizes = given.batch_sizes if packed else None
+        return on_input
 
-        norms = partial(_norms_of_time_steps, sizes=sizes, batch_first=batch_first)
-        view = view_with_hook(sequence, step.gradient_hook(site, call, norms), statistic.leaf)
-        stand_in = PackedSequence(view, *given[1:]) if packed else view
-        if arguments:
-            return (stand_in, *arguments[1:]), dict(keywords)
-        return (), {**keywords, "input": stand_in}
-
-    return on_input
-
-
-def _step_output_callback(statistic: TimeStepGradients, site: int, *, state: bool) -> OutputCallback:
-    """`state`: whether the second argument is the state; otherwise every argument may be."""
-
-    def on_output(arguments: object, tensors: Iterable[Tensor]) -> None:
-        step = statistic.step
+    def _hook_step(self, site: int, state: bool, arguments: object, tensors: Iterable[Tensor]) -> None:
+        """`state`: whether the second argument is the state; otherwise every argument may be."""
         given = arguments if isinstance(arguments, tuple) else ()
         # a state that is given by keyword is unknown
         unknown = state and len(given) < 2
-        call = step.begin(site, carried=unknown or carries_gradient(given[1:] if state else given))
-        on_grad_output = step.gradient_hook(site, call, _norm_of)
+        call = self.step.begin(site, carried=unknown or carries_gradient(given[1:] if state else given))
+        on_grad_output = self.step.gradient_hook(site, call, _norm_of)
         for tensor in tensors:
             if tensor.requires_grad and not tensor.is_leaf and is_hookable(tensor):
                 tensor.register_hook(on_grad_output)
-
-    return on_output
 
 
 def _is_bidirectional(module: nn.Module) -> bool:
