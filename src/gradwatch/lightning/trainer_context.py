@@ -21,6 +21,9 @@ BATCH_BYTES = 64 * 2**20
 SETTINGS_BYTES = 2**20
 """For the settings in it. Judgement."""
 
+MODEL_CHECKPOINT_PATHS = ("best_model_path", "last_model_path")
+"""Attributes of `ModelCheckpoint` that hold a path; `best_k_models` has paths for keys."""
+
 
 class TrainerContext:
     """Of one fit. Holds the Trainer weakly."""
@@ -45,7 +48,7 @@ class TrainerContext:
         present = self._replay.batch
         known = (batch for batch in (present, *reversed(self._replay.recent)) if batch is not None)
         found = next((batch for batch in known if (batch.index, batch.epoch) == (index, epoch)), None)
-        return None if found is None else plain_batch(found, data=data)
+        return None if found is None else _plain_batch(found, data=data)
 
     def checkpoint_begins(self) -> None:
         """A checkpoint is being written."""
@@ -74,13 +77,13 @@ class TrainerContext:
         return plain_settings({} if trainer is None else settings_of(trainer))
 
 
-def plain_batch(batch: Batch, *, data: bool, room: int = BATCH_BYTES) -> dict[str, Any]:
-    """`batch` as `core.training_loop.TrainingLoop.batch` gives it; `room`: bytes."""
+def _plain_batch(batch: Batch, *, data: bool) -> dict[str, Any]:
+    """`batch` as `core.training_loop.TrainingLoop.batch` gives it."""
     about = {"index": batch.index, "epoch": batch.epoch, "rng": batch.rng.state_dict()}
     if not data:
         return {**about, "data": None, "notes": {"": "left out: FlightRecorder(keep_batch=True) keeps it"}}
     try:
-        kept, notes = to_plain_data(batch.data, max_bytes=room)
+        kept, notes = to_plain_data(batch.data, max_bytes=BATCH_BYTES)
     except TooLarge as why:
         kept, notes = None, {"": f"left out: {why}"}
     if not batch.unchanged:
@@ -126,13 +129,9 @@ def _paths(trainer: Any) -> list[str]:
     for saver in trainer.checkpoint_callbacks:  # `ModelCheckpoint`, or a user's own that does not say
         if getattr(saver, "save_weights_only", False):
             continue  # no callback hook reports it, so the step of the file is unknown
-        named = [*getattr(saver, "best_k_models", ()), *(getattr(saver, name, "") for name in _NAMES)]
+        named = [*getattr(saver, "best_k_models", ()), *(getattr(saver, name, "") for name in MODEL_CHECKPOINT_PATHS)]
         found.update(dict.fromkeys(str(path) for path in named if path))
     return list(found)
-
-
-_NAMES = ("best_model_path", "last_model_path")
-"""Attributes of `ModelCheckpoint`, public, that hold a path; `best_k_models` has paths for keys."""
 
 
 def on_disk(folder: str | None, note: Callable[[str], None]) -> str | None:
