@@ -95,12 +95,9 @@ class DoubleSoftmax(ModuleStatistic):
     ) -> None:
         """`class_dim`: the dimension of the classes; None where each number is a probability of its own."""
         for tensor in tensors:
-            if (
-                tensor.grad_fn is not None
-                and is_dense_real(tensor)
-                and tensor.numel()
-                and self.step.calls < MAX_OUTPUTS
-            ):
+            if tensor.grad_fn is None or not is_dense_real(tensor) or not tensor.numel():
+                continue
+            if self.step.calls < MAX_OUTPUTS:
                 self.step.calls += 1
                 # a copy: the user may edit the output in place
                 probabilities = _sampled(tensor.detach(), class_dim).float().clone()
