@@ -13,7 +13,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from gradwatch.core.arguments import SHOWN_CHARACTERS, check_pattern_list, shown, wrong
 from gradwatch.core.record import ROOT, clean_name
-from gradwatch.measure.layers import is_compiled, is_within
+from gradwatch.measure.layers import choose, is_compiled, is_within
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +42,10 @@ def find_modules(model: nn.Module, patterns: object, *, by: str) -> dict[str, Na
             f"{by}={shown(patterns)}: empty; expected a shell pattern such as 'layer3.*', or '*' for every module"
         )
     found = _named_modules(model)
-    chosen = dict.fromkeys(found, several[0].startswith("!"))
     for pattern in several:
-        matched = [name for name in found if fnmatchcase(name, pattern.removeprefix("!"))]
-        if not matched:
+        if not any(fnmatchcase(name, pattern.removeprefix("!")) for name in found):
             raise ValueError(f"{by}: the pattern {shown(pattern)} matches no module; {nearest(pattern, list(found))}")
-        chosen.update(dict.fromkeys(matched, not pattern.startswith("!")))
-    return {name: named for name, named in found.items() if chosen[name]}
+    return {name: found[name] for name in choose(list(found), several, require_match=False)}
 
 
 def refuse_unhookable(named: NamedModule, *, by: str) -> None:
