@@ -19,76 +19,24 @@ MAX_NAMES = 4
 """Names that a line lists in full; of a longer list it has three names and the count. Judgement."""
 
 CONSEQUENCES: Mapping[str, frozenset[str]] = {
-    "stale_grad": frozenset(
-        {
-            "nonfinite",
-            "divergence",
-            "act_blowup",
-            "collapse",
-            "saturation",
-            "dead",
-            "stalled",
-            "exploding",
-            "vanishing",
-            "spike",
-        }
-    ),
-    "underflow": frozenset({"dead", "disconnected", "frozen", "stalled", "vanishing"}),
-    "tampered": frozenset(
-        {
-            "nonfinite",
-            "divergence",
-            "act_blowup",
-            "collapse",
-            "saturation",
-            "dead",
-            "stalled",
-            "exploding",
-            "vanishing",
-            "spike",
-        }
-    ),
-    "bad_head": frozenset({"saturation", "stalled", "vanishing"}),
-    "input_scale": frozenset(
-        {
-            "nonfinite",
-            "divergence",
-            "act_blowup",
-            "saturation",
-            "dead",
-            "stalled",
-            "exploding",
-            "vanishing",
-            "spike",
-        }
-    ),
-    "spike": frozenset(
-        {"nonfinite", "divergence", "act_blowup", "saturation", "dead", "stalled", "exploding", "vanishing"}
-    ),
-    "exploding": frozenset({"nonfinite", "divergence", "act_blowup", "saturation", "dead", "vanishing", "spike"}),
-    "divergence": frozenset(
-        {
-            "nonfinite",
-            "act_blowup",
-            "collapse",
-            "saturation",
-            "dead",
-            "disconnected",
-            "stalled",
-            "exploding",
-            "vanishing",
-            "spike",
-        }
-    ),
-    "act_blowup": frozenset({"nonfinite", "divergence", "saturation", "dead", "exploding", "vanishing", "spike"}),
-    "nonfinite": frozenset(
-        {"divergence", "act_blowup", "saturation", "dead", "disconnected", "stalled", "exploding", "vanishing", "spike"}
-    ),
-    "collapse": frozenset({"dead", "disconnected", "saturation", "stalled", "vanishing"}),
-    "saturation": frozenset({"stalled", "vanishing"}),
-    "dead": frozenset({"disconnected", "stalled", "vanishing"}),
-    "disconnected": frozenset({"vanishing"}),
-    "vanishing": frozenset({"dead", "stalled"}),
+    cause: frozenset(effects.split())
+    for cause, effects in {
+        "stale_grad": "nonfinite divergence act_blowup collapse saturation dead stalled exploding vanishing spike",
+        "underflow": "dead disconnected frozen stalled vanishing",
+        "tampered": "nonfinite divergence act_blowup collapse saturation dead stalled exploding vanishing spike",
+        "bad_head": "saturation stalled vanishing",
+        "input_scale": "nonfinite divergence act_blowup saturation dead stalled exploding vanishing spike",
+        "spike": "nonfinite divergence act_blowup saturation dead stalled exploding vanishing",
+        "exploding": "nonfinite divergence act_blowup saturation dead vanishing spike",
+        "divergence": "nonfinite act_blowup collapse saturation dead disconnected stalled exploding vanishing spike",
+        "act_blowup": "nonfinite divergence saturation dead exploding vanishing spike",
+        "nonfinite": "divergence act_blowup saturation dead disconnected stalled exploding vanishing spike",
+        "collapse": "saturation dead disconnected stalled vanishing",
+        "saturation": "stalled vanishing",
+        "dead": "disconnected stalled vanishing",
+        "disconnected": "vanishing",
+        "vanishing": "dead stalled",
+    }.items()
 }
 """Rule -> the rules whose faults may follow from its fault. Where each of two may follow from the other, the one that
 began first is the cause; of two that began together, the one that stands first here. Judgement.

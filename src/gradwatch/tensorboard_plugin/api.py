@@ -321,7 +321,7 @@ def _described(statistic: str, label: str) -> dict[str, Any]:
     known = CATALOGUE.get(statistic)
     return {
         "name": statistic,
-        "title": known.plain_name if known else statistic.replace("_", " "),
+        "title": known.title if known else statistic.replace("_", " "),
         "group": known.group if known else "others",
         "sampled": known.sampled if known else False,
         "label": label,
