@@ -8,16 +8,16 @@ from functools import lru_cache
 from typing import ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gradwatch.core.alert import Finding, Severity, short_list
 from gradwatch.core.history import History
-from gradwatch.core.record import Floats, Layout, Mask
+from gradwatch.core.record import Floats, Layout, Mask, Sites
 from gradwatch.rules.evidence.baseline import LEVEL_RECORDS
 from gradwatch.rules.evidence.layer_levels import weights_of
-from gradwatch.rules.evidence.onsets import began_text, is_first_record, streak_starts
+from gradwatch.rules.evidence.onsets import began_text, is_first_record
+from gradwatch.rules.evidence.own_records import is_own
 from gradwatch.rules.evidence.recent_rows import RecentRows
-from gradwatch.rules.evidence.samples import FIRST_SAMPLES, RECENT_RECORDS, in_run_order, samples
+from gradwatch.rules.evidence.samples import FIRST_SAMPLES, RECENT_RECORDS, in_run_order, samples, streak_starts
 from gradwatch.rules.evidence.shocks import shock_before
 from gradwatch.rules.evidence.weights import has_norm_layers
 from gradwatch.rules.evidence.wording import name_text, ratio_text
@@ -70,8 +70,7 @@ class ActBlowup:
     falling_share: float = 0.05
     """Share of itself by which the loss must have fallen since then, if the growth is learning. Judgement."""
 
-    def __post_init__(self) -> None:
-        require_positive(self)
+    __post_init__ = require_positive
 
     def suspects(self, rows: RecentRows) -> Mask:
         """Samples with such a product, or with an output that far over its lowest."""
@@ -93,7 +92,7 @@ class ActBlowup:
         late = levels[-self.samples :]
         return [*self._attention(history, late, *found), *self._grown(history, *found)]
 
-    def _attention(self, history: History, late: Floats, levels: Floats, ago: NDArray[np.intp]) -> list[Finding]:
+    def _attention(self, history: History, late: Floats, levels: Floats, ago: Sites) -> list[Finding]:
         unhealthy, layout = [], history.layout
         for query, key in _pairs(layout):
             spread = late[:, query] * late[:, key]
@@ -129,7 +128,7 @@ class ActBlowup:
             )
         ]
 
-    def _grown(self, history: History, levels: Floats, ago: NDArray[np.intp]) -> list[Finding]:
+    def _grown(self, history: History, levels: Floats, ago: Sites) -> list[Finding]:
         layers = history.layout.layers
         early, late = levels[:FIRST_SAMPLES], levels[-self.samples :]
         if len(levels) < FIRST_SAMPLES + self.samples:
@@ -174,14 +173,13 @@ class ActBlowup:
             )
         ]
 
-    def _learns_by_it(self, history: History, level: Floats, ago: NDArray[np.intp]) -> bool:
+    def _learns_by_it(self, history: History, level: Floats, ago: Sites) -> bool:
         """Whether the loss fell while an output grew to its present `level`, as it does on the way to large targets."""
         smaller = np.flatnonzero(level <= level[-1] / self.growing)
-        series, optimizers = history.scalar("loss", RECENT_RECORDS), history.optimizers(RECENT_RECORDS)
+        series, own = history.scalar("loss", RECENT_RECORDS), is_own(history, RECENT_RECORDS)
         if series is None or not len(smaller):
             return False
         begun = len(series) - 1 - int(ago[smaller[-1]])
-        own = optimizers == optimizers[-1]
         then = series[max(0, begun - LEVEL_RECORDS) : begun + 1][own[max(0, begun - LEVEL_RECORDS) : begun + 1]]
         now = series[own][-LEVEL_RECORDS:]
         then, now = then[np.isfinite(then)], now[np.isfinite(now)]
@@ -230,5 +228,5 @@ def _median(rows: Floats) -> Floats:
     """Median over axis 0 of what is finite; NaN where nothing is."""
     ordered = np.sort(np.where(np.isfinite(rows), rows, np.nan), axis=0)
     count = np.count_nonzero(~np.isnan(ordered), axis=0)
-    columns: NDArray[np.intp] = np.arange(rows.shape[1])
+    columns: Sites = np.arange(rows.shape[1])
     return np.asarray(ordered[np.maximum(count - 1, 0) // 2, columns])

@@ -11,9 +11,8 @@ import numpy as np
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
 from gradwatch.core.record import Floats, Mask
-from gradwatch.rules.evidence.onsets import streak_starts
 from gradwatch.rules.evidence.recent_rows import RecentRows
-from gradwatch.rules.evidence.samples import in_run_order, layer_before, samples
+from gradwatch.rules.evidence.samples import in_run_order, layer_before, samples, streak_starts
 from gradwatch.rules.rule import require_positive
 
 LOSS_NAMES = {1: "a cross entropy", 2: "a binary cross entropy with logits"}
@@ -42,8 +41,7 @@ class BadHead:
     records: int = 5
     """Samples in a row whose numbers show it. Prototype."""
 
-    def __post_init__(self) -> None:
-        require_positive(self)
+    __post_init__ = require_positive
 
     def suspects(self, rows: RecentRows) -> Mask:
         """Samples that show it: the latest of those in a row is one."""

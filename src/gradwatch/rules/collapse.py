@@ -14,11 +14,10 @@ from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
 from gradwatch.core.record import MEASURED, Floats, Layout, Mask, Sites
 from gradwatch.rules.evidence.baseline import LEVEL_RECORDS
-from gradwatch.rules.evidence.onsets import own_records, streak_starts
+from gradwatch.rules.evidence.own_records import is_own, own_losses, own_records
 from gradwatch.rules.evidence.recent_rows import ROUNDING, RecentRows
-from gradwatch.rules.evidence.samples import RECENT_RECORDS, lasted, samples
+from gradwatch.rules.evidence.samples import RECENT_RECORDS, lasted, own_samples, samples, streak_starts
 from gradwatch.rules.evidence.shocks import shock_before
-from gradwatch.rules.evidence.weights import weight_samples
 from gradwatch.rules.evidence.wording import name_text
 from gradwatch.rules.rule import require_positive
 
@@ -79,8 +78,7 @@ class Collapse:
     layers_share: float = 0.5
     """Share of the layers, not counting norms. Prototype."""
 
-    def __post_init__(self) -> None:
-        require_positive(self)
+    __post_init__ = require_positive
 
     def suspects(self, rows: RecentRows) -> Mask:
         """Samples of weights that have shrunk enough for a decay, or of such small outputs."""
@@ -142,49 +140,41 @@ class Collapse:
         layers = _weighed(history, norms[0], codes[0])
         if not len(layers):
             return []
-        places = weight_samples(history)
-        found = self._shrunk(history, layers, places)
-        return found and self._shrunk(history, layers, _unwritten(history, layers, places))
+        ago = own_samples(history, "weight_norm")
+        found = self._shrunk(history, layers, ago)
+        return found and self._shrunk(history, layers, _unwritten(history, layers, ago))
 
-    def _shrunk(self, history: History, layers: NDArray[np.intp], places: NDArray[np.intp]) -> Sequence[Finding]:
-        """The findings for `layers` at the records `places` of the last `RECENT_RECORDS`, the latest among them."""
-        rows = history.window("weight_norm", RECENT_RECORDS)
-        assert rows is not None
-        some = places[np.linspace(0, len(places) - 1, min(PEAK_SAMPLES, len(places))).astype(np.intp)]
-        earlier = rows[np.ix_(some, layers)]
-        earlier = np.where(np.isfinite(earlier), earlier, 0.0)  # an overflow is no peak
-        peak, now = earlier.max(axis=0), rows[-1, layers]
+    def _shrunk(self, history: History, layers: Sites, ago: Sites) -> Sequence[Finding]:
+        """The findings for `layers` at the samples so many records `ago`, the latest record among them."""
+        some = ago[np.linspace(0, len(ago) - 1, min(PEAK_SAMPLES, len(ago))).astype(np.intp)]
+        earlier = _finite(history.at("weight_norm", some)[:, layers])
+        peak, now = earlier.max(axis=0), history.at("weight_norm", ago[-1:])[0, layers]
         gone = now < self.left * peak
         since = int(some[earlier.sum(axis=1).argmax()])
         if gone.any() and np.count_nonzero(gone) >= self._wanted(history, len(layers), since):
             names = history.layout.names(layers[gone])
             share = float(np.median(now[gone] / peak[gone]))
-            peaks = rows[np.ix_(places, layers[gone])] / peak[gone]
-            peaks = np.where(np.isfinite(peaks), peaks, 0.0).sum(axis=1)
-            top = len(places) - 1 - int(peaks[::-1].argmax())
-            back = len(rows) - int(places[top])
+            sizes = _finite(history.at("weight_norm", ago)[:, layers[gone]] / peak[gone]).sum(axis=1)
+            back = 1 + int(ago[::-1][sizes[::-1].argmax()])
             message = (
                 f"The weights of {name_text(names)} have shrunk to {100 * share:.2g} % of their highest norm, in "
                 f"{len(names)} of {len(layers)} layers, in the {_steps(history, back)} since it."
             )
             headline = f"the weights shrank to {100 * share:.2g} % of their highest norm"
             return [self._finding(history, names, (share, self.left), (message, headline), back, max(1, back - 1))]
-        return self._decays(history, layers, places)
+        return self._decays(history, layers, ago)
 
-    def _decays(self, history: History, layers: NDArray[np.intp], places: NDArray[np.intp]) -> Sequence[Finding]:
+    def _decays(self, history: History, layers: Sites, ago: Sites) -> Sequence[Finding]:
         """Whether weights fell at every sample since one `SHORTEST_DECAY` steps or more ago, and too fast."""
-        optimizers = history.optimizers(RECENT_RECORDS)
-        own = np.cumsum(optimizers == optimizers[-1])[places]
+        own = np.cumsum(is_own(history, RECENT_RECORDS))[-1 - ago]
         far = np.flatnonzero(own[-1] - own >= SHORTEST_DECAY)
         if not len(far):
             return []
-        rows = history.window("weight_norm", RECENT_RECORDS)
-        assert rows is not None
-        steps, since = int(own[-1] - own[far[-1]]), rows[np.ix_(places[far[-1] :], layers)]
+        steps, since = int(own[-1] - own[far[-1]]), history.at("weight_norm", ago[far[-1] :])[:, layers]
         with np.errstate(divide="ignore", invalid="ignore"):
             left, changes = since[-1] / since[0], np.diff(since, axis=0)
         falls = (changes < 0).all(axis=0) & (left <= 0.5 ** (steps / self.half_life))
-        if not falls.any() or np.count_nonzero(falls) < self._wanted(history, len(layers), int(places[far[-1]])):
+        if not falls.any() or np.count_nonzero(falls) < self._wanted(history, len(layers), int(ago[far[-1]])):
             return []
         names = history.layout.names(layers[falls])
         half_life = float(np.median(-steps / np.log2(np.maximum(left[falls], 1e-12))))
@@ -193,23 +183,24 @@ class Collapse:
             f"{len(layers)} layers; the limit is {self.half_life:.0f} steps."
         )
         headline = f"the weights lose half of their norm in {half_life:.2g} steps"
-        back = len(rows) - self._falls_since(rows[np.ix_(places, layers[falls])], places, own, known=int(far[-1]))
+        norms = history.at("weight_norm", ago)[:, layers[falls]]
+        back = 1 + self._falls_since(norms, ago, own, known=int(far[-1]))
         return [self._finding(history, names, (half_life, self.half_life), (message, headline), back, back)]
 
-    def _falls_since(self, norms: Floats, places: NDArray[np.intp], own: NDArray[np.intp], *, known: int) -> int:
-        """The first of `places` at which weights had fallen, of those since which they fall at every sample and at half
-        the limit's rate at least; the one after `known`, since which they fall in all, or an earlier one. `norms`:
-        shape [places, layers]; `own`: steps up to each place.
+    def _falls_since(self, norms: Floats, ago: Sites, own: Sites, *, known: int) -> int:
+        """How many records ago weights had fallen first, of the samples since which they fall at every sample and at
+        half the limit's rate at least; the sample after `known`, since which they fall in all, or an earlier one.
+        `norms`: shape [samples, layers]; `own`: steps up to each sample.
         """
         with np.errstate(divide="ignore", invalid="ignore"):
             halvings = np.median(np.log2(norms[:-1] / norms[1:]), axis=1)
         fast = (np.diff(norms, axis=0) < 0).all(axis=1) & ~(halvings < SLOWEST_SHARE * np.diff(own) / self.half_life)
         fast[known:] = True
         streak = int(np.cumprod(fast[::-1]).sum())
-        return int(places[len(places) - streak])
+        return int(ago[len(ago) - streak])
 
     def _wanted(self, history: History, layers: int, since: int) -> float:
-        """Of how many `layers` it must be so, as they shrank since the record `since` of the last `RECENT_RECORDS`.
+        """Of how many `layers` it must be so, as they have shrunk for `since` records.
 
         Where they are few, or the loss has become better by it, all of them and more than one.
         """
@@ -280,37 +271,36 @@ def _steps(history: History, back: int) -> str:
     return f"{count} step{'s' * (count != 1)}"
 
 
-def _unwritten(history: History, layers: NDArray[np.intp], places: NDArray[np.intp]) -> NDArray[np.intp]:
-    """`places` since something other than the optimizer last wrote any of `layers`: clipped or pruned them, say.
+def _unwritten(history: History, layers: Sites, ago: Sites) -> Sites:
+    """Those of the samples `ago` since something other than the optimizer last wrote any of `layers`: clipped or pruned
+    them, say.
 
     Then they shrank by far more between two samples than the updates of the steps between account for: a step of
     `moved` of their size leaves 1 - moved of it or more.
     """
-    weights, ratios = history.window("weight_norm", RECENT_RECORDS), history.window("update_ratio", RECENT_RECORDS)
-    if ratios is None or len(places) < 2:
-        return places
-    assert weights is not None, "there are samples"
-    own = np.cumsum(history.optimizers(RECENT_RECORDS) == history.optimizers(1)[0])[places]
-    norms, moved = weights[np.ix_(places, layers)], ratios[np.ix_(places, layers)]
+    if len(ago) < 2:
+        return ago
+    own = np.cumsum(is_own(history, RECENT_RECORDS))[-1 - ago]
+    norms, moved = (history.at(name, ago)[:, layers] for name in ("weight_norm", "update_ratio"))
     with np.errstate(divide="ignore", invalid="ignore"):
         fell = np.log(norms[:-1] / norms[1:])
         taken = -np.diff(own)[:, None] * np.log1p(-np.minimum(np.fmax(moved[:-1], moved[1:]), 1.0))
     written = np.flatnonzero((fell > np.maximum(OUTSIDE_WRITE_RATIO * taken, np.log(OUTSIDE_WRITE_RATIO))).any(axis=1))
-    return places[written[-1] + 1 :] if len(written) else places
+    return ago[written[-1] + 1 :] if len(written) else ago
 
 
 def _learnt(history: History, since: int) -> bool:
-    """Whether the loss is clearly better than at the record `since` of the last `RECENT_RECORDS`."""
-    losses = history.scalar("loss", RECENT_RECORDS)
-    if losses is None:
-        return False
-    own = losses[since:][history.optimizers(RECENT_RECORDS)[since:] == history.optimizers(1)[0]]
-    own = own[np.isfinite(own)]
+    """Whether the loss is clearly better than `since` records ago."""
+    own = own_losses(history, since + 1)
     some = min(LEVEL_RECORDS, len(own) // 2)
     if not some:
         return False
     before, now = float(np.median(own[:some])), float(np.median(own[-some:]))
     return now < before - (1 - IMPROVED_RATIO) * abs(before)
+
+
+def _finite(norms: Floats) -> Floats:
+    return np.where(np.isfinite(norms), norms, 0.0)  # an overflow is no peak
 
 
 @lru_cache(maxsize=8)
@@ -324,7 +314,7 @@ def _codes_of(layout: Layout) -> tuple[tuple[int, Sites], ...]:
     return tuple((layer, np.array(layers, dtype=np.intp)) for layer, layers in found)
 
 
-def _weighed(history: History, norms: Floats, codes: NDArray[np.int8]) -> NDArray[np.intp]:
+def _weighed(history: History, norms: Floats, codes: NDArray[np.int8]) -> Sites:
     """Layers that train and have weights proper: those of a norm are excepted from decay as a rule."""
     layout = history.layout
     layers = layout.layers[(codes[layout.layers] == MEASURED) & np.isfinite(norms[layout.layers])]

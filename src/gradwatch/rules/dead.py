@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gradwatch.core.alert import Effect, Finding, Severity
 from gradwatch.core.history import History
 from gradwatch.core.record import MEASURED, Floats, Mask, Site, Sites
 from gradwatch.rules.evidence.deaths import Death, dead_since, death_of, fed_zeros, layers_text, starved_by
 from gradwatch.rules.evidence.layer_levels import bias_text
-from gradwatch.rules.evidence.onsets import gradient_zero_since, streak_starts
+from gradwatch.rules.evidence.onsets import gradient_zero_since
+from gradwatch.rules.evidence.own_records import is_own
 from gradwatch.rules.evidence.paths import paths
 from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.samples import (
@@ -25,6 +25,7 @@ from gradwatch.rules.evidence.samples import (
     layer_before,
     layers_before,
     samples,
+    streak_starts,
 )
 from gradwatch.rules.evidence.wording import name_text
 from gradwatch.rules.rule import require_positive
@@ -57,8 +58,7 @@ class Dead:
     records: int = 20
     """Records for which these units do not fire, or for which a gradient is exactly zero. Prototype."""
 
-    def __post_init__(self) -> None:
-        require_positive(self)
+    __post_init__ = require_positive
 
     def suspects(self, rows: RecentRows) -> Mask:
         """Some gradients are zero and others not, or a sample has such an activation."""
@@ -91,7 +91,7 @@ class Dead:
         sites = layout.activations[few[layout.activations]]
         return [self._mostly(history, sites, *units, share)] if len(sites) else []
 
-    def _all_zero(self, history: History, shares: Floats, ago: NDArray[np.intp]) -> Sites:
+    def _all_zero(self, history: History, shares: Floats, ago: Sites) -> Sites:
         activations = history.layout.activations
         nothing = shares == 1
         if not nothing[-1, activations].any():
@@ -111,7 +111,7 @@ class Dead:
         norms = history.window("grad_norm", self.samples)
         return norms is not None and len(norms) == self.samples and bool((norms[:, layer] == 0).all())
 
-    def _silent(self, history: History, sites: Sites, zeros: Floats, ago: NDArray[np.intp]) -> Finding:
+    def _silent(self, history: History, sites: Sites, zeros: Floats, ago: Sites) -> Finding:
         fed = np.array([fed_zeros(history, layer_before(history, site)) for site in sites.tolist()])
         sites, follow = (sites, sites[:0]) if fed.all() else (sites[~fed], sites[fed])
         activation, death = _origin(history, sites, zeros == 1, ago)
@@ -139,7 +139,7 @@ class Dead:
         effects = (("dead", after), ("starved", starved))
         return self._finding(history, self._severity(history), death, layers, (1.0, 1.0), (message, headline), effects)
 
-    def _mostly(self, history: History, sites: Sites, idle: Floats, ago: NDArray[np.intp], share: Floats) -> Finding:
+    def _mostly(self, history: History, sites: Sites, idle: Floats, ago: Sites, share: Floats) -> Finding:
         activation, death = _origin(history, sites, idle >= self.dead_share, ago, gradients=False)
         value = float(share[history.layout.index[activation.name]])
         percent = f"{100 * value:.0f} %"
@@ -194,12 +194,10 @@ class Dead:
         """All layers up to some depth have had a gradient of exactly zero since one step, those after it have one."""
         order = forward_order(history.layout)
         span = self.records + GRADIENT_LOOKBACK
-        rows, codes, optimizers = history.window("grad_norm", span), history.codes(span), history.optimizers(span)
-        order = order[codes[-1, order] == MEASURED]
+        rows, order = history.window("grad_norm", span), order[history.codes(1)[0, order] == MEASURED]
         if rows is None or not len(order):
             return None
-        own = optimizers == optimizers[-1]
-        norms = rows[own][:, order]
+        norms = rows[is_own(history, span)][:, order]
         depth = int(np.argmax(norms[-1] > 0))
         if not depth or len(norms) <= self.records:
             return None
@@ -219,11 +217,10 @@ class Dead:
         after them have one: another way, a skip connection for one, leads around them.
         """
         order, span = forward_order(history.layout), self.records + GRADIENT_LOOKBACK
-        rows, optimizers = history.window("grad_norm", span), history.optimizers(span)
-        order = order[history.codes(1)[0, order] == MEASURED]
+        rows, order = history.window("grad_norm", span), order[history.codes(1)[0, order] == MEASURED]
         if history.layout.edges is None or rows is None or not len(order) or not (rows[-1, order] == 0).any():
             return None
-        norms = rows[optimizers == optimizers[-1]][:, order]
+        norms = rows[is_own(history, span)][:, order]
         if len(norms) < 2 * self.records:
             return None
         late, early = norms[-self.records :], norms[: -self.records]
@@ -267,9 +264,7 @@ class Dead:
         return self._finding(history, severity, death, dead, (0.0, 0.0), (message, headline), [("starved", starved)])
 
 
-def _origin(
-    history: History, sites: Sites, silent: Mask, ago: NDArray[np.intp], *, gradients: bool = True
-) -> tuple[Site, Death]:
+def _origin(history: History, sites: Sites, silent: Mask, ago: Sites, *, gradients: bool = True) -> tuple[Site, Death]:
     """Of the activations `sites`, the one that died first, of several the nearest to the loss; and how.
 
     `silent`: at which samples they were, shape [samples, sites]; `gradients`: whether no gradient passes them then.

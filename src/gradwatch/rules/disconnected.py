@@ -38,8 +38,7 @@ class Disconnected:
     """Records with a gradient of exactly zero. Prototype: before a layer that starts at zero, the first gradients are
     zero."""
 
-    def __post_init__(self) -> None:
-        require_positive(self)
+    __post_init__ = require_positive
 
     def suspects(self, rows: RecentRows) -> Mask:
         """A gradient is missing or zero: at the latest of the records without one it is."""

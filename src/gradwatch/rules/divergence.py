@@ -7,24 +7,23 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import OPENING, History
-from gradwatch.core.record import MEASURED, TOTAL, Floats, Mask
+from gradwatch.core.record import MEASURED, TOTAL, Floats, Mask, Sites
 from gradwatch.rules.evidence.applied_gradients import summed_passes
 from gradwatch.rules.evidence.baseline import LEVEL_RECORDS, first_steps, was_learnt
 from gradwatch.rules.evidence.gradient_jump import EFFECT_RECORDS, gradient_jump
 from gradwatch.rules.evidence.learning_rates import better_rate, rate_jump, rate_text
+from gradwatch.rules.evidence.own_records import is_own, own_losses, own_records
 from gradwatch.rules.evidence.recent_rows import ROUNDING, RecentRows
-from gradwatch.rules.evidence.samples import RECENT_RECORDS, records_since
+from gradwatch.rules.evidence.samples import RECENT_RECORDS, own_samples
 from gradwatch.rules.evidence.weights import (
     WEIGHT_FLOOR_SHARE,
     has_norm_layers,
     relative_updates,
     update_samples,
     usual_norms,
-    weight_samples,
 )
 from gradwatch.rules.evidence.wording import capitalized, name_text, ratio_text
 from gradwatch.rules.rule import require_positive
@@ -55,7 +54,7 @@ LEARNT_SHARE = 0.5
 class _WeightDrift:
     """What was seen."""
 
-    layers: NDArray[np.intp]
+    layers: Sites
     """Site indices, in model order."""
     furthest: int
     """The one among them that grew most."""
@@ -107,8 +106,7 @@ class Divergence:
     wrong sign all layers grow alike; where a critic's values grow, or a density narrows, the layer that grows least has
     1.4."""
 
-    def __post_init__(self) -> None:
-        require_positive(self)
+    __post_init__ = require_positive
 
     def suspects(self, rows: RecentRows) -> Mask:
         """A step as large as the weights lately, a loss far over the optimizer's first, or a sample of the weights."""
@@ -157,10 +155,9 @@ class Divergence:
         lowest, latest = min(self.often, self.update), history.window("update_ratio", EFFECT_RECORDS + 1)
         if latest is None or not (latest >= lowest).any():
             return None
-        layout, places = history.layout, update_samples(history)[-self.sampled_steps :]
-        records = min(len(history), RECENT_RECORDS)
-        moved = np.nan_to_num(relative_updates(history, places), nan=0.0)
-        lately = places >= records - 1 - EFFECT_RECORDS
+        layout, ago = history.layout, update_samples(history)[-self.sampled_steps :]
+        moved = np.nan_to_num(relative_updates(history, ago), nan=0.0)
+        lately = ago <= EFFECT_RECORDS
         if not lately.any():
             return None
         often = (moved[lately] >= self.often).any(axis=0) & ((moved >= self.often).sum(axis=0) >= self.times)
@@ -169,7 +166,7 @@ class Divergence:
         if not (once | often).any():
             return None
         leap = int(np.flatnonzero(lately & (moved >= lowest).any(axis=1))[0])
-        back = records - int(places[leap])
+        back = 1 + int(ago[leap])
         rise = _rise(history, back)
         if rise is None and not once.any():
             return None
@@ -183,8 +180,8 @@ class Divergence:
         origin = int(first.argmax()) if first.any() else int(now.argmax())
         layer = layout.names([layout.layers[origin]])[0]
         together = (moved[lately][:, chosen] >= limit).all(axis=1).any()
-        earlier = int(places[leap - 1]) if leap else 0
-        why = _cause(history, back, records=max(EFFECT_RECORDS, int(places[leap]) - earlier))
+        between = int(ago[leap - 1] - ago[leap]) if leap else RECENT_RECORDS  # records since the sample before
+        why = _cause(history, back, records=max(EFFECT_RECORDS, between))
         message = (
             f"{'One step' if together else 'Steps'} moved the weights of {name_text(names)} by "
             f"{'up to ' * (len(sites) > 1)}{worst:.2g} times their own size{_went(rise)}; a hundredth is usual. "
@@ -248,9 +245,10 @@ class Divergence:
         # half of the newest must be far off for their median to be
         if not np.count_nonzero(~(np.abs(series) < self.loss * first)) > LEVEL_RECORDS // 2 - 1:
             return []
-        losses, norms = _own(history)
-        if len(losses) < self.first_records + LEVEL_RECORDS:
+        own = own_records(history)
+        if len(own) < self.first_records + LEVEL_RECORDS:
             return None
+        losses, norms = history.series("loss")[-own], history.series("grad_norm")[-own]
         now = float(np.median(losses[-LEVEL_RECORDS:]))
         if not np.isfinite(now):
             return None  # `nonfinite` has it
@@ -304,22 +302,12 @@ class Divergence:
         return len(ratios) > 1 and bool(ratios.min() >= self.falling_growth)
 
 
-def _own(history: History) -> tuple[Floats, Floats]:
-    """Losses and total gradient norms of the latest record's optimizer, oldest first."""
-    n = len(history)
-    own = history.optimizers(n) == history.optimizers(1)[0]
-    losses, norms = history.scalar("loss", n), history.window("grad_norm", n)
-    assert losses is not None
-    assert norms is not None
-    return losses[own], norms[own, 0]
-
-
 def _first_loss(history: History, records: int) -> float:
     """The highest |loss| of the first `records` of this optimizer."""
     n = len(history)
     series = history.scalar("loss", n)
     assert series is not None
-    own = history.optimizers(n)[:OPENING] == history.optimizers(1)[0]
+    own = is_own(history, n)[:OPENING]
     early = np.abs(series[:OPENING][own & np.isfinite(series[:OPENING])][:records])
     return float(early.max()) if len(early) else float("inf")
 
@@ -329,8 +317,9 @@ def _rise(history: History, back: int) -> tuple[Floats, Floats] | None:
 
     With several optimizers each has its own loss: then they are not.
     """
-    series, optimizers = history.scalar("loss", LEVEL_RECORDS + back - 1), history.optimizers(LEVEL_RECORDS + back - 1)
-    if series is None or (optimizers != optimizers[-1]).any() or np.isnan(series).all():
+    n = LEVEL_RECORDS + back - 1
+    series = history.scalar("loss", n)
+    if series is None or not is_own(history, n).all() or np.isnan(series).all():
         return None
     before = series[: 1 - back]
     before, after = before[np.isfinite(before)], series[1 - back :]
@@ -400,13 +389,10 @@ def _excursion(history: History, limit: float) -> int:
     """The position, from the end of the history, of the first loss over `limit` in the latest excursion: one that ends
     where as many are under it as make up a level.
     """
-    n = len(history)
-    losses = history.scalar("loss", n)
-    assert losses is not None, "it is far off"
-    own = np.flatnonzero(history.optimizers(n) == history.optimizers(1)[0])
-    far = np.flatnonzero(np.abs(losses[own]) >= limit)
+    own = own_records(history)
+    far = np.flatnonzero(np.abs(history.series("loss")[-own]) >= limit)
     breaks = np.flatnonzero(np.diff(far) > LEVEL_RECORDS)
-    return n - int(own[far[breaks[-1] + 1 if len(breaks) else 0]])
+    return int(own[far[breaks[-1] + 1 if len(breaks) else 0]])
 
 
 def _times(ratio: float) -> str:
@@ -422,7 +408,7 @@ def _weight_drift(history: History, *, growth: float, records: int, layers_share
     layout = history.layout
     if history.age("weight_norm") != 0 or (found := _weight_growth(history, records)) is None:
         return None
-    ratios, places = found[0][-1], found[1]
+    ratios, ago = found[0][-1], found[1]
     enough = np.maximum(layers_share * np.count_nonzero(~np.isnan(found[0]), axis=1), 1)
     over = np.count_nonzero(found[0] >= growth, axis=1) >= enough
     if not over[-1]:
@@ -433,43 +419,37 @@ def _weight_drift(history: History, *, growth: float, records: int, layers_share
     if levels is None or not levels[2] > max(UNLEARNT_RATIO * levels[1], LEARNT_SHARE * levels[0]) > 0:
         return None
     furthest = int(np.nanargmax(ratios))
-    records_kept = min(len(history), RECENT_RECORDS)
     return _WeightDrift(
         layout.layers[far],
         int(layout.layers[furthest]),
         float(ratios[furthest]),
-        records_kept - 1 - int(places[0]),
-        records_kept - int(places[begun]),
+        int(ago[0]),
+        1 + int(ago[begun]),
         levels[1],
         levels[2],
     )
 
 
-def _weight_growth(history: History, records: int) -> tuple[Floats, NDArray[np.intp]] | None:
+def _weight_growth(history: History, records: int) -> tuple[Floats, Sites] | None:
     """The norm of each layer's weights at the samples within the last `records`, shape [samples, layers], over what it
-    was at the first of them; and which of the last `RECENT_RECORDS` they are. NaN for layers that do not train, or
-    began near zero.
+    was at the first of them; and how many records ago they were. NaN for layers that do not train, or began near zero.
 
     None where it is not known, or where a norm makes the size of weights arbitrary.
     """
-    layout, places = history.layout, weight_samples(history)
-    places = places[records_since(history, places) <= records]
-    if not len(places) or has_norm_layers(layout):
+    layout, ago = history.layout, own_samples(history, "weight_norm")
+    ago = ago[ago <= records]
+    if not len(ago) or has_norm_layers(layout):
         return None
-    sampled = history.at("weight_norm", records_since(history, places))[:, layout.layers]
-    first = sampled[0]
+    norms = history.at("weight_norm", ago)[:, layout.layers]
+    first = norms[0]
     trained = (history.codes(1)[0, layout.layers] == MEASURED) & (first >= WEIGHT_FLOOR_SHARE * usual_norms(layout))
     with np.errstate(divide="ignore", invalid="ignore"):
-        return np.where(trained, sampled / first, np.nan), places
+        return np.where(trained, norms / first, np.nan), ago
 
 
 def _levels(history: History) -> tuple[float, float, float] | None:
     """The loss at first, at its least, and now: medians of `LONG_LEVEL_RECORDS`. None where unknown or too short."""
-    losses, optimizers = history.scalar("loss", len(history)), history.optimizers(len(history))
-    if losses is None:
-        return None
-    own: Floats = losses[optimizers == optimizers[-1]]
-    own = own[np.isfinite(own)]
+    own = own_losses(history, len(history))
     if len(own) < max(3 * LONG_LEVEL_RECORDS, OPENING):
         return None
     levels = np.median(

@@ -107,8 +107,7 @@ class Exploding:
     stale_records: int = 2000
     """Records without a signal after which gradients are compared instead. As in `Vanishing`."""
 
-    def __post_init__(self) -> None:
-        require_positive(self)
+    __post_init__ = require_positive
 
     def suspects(self, rows: RecentRows) -> Mask:
         """The total is that far over the opening, a sample of recurrent layers, or two layers that far apart."""

@@ -9,14 +9,13 @@ from functools import lru_cache
 from typing import ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
 from gradwatch.core.record import MEASURED, UNMEASURABLE, Floats, Layout, Mask, Missing, Sites
 from gradwatch.rules.evidence.paths import paths
 from gradwatch.rules.evidence.recent_rows import RecentRows
-from gradwatch.rules.evidence.samples import RECENT_RECORDS, forward_order, records_with, still_in_model
+from gradwatch.rules.evidence.samples import RECENT_RECORDS, forward_order, sampled, still_in_model
 from gradwatch.rules.evidence.weights import update_samples, zeroed_by_interventions
 from gradwatch.rules.evidence.wording import capitalized, name_text
 from gradwatch.rules.rule import require_positive
@@ -58,8 +57,7 @@ class Frozen:
     """Update relative to its size, at the rate of the others, below which rounding may hide the movement. Judgement:
     float32 resolves 1e-7."""
 
-    def __post_init__(self) -> None:
-        require_positive(self)
+    __post_init__ = require_positive
 
     def suspects(self, rows: RecentRows) -> Mask:
         """A parameter is in no optimizer, the step before left one where it was, or layers amid others are off."""
@@ -109,12 +107,12 @@ class Frozen:
             return []
         outside &= (codes[:, layout.parameters] == NO_OPTIMIZER).all(axis=0)
         parameters, owners = layout.parameters[outside], layout.owners[outside]
-        signals = history.window("signal_norm", RECENT_RECORDS)
-        if signals is not None:
+        known = history.window("signal_norm", 1) is not None
+        if known:
             # a target network or a teacher is in no optimizer on purpose: nothing flows back to it
             there = forward_order(layout)[still_in_model(history)]
-            latest = records_with(history, "signal_norm", RECENT_RECORDS, among=there)[-SIGNAL_SAMPLES:]
-            reached = (signals[latest][:, owners] > 0).any(axis=0)
+            latest = sampled(history, "signal_norm", sites=there)[-SIGNAL_SAMPLES:]
+            reached = (history.at("signal_norm", latest)[:, owners] > 0).any(axis=0)
             parameters, owners = parameters[reached], owners[reached]
         if not len(parameters):
             return []
@@ -133,7 +131,7 @@ class Frozen:
             "meant."
         )
         # without signals a target network looks the same
-        severity = Severity.WARNING if signals is not None else Severity.NOTICE
+        severity = Severity.WARNING if known else Severity.NOTICE
         headline = "it is trainable, but in no optimizer" + ", which holds what it has replaced" * late
         return [self._finding(severity, names, self.records, self.records, message, remedy, back, headline)]
 
@@ -143,10 +141,9 @@ class Frozen:
         if age != 1:
             return None if age < len(history) else []  # the steps between tell nothing that the sample did not
         layout, parameters = history.layout, history.layout.parameters
-        rows, norms = history.window("update_ratio", age + 1), history.window("grad_norm", age + 1)
-        assert rows is not None
-        assert norms is not None
-        ratios, gradients, codes = rows[0, parameters], norms[0, parameters], history.codes(age + 1)[0, parameters]
+        before = np.array([age])
+        ratios, gradients = (history.at(name, before)[0, parameters] for name in ("update_ratio", "grad_norm"))
+        codes = history.codes(age + 1)[0, parameters]
         trained = (codes == MEASURED) & (gradients > 0) & (gradients < np.inf)
         trained &= ~zeroed_by_interventions(history, age + 1, parameters)[0]
         candidates, moving = trained & (ratios == 0), trained & (ratios > 0)
@@ -176,13 +173,11 @@ class Frozen:
         )
         remedy = f"{better} for the parameter group of {kind} {names[0]} in configure_optimizers."
         severity = Severity.NOTICE if self._scheduled(history, parameters[moving]) else Severity.WARNING
-        back = min(len(history), RECENT_RECORDS) - int(since.min())
+        back = 1 + int(since.max())
         headline = f"not changed in {steps.min()} steps, in spite of a gradient"
         return [self._finding(severity, names, int(steps.min()), self.still_records, message, remedy, back, headline)]
 
-    def _visible(
-        self, history: History, back: int, ratios: Floats, gradients: Floats, moving: NDArray[np.bool_]
-    ) -> NDArray[np.bool_]:
+    def _visible(self, history: History, back: int, ratios: Floats, gradients: Floats, moving: Mask) -> Mask:
         """Which parameters would be seen to move at the record `back` from the end, if they had the rate of others.
 
         That is SGD's rate, update over gradient; Adam moves small gradients by more.
@@ -197,39 +192,31 @@ class Frozen:
         there = np.where(gradients < np.inf, gradients, 0.0)
         return np.asarray(usual * there >= self.expected_update * sizes) & (usual > 0)
 
-    def _stood(self, history: History, sites: Sites) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-        """Since which of the last `RECENT_RECORDS` each of `sites` has not moved; and for how many records with a
-        gradient, up to the newest sample.
+    def _stood(self, history: History, sites: Sites) -> tuple[Sites, Sites]:
+        """How many records ago each of `sites` was first seen not to move since it last did, -1 where it was not; and
+        how many records with a gradient there have been since, up to the newest sample.
         """
-        places, rows = update_samples(history), history.window("update_ratio", RECENT_RECORDS)
-        assert rows is not None
-        moved = rows[np.ix_(places, sites)]
-        measured = (history.codes(RECENT_RECORDS)[:, sites] == MEASURED) & ~zeroed_by_interventions(
-            history, RECENT_RECORDS, sites
-        )
-        last = np.where(moved > 0, places[:, None] + 1, 0).max(axis=0)  # the record after it last moved
-        first = np.where(moved == 0, places[:, None], len(measured)).T  # samples at which it did not
-        since = np.array(
-            [min(row[row >= after], default=len(measured)) for row, after in zip(first, last, strict=True)],
-            dtype=np.intp,
-        )
-        return since, np.array(
-            [measured[begin : places[-1] + 1, i].sum() for i, begin in enumerate(since)], dtype=np.intp
-        )
+        ago = update_samples(history)
+        moved = history.at("update_ratio", ago)[:, sites]
+        measured = history.codes(RECENT_RECORDS)[:, sites] == MEASURED
+        measured &= ~zeroed_by_interventions(history, RECENT_RECORDS, sites)
+        last = np.where(moved > 0, ago[:, None], len(measured)).min(axis=0)
+        since = np.where((moved == 0) & (ago[:, None] < last), ago[:, None], -1).max(axis=0)
+        n = len(measured)
+        counts = [measured[n - 1 - begin : n - ago[-1], i].sum() for i, begin in enumerate(since.tolist())]
+        return since, np.array(counts, dtype=np.intp)
 
     def _scheduled(self, history: History, moving: Sites) -> bool:
         """Whether learning rates change, or one waits, or what moves now stood still before: a turn that may come."""
         waits = history.scalar("lr_waits", 1)
         if waits is not None and waits[0] > 0:
             return True
-        places, rates = update_samples(history), history.scalar("lr", RECENT_RECORDS)
+        ago, rates = update_samples(history), history.scalar("lr", RECENT_RECORDS)
         if rates is not None:
-            known = rates[places][~np.isnan(rates[places])]
+            known = rates[-1 - ago][~np.isnan(rates[-1 - ago])]
             if len(known) and known.max() > known.min():
                 return True
-        rows = history.window("update_ratio", RECENT_RECORDS)
-        assert rows is not None
-        before = rows[np.ix_(places, moving)]
+        before = history.at("update_ratio", ago)[:, moving]
         return bool((before == 0).any())
 
     def _untrained(self, history: History) -> Sequence[Finding]:
@@ -296,7 +283,7 @@ class Frozen:
         steps = self.still_records
         return [self._finding(severity, names, steps, steps, message, remedy, back, headline)]
 
-    def _thaws(self, history: History, order: Sites, off: NDArray[np.bool_]) -> bool:
+    def _thaws(self, history: History, order: Sites, off: Mask) -> bool:
         """Whether any of the layers `order` has been switched on or off in the run: by a plan, as a mistake is there
         from the start. What is switched stays so for long, and some of the records tell.
         """

@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import OPENING, History
 from gradwatch.core.record import Floats, Layout, Mask, Sites
-from gradwatch.rules.evidence.onsets import streak_starts
 from gradwatch.rules.evidence.recent_rows import ROUNDING, RecentRows
-from gradwatch.rules.evidence.samples import RECENT_RECORDS, in_run_order, samples
+from gradwatch.rules.evidence.samples import RECENT_RECORDS, in_run_order, samples, streak_starts
 from gradwatch.rules.rule import require_positive
 
 SCALE_INVARIANT_MODULES = ("Norm", "Embedding")
@@ -56,8 +55,7 @@ class InputScale:
     """Ratio of the distance between targets and outputs to the outputs. Judgement: a bias that starts at the mean of
     the targets is near them."""
 
-    def __post_init__(self) -> None:
-        require_positive(self)
+    __post_init__ = require_positive
 
     def suspects(self, rows: RecentRows) -> Mask:
         """Samples with such an input, or with such a loss: no residual is larger than it, or than the root of its

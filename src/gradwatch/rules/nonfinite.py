@@ -16,6 +16,7 @@ from gradwatch.rules.evidence.depth import profile
 from gradwatch.rules.evidence.gradient_jump import gradient_jump
 from gradwatch.rules.evidence.learning_rates import better_rate, rate_jump
 from gradwatch.rules.evidence.nonfinite_forward import NonfiniteForward, first_nonfinite_output, from_replay
+from gradwatch.rules.evidence.own_records import is_own, own_records
 from gradwatch.rules.evidence.paths import paths
 from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.samples import forward_order
@@ -47,8 +48,7 @@ class Nonfinite:
     """Records before the non-finite one in which an explosion is looked for; also the number of first records for
     `growth_dex`. Judgement."""
 
-    def __post_init__(self) -> None:
-        require_positive(self)
+    __post_init__ = require_positive
 
     def suspects(self, rows: RecentRows) -> Mask:
         """A total or a loss that is not finite."""
@@ -163,7 +163,7 @@ class Nonfinite:
         without one: each record is judged, and those before were finite.
         """
         n = SKIPPED_STEP_LOOKBACK
-        own = np.flatnonzero(history.optimizers(n) == history.optimizers(1)[0])
+        own = np.flatnonzero(is_own(history, n))
         skipped, norms = history.scalar("skipped", n), history.window("grad_norm", n)
         if skipped is None or norms is None:
             return 1
@@ -172,12 +172,12 @@ class Nonfinite:
 
     def _scaler_searches(self, history: History) -> bool:
         """Whether the fp16 scaler skips this step, and has not skipped too many in a row."""
-        own = history.optimizers(SKIPPED_STEP_LOOKBACK) == history.optimizers(1)[0]
         skipped, scaled = history.scalar("skipped", SKIPPED_STEP_LOOKBACK), history.scalar("scaled", 1)
         # `skipped` is known after the step only; a scaler skips each step that is not finite
         will_skip = scaled is not None and scaled[0] == 1
         if not will_skip and (skipped is None or skipped[-1] != 1):
             return False
+        own = is_own(history, SKIPPED_STEP_LOOKBACK)
         before = np.zeros(0) if skipped is None else skipped[own][-self.skipped_steps : -1]
         return len(before) < self.skipped_steps - 1 or not bool((before == 1).all())
 
@@ -188,10 +188,9 @@ class Nonfinite:
             return f"{jump.text}, just before.", better_rate(history, back=2)
         if (shock := gradient_jump(history)) is not None:
             return f"it exploded: {shock.cause}", shock.remedy
-        own = history.optimizers(len(history)) == history.optimizers(1)[0]
-        places = len(history) - np.flatnonzero(own)[:-1]
-        for back in places[-self.records_before :]:
-            before = profile(history, "signal_norm", int(back))
+        earlier = own_records(history)[:-1]
+        for back in earlier[-self.records_before :].tolist():
+            before = profile(history, "signal_norm", back)
             if before is not None and before.values[0] > 0 and before.values[-1] > 0:
                 dex = float(np.log10(before.values[0] / before.values[-1]))
                 if dex >= self.depth_dex:
@@ -201,7 +200,7 @@ class Nonfinite:
                     )
         norms = history.window("grad_norm", len(history))
         assert norms is not None
-        totals = norms[own, 0][:-1]
+        totals = norms[-earlier, 0]
         totals = totals[np.isfinite(totals) & (totals > 0)]
         if len(totals) < 2:
             return "", ""

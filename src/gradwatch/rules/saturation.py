@@ -13,9 +13,17 @@ from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
 from gradwatch.core.record import Floats, Mask, Sites
 from gradwatch.rules.evidence.layer_levels import LARGE_RATIO, bias_text, latest, series_of, weights_over_usual
-from gradwatch.rules.evidence.onsets import began_text, is_first_record, streak_starts
+from gradwatch.rules.evidence.onsets import began_text, is_first_record
 from gradwatch.rules.evidence.recent_rows import RecentRows
-from gradwatch.rules.evidence.samples import FIRST_SAMPLES, in_run_order, lasted, layer_before, layers_before, samples
+from gradwatch.rules.evidence.samples import (
+    FIRST_SAMPLES,
+    in_run_order,
+    lasted,
+    layer_before,
+    layers_before,
+    samples,
+    streak_starts,
+)
 from gradwatch.rules.evidence.shocks import shock_before
 from gradwatch.rules.rule import require_positive
 
@@ -43,8 +51,7 @@ class Saturation:
     records: int = 20
     """Records for which it lasts. Prototype."""
 
-    def __post_init__(self) -> None:
-        require_positive(self)
+    __post_init__ = require_positive
 
     def suspects(self, rows: RecentRows) -> Mask:
         """Samples with such an activation."""

@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import OPENING, History
-from gradwatch.core.record import Floats, Mask
+from gradwatch.core.record import Floats, Mask, Sites
 from gradwatch.rules.evidence.applied_gradients import clipping_limit
 from gradwatch.rules.evidence.baseline import per_full_accumulation
 from gradwatch.rules.evidence.gradient_jump import LARGE_UPDATE, largest_update
 from gradwatch.rules.evidence.learning_rates import SANE_SHARE, better_rate, rate_jump
+from gradwatch.rules.evidence.own_records import is_alone, is_own
 from gradwatch.rules.evidence.recent_rows import RecentRows
-from gradwatch.rules.evidence.samples import FIRST_SAMPLES, RECENT_RECORDS
+from gradwatch.rules.evidence.samples import FIRST_SAMPLES
 from gradwatch.rules.evidence.weights import relative_updates, update_samples
 from gradwatch.rules.evidence.wording import batch_text, capitalized, name_text, ratio_text
 from gradwatch.rules.rule import require_positive
@@ -74,8 +74,7 @@ class Spike:
     """Share of the optimizer's lowest total norm at the start of the run below which a spike is a notice, because
     nearly all is learnt. Judgement: at the start gradients may vary a hundredfold."""
 
-    def __post_init__(self) -> None:
-        require_positive(self)
+    __post_init__ = require_positive
 
     def suspects(self, rows: RecentRows) -> Mask:
         """It, or its optimizer's record before it, has a layer that is so far over the few before: `_at` begins so."""
@@ -106,11 +105,10 @@ class Spike:
     def __call__(self, history: History) -> Sequence[Finding] | None:
         if len(history) <= self.warm_up:
             return None
-        own = np.flatnonzero(history.optimizers(LOOKBACK_WINDOWS * self.window) == history.optimizers(1)[0])
-        n = min(len(history), LOOKBACK_WINDOWS * self.window)
         if self._is_beyond(history) and (found := self._at(history, 1)):
             return found
-        return self._at(history, n - int(own[-2]), returned=True) if len(own) > 1 else []
+        own = np.flatnonzero(is_own(history, LOOKBACK_WINDOWS * self.window)[::-1])
+        return self._at(history, 1 + int(own[1]), returned=True) if len(own) > 1 else []
 
     def _is_beyond(self, history: History) -> bool:
         """Whether gradient or loss have left all that they were in the opening of the run."""
@@ -147,13 +145,12 @@ class Spike:
         return self._judge(history, now, candidates, back, None if not returned else glance[-1])
 
     def _judge(
-        self, history: History, now: Floats, candidates: NDArray[np.intp], back: int, after: Floats | None
+        self, history: History, now: Floats, candidates: Sites, back: int, after: Floats | None
     ) -> Sequence[Finding]:
         """Which of `candidates` stand out of their own baseline, worst first in one finding. `after`: the gradient that
         has to be back.
         """
-        optimizers = history.optimizers(self.window)
-        span = self.window * (LOOKBACK_WINDOWS if (optimizers != optimizers[-1]).any() else 1) + back
+        span = self.window * (1 if is_own(history, self.window).all() else LOOKBACK_WINDOWS) + back
         rows = per_full_accumulation(history, "grad_norm", span)
         assert rows is not None
         own = _own(history, span, back)
@@ -180,9 +177,9 @@ class Spike:
         self,
         history: History,
         now: Floats,
-        sites: NDArray[np.intp],
+        sites: Sites,
         ceiling: Floats,
-        counts: NDArray[np.intp],
+        counts: Sites,
         back: int,
         *,
         returned: bool,
@@ -197,7 +194,7 @@ class Spike:
         layer = history.layout.sites[sites[worst]].name
         shown = 0 if whole else worst
         who = "The whole model's gradient"
-        if whole and not _alone(history):
+        if whole and not is_alone(history):
             who = f"The gradient of {name_text(names)}, all that this optimizer holds,"
         elif not whole:
             who = f"The gradient of {name_text(names)}"
@@ -222,25 +219,18 @@ class Spike:
         return Finding(self.name, severity, layer, names, height, self.over_max_dex, message, remedy, back, headline)
 
 
-def _own(history: History, n: int, back: int) -> NDArray[np.intp]:
+def _own(history: History, n: int, back: int) -> Sites:
     """Which of the last `n` records before the one `back` from the end are of the latest optimizer."""
-    optimizers = history.optimizers(n)
-    return np.flatnonzero(optimizers[:-back] == optimizers[-1])
-
-
-def _alone(history: History) -> bool:
-    """Whether the history has one optimizer only."""
-    optimizers = history.optimizers(len(history))
-    return bool((optimizers == optimizers[-1]).all())
+    return np.flatnonzero(is_own(history, n)[:-back])
 
 
 def _lowest_of_opening(history: History) -> float:
     """The lowest total norm of the optimizer in the opening of the run; of all, where that has been forgotten."""
-    if not history.whole or _alone(history):
+    if not history.whole or is_alone(history):
         return history.opening[0]
     norms = history.window("grad_norm", len(history))
     assert norms is not None, "there is a spike"
-    early = norms[:OPENING, 0][history.optimizers(len(history))[:OPENING] == history.optimizers(1)[0]]
+    early = norms[:OPENING, 0][is_own(history, len(history))[:OPENING]]
     early = early[np.isfinite(early) & (early > 0)]
     return float(early.min()) if len(early) else history.opening[0]
 
@@ -255,7 +245,7 @@ def _loss_stays(history: History, back: int, window: int) -> bool:
     return bool(then > highest and not now <= max(highest, (then + np.median(before)) / 2))
 
 
-def _newest(mask: NDArray[np.bool_], n: int) -> NDArray[np.bool_]:
+def _newest(mask: Mask, n: int) -> Mask:
     """Which of the True in each column of `mask` [records, sites] are among its newest `n`."""
     return np.asarray(np.cumsum(mask[::-1], axis=0)[::-1] <= n)
 
@@ -320,9 +310,8 @@ def _last_update(history: History, back: int) -> float:
     """The largest update of a layer over the size of its weights, at the newest sample of this optimizer before the
     record `back` from the end, without the first samples; NaN where there is none.
     """
-    records = min(len(history), RECENT_RECORDS)
-    places = update_samples(history)
-    places = places[(places < records - back) & (places >= records - len(history) + FIRST_SAMPLES)]
-    if not len(places):
+    ago = update_samples(history)
+    ago = ago[(ago >= back) & (ago < len(history) - FIRST_SAMPLES)]
+    if not len(ago):
         return float("nan")
-    return float(np.fmax.reduce(relative_updates(history, places[-1:])[0], initial=np.nan))
+    return float(np.fmax.reduce(relative_updates(history, ago[-1:])[0], initial=np.nan))

@@ -38,8 +38,7 @@ class StaleGrad:
     records: int = 3
     """Steps in a row. Prototype."""
 
-    def __post_init__(self) -> None:
-        require_positive(self)
+    __post_init__ = require_positive
 
     def suspects(self, rows: RecentRows) -> Mask:
         """Old gradients were there."""

@@ -8,19 +8,17 @@ from functools import lru_cache
 from typing import ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import OPENING, History
-from gradwatch.core.record import MEASURED, TOTAL, Floats, Layout, Mask
+from gradwatch.core.record import MEASURED, TOTAL, Floats, Layout, Mask, Sites
 from gradwatch.rules.evidence.baseline import LEVEL_RECORDS, is_stuck
+from gradwatch.rules.evidence.own_records import is_own
 from gradwatch.rules.evidence.recent_rows import RecentRows
-from gradwatch.rules.evidence.samples import RECENT_RECORDS, records_with
+from gradwatch.rules.evidence.samples import RECENT_RECORDS, sampled
 from gradwatch.rules.evidence.weights import relative_updates, update_is_new, update_samples, zeroed_by_interventions
 from gradwatch.rules.evidence.wording import name_text, ratio_text
 from gradwatch.rules.rule import require_positive
-
-Indices = NDArray[np.intp]
 
 ROUNDING_STEPS = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 """Least relative change of a weight of each narrow type: half its `torch.finfo(...).eps`."""
@@ -78,88 +76,81 @@ class Stalled:
     """Samples of each optimizer, all of them since the start. Judgement: the rate must be constant, and optimizers that
     take turns have few samples each."""
 
-    def __post_init__(self) -> None:
-        require_positive(self)
+    __post_init__ = require_positive
 
     def suspects(self, rows: RecentRows) -> Mask:
         """The step before moved no layer by enough; where optimizers take turns, any whose update is known."""
-        history, n = rows.history, rows.count + 1
+        history = rows.history
         if "update_ratio" not in rows.fresh:
             return rows.nowhere
-        sampled, optimizers = rows.fresh["update_ratio"], history.optimizers(RECENT_RECORDS + n)
-        totals = history.window("update_ratio", n, sites=0)
-        if totals is None or not (optimizers == optimizers[-1]).all():
+        sampled = rows.fresh["update_ratio"]
+        if not is_own(history, RECENT_RECORDS + rows.count + 1).all():
             return sampled
         ago = rows.count - np.flatnonzero(sampled)
-        places = min(len(history), RECENT_RECORDS) - 1 - ago
-        pulled = _pulled(history, places) & ~zeroed_by_interventions(history, n, rows.layout.layers)[-1 - ago]
-        moving = self._moving(history, places, pulled, max(self.update, self.stuck_update))
+        pulled = _pulled(history, ago)
+        moving = self._moving(history, ago, pulled, max(self.update, self.stuck_update))
         suspected = sampled.copy()
-        suspected[sampled] = (pulled.any(axis=1) & ~moving) | np.isnan(totals[-1 - ago])
+        suspected[sampled] = (pulled.any(axis=1) & ~moving) | np.isnan(history.at("update_ratio", ago)[:, 0])
         return suspected
 
     def __call__(self, history: History) -> Sequence[Finding] | None:
         if not update_is_new(history):
             return None
-        places = update_samples(history)
-        if not len(places):
+        ago = update_samples(history)
+        if not len(ago):
             return None
-        layers, back = history.layout.layers, min(len(history), RECENT_RECORDS) - int(places[-1])
-        pulled = _pulled(history, places[-1:])[0] & ~zeroed_by_interventions(history, back, layers)[0]
+        pulled = _pulled(history, ago[-1:])[0]
         if not pulled.any():
             return []
-        if not self._moving(history, places[-1:], pulled, self.update).any():
-            return self._still(history, places, pulled, self.update)
-        if not self._moving(history, places[-1:], pulled, self.stuck_update).any() and is_stuck(history):
-            return self._still(history, places, pulled, self.stuck_update)
-        return self._starved(history, places, pulled)
+        if not self._moving(history, ago[-1:], pulled, self.update).any():
+            return self._still(history, ago, pulled, self.update)
+        if not self._moving(history, ago[-1:], pulled, self.stuck_update).any() and is_stuck(history):
+            return self._still(history, ago, pulled, self.stuck_update)
+        return self._starved(history, ago, pulled)
 
-    def _still(self, history: History, places: Indices, pulled: Mask, update: float) -> Sequence[Finding]:
+    def _still(self, history: History, ago: Sites, pulled: Mask, update: float) -> Sequence[Finding]:
         """No layer has reached `update` for long."""
         layers = history.layout.layers
-        moving = np.flatnonzero(self._moving(history, places, pulled, update))
-        begin = int(moving[-1]) + 1 if len(moving) else 0
-        optimizers = history.optimizers(RECENT_RECORDS)
-        own = np.flatnonzero(optimizers == optimizers[places[-1]])
-        since = own[(own >= places[begin]) & (own <= places[-1])]
-        zeroed = zeroed_by_interventions(history, RECENT_RECORDS, layers[pulled])[since].all(axis=1)
+        moving = np.flatnonzero(self._moving(history, ago, pulled, update))
+        still = ago[int(moving[-1]) + 1 if len(moving) else 0 :]
+        own = _records_of(history, ago[-1])
+        since = own[(own <= still[0]) & (own >= still[-1])]
+        zeroed = zeroed_by_interventions(history, RECENT_RECORDS, layers[pulled])[-1 - since].all(axis=1)
         steps = int(np.count_nonzero(~zeroed))
         if steps < max(self.records, self.still_share * len(own)):
             return []
-        moved = relative_updates(history, places[begin:])[:, pulled]
+        moved = relative_updates(history, still)[:, pulled]
         # in large models parameters take turns: each layer has to have been seen
-        if np.isnan(moved).all(axis=0).any() or self._excused(history, own, moved_before=begin > 0):
+        if np.isnan(moved).all(axis=0).any() or self._excused(history, own, moved_before=len(moving) > 0):
             return []
-        began, limits = min(len(history), RECENT_RECORDS) - int(since[0]), self._limits(history.layout, update)[pulled]
+        back, limits = 1 + int(since[0]), self._limits(history.layout, update)[pulled]
         most = np.nanmax(moved, axis=0)
         stand = most < limits  # a small share of narrow weights may move
         largest = float(most[stand].max()), float(limits[stand].max())
         movers = history.layout.names(layers[pulled][~stand])
-        return [self._finding(history, own, places[begin:], pulled, movers, largest, steps, began)]
+        return [self._finding(history, own, still, pulled, movers, largest, steps, back)]
 
-    def _starved(self, history: History, places: Indices, pulled: Mask) -> Sequence[Finding]:
+    def _starved(self, history: History, ago: Sites, pulled: Mask) -> Sequence[Finding]:
         """Of several optimizers one hardly moves, since the start, and another does."""
-        optimizers = history.optimizers(RECENT_RECORDS)
-        known = records_with(history, "update_ratio", RECENT_RECORDS, among=np.zeros(1, dtype=np.intp))
-        mine = int(optimizers[places[-1]])
-        if not history.whole or len(places) < self.starved_samples or (optimizers[known] == mine).all():
+        known = sampled(history, "update_ratio")
+        optimizers = history.optimizers(RECENT_RECORDS)[-1 - known]
+        mine = optimizers[-1]
+        if not history.whole or len(ago) < self.starved_samples or (optimizers == mine).all():
             return []
-        own = np.flatnonzero(optimizers == mine)
-        rates = history.scalar("lr", RECENT_RECORDS)
-        if rates is not None and rates[own[-1]] != rates[own[0]]:
+        own, rates = _records_of(history, ago[-1]), history.scalar("lr", RECENT_RECORDS)
+        if rates is not None and rates[-1 - own[-1]] != rates[-1 - own[0]]:
             return []
-        moved = relative_updates(history, places)[:, pulled]
-        most = float(np.nanmax(np.nanmedian(moved, axis=1)))
-        others = {
-            int(other): float(np.median(np.nanmedian(relative_updates(history, theirs), axis=1)))
-            for other in set(optimizers[known].tolist()) - {mine}
-            if len(theirs := known[optimizers[known] == other]) >= self.starved_samples
-        }
-        if not others or not 0 < most < self.starved_update or max(others.values()) < self.starved_ratio * most:
+        most = float(np.nanmax(np.nanmedian(relative_updates(history, ago)[:, pulled], axis=1)))
+        others = [
+            float(np.median(np.nanmedian(relative_updates(history, theirs), axis=1)))
+            for other in set(optimizers.tolist()) - {mine}
+            if len(theirs := known[optimizers == other]) >= self.starved_samples
+        ]
+        if not others or not 0 < most < self.starved_update or max(others) < self.starved_ratio * most:
             return []
-        layout, ratio = history.layout, max(others.values()) / most
+        layout, ratio = history.layout, max(others) / most
         names = layout.names(layout.layers[pulled])
-        rate = "" if rates is None else f" (lr={rates[own[-1]]:.2g})"
+        rate = "" if rates is None else f" (lr={rates[-1 - own[-1]]:.2g})"
         message = (
             f"The steps of {name_text(names)}{rate} move the weights by {most:.1g} of their size, those of another "
             f"optimizer by {ratio_text(np.log10(ratio))} times as much, since the start: this part of the model stands "
@@ -182,9 +173,9 @@ class Stalled:
             )
         ]
 
-    def _moving(self, history: History, places: Indices, pulled: Mask, update: float) -> Mask:
-        """At which of `places` a layer of wide numbers moved, or layers with enough of the narrow ones."""
-        layout, moved = history.layout, relative_updates(history, places)
+    def _moving(self, history: History, ago: Sites, pulled: Mask, update: float) -> Mask:
+        """So many records `ago`, whether a layer of wide numbers moved, or layers with enough of the narrow ones."""
+        layout, moved = history.layout, relative_updates(history, ago)
         grids, sizes = _grids(layout), _sizes(layout)
         over = pulled & (moved >= self._limits(layout, update))
         room = (sizes * (pulled & (grids > 0) & ~np.isnan(moved))).sum(axis=1)
@@ -197,26 +188,26 @@ class Stalled:
         """
         return np.asarray(np.maximum(update, _grids(layout) * self.changed_share**0.5))
 
-    def _excused(self, history: History, own: Indices, *, moved_before: bool) -> bool:
+    def _excused(self, history: History, own: Sites, *, moved_before: bool) -> bool:
         """Whether the rate is on its way up, the gradient is gone, or all was learnt before."""
         rates = history.scalar("lr", RECENT_RECORDS)
-        if rates is not None and rates[own[-1]] > np.fmin.reduce(rates[own[-RISING_RATE_RECORDS:]]):
+        if rates is not None and rates[-1 - own[-1]] > np.fmin.reduce(rates[-1 - own[-RISING_RATE_RECORDS:]]):
             return True
         norms, losses = history.window("grad_norm", RECENT_RECORDS), history.scalar("loss", RECENT_RECORDS)
         assert norms is not None, "every record has it"
-        gradient = _levels(norms[own, 0])
+        gradient = _levels(norms[-1 - own, 0])
         if not gradient[1] > self.gradient_share * gradient[0]:
             return True
         if not moved_before or losses is None:
             return False
-        loss = _levels(losses[own])
+        loss = _levels(losses[-1 - own])
         return bool(loss[1] < self.loss_share * loss[0])
 
     def _finding(
         self,
         history: History,
-        own: Indices,
-        places: Indices,
+        own: Sites,
+        ago: Sites,
         pulled: Mask,
         movers: tuple[str, ...],
         largest: tuple[float, float],
@@ -229,26 +220,24 @@ class Stalled:
         if movers:
             no_layer, no_weights = f"any layer but {name_text(movers)}", f"no weights but those of {name_text(movers)}"
         what = f"by more than {most:.1g} of their size" if most > 0 else "at all"
-        cause, remedy = _cause(history, own, places[-1], most)
-        none = "none" if len(places) >= steps else f"none of the {len(places)} that were sampled"
+        cause, remedy = _cause(history, own, int(ago[-1]), most)
+        none = "none" if len(ago) >= steps else f"none of the {len(ago)} that were sampled"
         message = (
             f"Gradients are there, but in {steps} steps {none} has changed the weights of {no_layer} {what}; "
             f"a thousandth is usual. {cause}"
         )
-        alone = len(own) == len(history.optimizers(RECENT_RECORDS))
+        alone = len(own) == min(len(history), RECENT_RECORDS)
         sites = () if alone else layout.names(layout.layers[pulled])
         layer, headline = sites[0] if sites else TOTAL, f"in {steps} steps {no_weights} have moved {what}"
         return Finding(self.name, Severity.WARNING, layer, sites, most, limit, message, remedy, back, headline)
 
 
-def _cause(history: History, own: Indices, place: np.intp, most: float) -> tuple[str, str]:
+def _cause(history: History, own: Sites, ago: int, most: float) -> tuple[str, str]:
     """Why the steps are so short, and what to change. `most`: the largest update over the size of the weights."""
-    rates, norms = history.scalar("lr", RECENT_RECORDS), history.window("grad_norm", RECENT_RECORDS)
-    clipped = history.window("grad_norm_clipped", RECENT_RECORDS)
-    assert norms is not None, "every record has it"
-    rate = float("nan") if rates is None else float(rates[place])
-    highest = float("nan") if rates is None else float(np.fmax.reduce(rates[own]))
-    norm, left = float(norms[place, 0]), float("nan") if clipped is None else float(clipped[place, 0])
+    rates = history.scalar("lr", RECENT_RECORDS)
+    rate = float("nan") if rates is None else float(rates[-1 - ago])
+    highest = float("nan") if rates is None else float(np.fmax.reduce(rates[-1 - own]))
+    norm, left = (float(history.at(name, np.array([ago]))[0, 0]) for name in ("grad_norm", "grad_norm_clipped"))
     usual = "a usual lr in configure_optimizers: 1e-3 for Adam, or 0.1 for SGD."
     if most >= RELIABLE_UPDATE and rate > 0:
         better = rate * USUAL_UPDATE / most
@@ -277,12 +266,17 @@ def _cause(history: History, own: Indices, place: np.intp, most: float) -> tuple
     return "The learning rate is too low for these gradients.", usual if most >= RELIABLE_UPDATE else HIGHER_RATE
 
 
-def _pulled(history: History, places: Indices) -> Mask:
-    """Layers that had a gradient at `places`, shape [places, layers]."""
-    layers, norms = history.layout.layers, history.window("grad_norm", RECENT_RECORDS)
-    assert norms is not None, "every record has it"
-    codes = history.codes(RECENT_RECORDS)
-    return np.asarray((codes[places][:, layers] == MEASURED) & (norms[places][:, layers] > 0))
+def _records_of(history: History, sample: int) -> Sites:
+    """How many records ago those of the optimizer of the one `sample` records ago were, oldest first."""
+    optimizers = history.optimizers(RECENT_RECORDS)
+    return len(optimizers) - 1 - np.flatnonzero(optimizers == optimizers[-1 - sample])
+
+
+def _pulled(history: History, ago: Sites) -> Mask:
+    """Layers that had a gradient so many records `ago`, and kept it: shape [records, layers]."""
+    layers, n = history.layout.layers, int(ago.max(initial=0)) + 1
+    there = (history.codes(n)[-1 - ago][:, layers] == MEASURED) & (history.at("grad_norm", ago)[:, layers] > 0)
+    return np.asarray(there & ~zeroed_by_interventions(history, n, layers)[-1 - ago])
 
 
 def _levels(series: Floats) -> tuple[float, float]:

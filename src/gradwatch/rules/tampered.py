@@ -8,14 +8,12 @@ from functools import lru_cache
 from typing import ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
-from gradwatch.core.record import MEASURED, Floats, Layout, Mask
-from gradwatch.rules.evidence.onsets import streak_starts
+from gradwatch.core.record import MEASURED, Floats, Layout, Mask, Sites
 from gradwatch.rules.evidence.recent_rows import ROUNDING, RecentRows
-from gradwatch.rules.evidence.samples import samples
+from gradwatch.rules.evidence.samples import samples, streak_starts, throughout
 from gradwatch.rules.evidence.wording import name_text, ratio_text
 from gradwatch.rules.rule import require_positive
 
@@ -74,8 +72,7 @@ class Tampered:
     intact_share: float = 0.5
     """Share of the parameters that have to be right before others are compared with them. Judgement."""
 
-    def __post_init__(self) -> None:
-        require_positive(self)
+    __post_init__ = require_positive
 
     def suspects(self, rows: RecentRows) -> Mask:
         """Samples with a gradient that is turned, or two whose sizes are off by that much from one another."""
@@ -139,20 +136,21 @@ class Tampered:
     def _turned(self, cosines: Floats, dex: Floats, off: Floats, own: Floats, hooked: Mask, many: Mask) -> Mask:
         exact = (cosines <= -OPPOSITE_COSINE) & many
         about = (cosines <= -self.cosine) & (own > -self.small)
-        sure = _all(exact, self.records) & _steady(dex[-self.records :])
-        by_hook = hooked & (sure | _all(about, self.exact_records))
-        return by_hook | _all(exact & (np.abs(off) <= SAME_SIZE_DEX), self.exact_records)
+        sure = throughout(exact, self.records) & _steady(dex[-self.records :])
+        by_hook = hooked & (sure | throughout(about, self.exact_records))
+        return by_hook | throughout(exact & (np.abs(off) <= SAME_SIZE_DEX), self.exact_records)
 
     def _longer(self, cosines: Floats, off: Floats, own: Floats, even: Mask, hooked: Mask, many: Mask) -> Mask:
         exact = cosines >= SAME_DIRECTION_COSINE
         multiple = exact & (off >= self.dex)
         sure = multiple | (even & (cosines >= SAME_SIGNS_COSINE) & (own >= self.dex))
         about = (own >= self.dex) & (cosines >= self.cosine)
-        by_hook = hooked & (_all(sure, self.records) | _all(about, self.exact_records))
-        return by_hook | (many & _all(multiple, self.exact_records) & _steady(off))
+        by_hook = hooked & (throughout(sure, self.records) | throughout(about, self.exact_records))
+        return by_hook | (many & throughout(multiple, self.exact_records) & _steady(off))
 
     def _shorter(self, cosines: Floats, off: Floats, many: Mask) -> Mask:
-        return many & _all((cosines >= SAME_DIRECTION_COSINE) & (off <= -self.dex), self.exact_records) & _steady(off)
+        multiple = (cosines >= SAME_DIRECTION_COSINE) & (off <= -self.dex)
+        return many & throughout(multiple, self.exact_records) & _steady(off)
 
     def _finding(
         self,
@@ -160,7 +158,7 @@ class Tampered:
         which: Mask,
         recent: dict[str, Floats],
         off: Floats,
-        ago: NDArray[np.intp],
+        ago: Sites,
         severity: Severity,
     ) -> Finding:
         layout = history.layout
@@ -194,7 +192,7 @@ class Tampered:
         headline = f"the gradient of {name}: something {done}"
         return Finding(self.name, severity, layer, layers, value, threshold, message, remedy, back, headline)
 
-    def _since(self, history: History, which: NDArray[np.intp], ago: NDArray[np.intp], *, turned: bool) -> int:
+    def _since(self, history: History, which: Sites, ago: Sites, *, turned: bool) -> int:
         """The first of the latest samples at which each of the parameters `which` was off as it is now."""
         recent = {name: _recent(history, name, ago) for name in self.needs}
         cosines, dex = recent["gradient_cosine"], recent["gradient_dex"]
@@ -219,17 +217,12 @@ def _done(cosine: float, dex: float, evenness: float, *, many: bool) -> str:
     return " and ".join(part for part in (turned, made) if part)
 
 
-def _recent(history: History, name: str, ago: NDArray[np.intp]) -> Floats:
+def _recent(history: History, name: str, ago: Sites) -> Floats:
     """`name` of the parameters at the records `ago` records ago, shape [records, parameters]."""
     rows, parameters = history.window(name, int(ago[0]) + 1), history.layout.parameters
     if rows is None:
         return np.full((len(ago), len(parameters)), np.nan)
     return rows[len(rows) - 1 - ago][:, parameters]
-
-
-def _all(found: Mask, records: int) -> Mask:
-    """Where `found` [samples, parameters] holds at the last `records` samples."""
-    return np.asarray(found[-records:].all(axis=0) & (len(found) >= records))
 
 
 def _steady(off: Floats) -> Mask:

@@ -50,8 +50,7 @@ class Underflow:
     """Share of its first level below which the loss counts as learnt, if the signals were larger before. As in
     `Stalled`."""
 
-    def __post_init__(self) -> None:
-        require_positive(self)
+    __post_init__ = require_positive
 
     def suspects(self, rows: RecentRows) -> Mask:
         """Samples with a signal of which that share is zero."""

@@ -25,6 +25,7 @@ from gradwatch.rules.evidence.depth import (
     recent_profiles,
 )
 from gradwatch.rules.evidence.layer_levels import bias_text, biases_of, factor_text, latest, weights_over_usual
+from gradwatch.rules.evidence.own_records import is_alone
 from gradwatch.rules.evidence.paths import NO_LAYER, paths
 from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.recurrent_gradients import faded_through_time, fades_are_due
@@ -84,8 +85,7 @@ class Vanishing:
     """Records without a signal after which gradients are compared instead: twice the longest interval
     (`schedule.py`)."""
 
-    def __post_init__(self) -> None:
-        require_positive(self)
+    __post_init__ = require_positive
 
     def suspects(self, rows: RecentRows) -> Mask:
         """The total is that far under the opening, recurrent layers are looked at, or two layers are that far apart."""
@@ -218,7 +218,7 @@ class Vanishing:
         loss = first_and_last_loss(history, self.first_records)
         if levels is None or loss is None or loss[1] < loss[0]:
             return None
-        alone = bool((history.optimizers(len(history)) == history.optimizers(1)[0]).all())
+        alone = is_alone(history)
         # of several optimizers one starves where its loss rises to 0: that of log(1 - D(G(z))) does
         rises = not alone and loss[0] < 0
         if abs(loss[1]) < self.stuck_share * abs(loss[0]) and not rises:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from gradwatch.core.history import History
+from gradwatch.rules.evidence.own_records import is_own
 
 CLIPPED_RECORDS = 100
 """Records in which clipping is looked for. Judgement."""
@@ -27,7 +28,7 @@ def clipping_limit(history: History) -> float | None:
     norms, used = history.window("grad_norm", CLIPPED_RECORDS), history.window("grad_norm_clipped", CLIPPED_RECORDS)
     if norms is None or used is None:
         return None
-    own = history.optimizers(CLIPPED_RECORDS) == history.optimizers(1)[0]
+    own = is_own(history, CLIPPED_RECORDS)
     clipped = own & np.isfinite(norms[:, 0]) & (used[:, 0] > 0) & (used[:, 0] < CLIPPED_SHARE * norms[:, 0])
     return float(used[clipped, 0].max()) if clipped.any() else None
 
@@ -37,10 +38,10 @@ def usual_norm(history: History, *, back: int) -> float | None:
     end; None where there are none.
     """
     n = CLIPPED_RECORDS + back
-    norms, own = history.window("grad_norm", n), history.optimizers(n)
+    norms = history.window("grad_norm", n)
     if norms is None:
         return None
-    before = norms[:-back, 0][(own == own[-1])[:-back]]
+    before = norms[:-back, 0][is_own(history, n)[:-back]]
     before = before[np.isfinite(before)]
     return float(np.median(before)) or None if len(before) else None
 
@@ -57,7 +58,7 @@ def summed_passes(history: History) -> int | None:
         return None
     if stale is not None and (stale > 0).any():
         return None
-    own = history.optimizers(CLIPPED_RECORDS) == history.optimizers(1)[0]
+    own = is_own(history, CLIPPED_RECORDS)
     with np.errstate(divide="ignore", invalid="ignore"):
         least = (norms[own, 0] / arrived[own, 0]) ** 2
     least = least[np.isfinite(least)]

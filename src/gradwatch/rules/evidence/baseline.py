@@ -6,6 +6,8 @@ import numpy as np
 
 from gradwatch.core.history import OPENING, History
 from gradwatch.core.record import Floats, Mask
+from gradwatch.rules.evidence.own_records import is_alone, is_own, own_losses, own_records
+from gradwatch.rules.evidence.samples import streak_starts
 
 LEVEL_RECORDS = 5
 """Records whose median is the level of a loss or a gradient. Judgement."""
@@ -31,10 +33,8 @@ learnt a cross entropy of batches of 32 has 0.01; one near its floor, or of a po
 
 def is_stuck(history: History) -> bool:
     """Whether the loss is where it began, and has been there throughout: of one optimizer, for `STUCK_RECORDS`."""
-    losses, optimizers = history.scalar("loss", len(history)), history.optimizers(len(history))
-    if losses is None or len(losses) < STUCK_RECORDS or (optimizers != optimizers[-1]).any():
-        return False
-    if not np.isfinite(losses).all():
+    losses = history.scalar("loss", len(history))
+    if losses is None or len(losses) < STUCK_RECORDS or not is_alone(history) or not np.isfinite(losses).all():
         return False
     tenths = np.array([np.median(part) for part in np.array_split(losses, 10)])
     first, late = float(np.median(losses[: STUCK_RECORDS // 10])), losses[-STUCK_RECORDS // 2 :]
@@ -70,8 +70,7 @@ def first_and_last(history: History, name: str, first: int, last: int) -> tuple[
         if rows is None:
             return None
         series = rows[:, 0]
-    optimizers = history.optimizers(n)
-    own = optimizers == optimizers[-1]
+    own = is_own(history, n)
     early = series[:OPENING][own[:OPENING] & np.isfinite(series[:OPENING])][:first]
     late = series[-OPENING:][own[-OPENING:]][-last:]
     return (early, late) if len(early) == first and np.count_nonzero(own) >= first + last else None
@@ -87,10 +86,8 @@ def streak(history: History, far: Mask) -> int:
     """The position, from the end of the history, of the first record of those in a row, up to the latest, of the latest
     record's optimizer that are `far`: shape [records], of all records.
     """
-    own = np.flatnonzero(history.optimizers(len(far)) == history.optimizers(1)[0])
-    near = np.flatnonzero(~far[own])
-    first = int(near[-1]) + 1 if len(near) else 0
-    return len(far) - int(own[min(first, len(own) - 1)])
+    own = own_records(history)
+    return int(streak_starts(far[-own, None], own - 1)[0])
 
 
 def first_steps(history: History, records: int) -> str:
@@ -103,11 +100,7 @@ def was_learnt(history: History, *, back: int = 1) -> bool:
     """Whether the loss of the latest record's optimizer had fallen by then, to the record `back` from the end: by a
     tenth of its first level, and by more than it varies.
     """
-    losses, optimizers = history.scalar("loss", len(history)), history.optimizers(len(history))
-    if losses is None:
-        return False
-    own = losses[: len(losses) - back + 1][(optimizers == optimizers[-1])[: len(losses) - back + 1]]
-    own = own[np.isfinite(own)]
+    own = own_losses(history, len(history), back=back)
     if len(own) < 2 * LEVEL_RECORDS:
         return False
     early, late = own[:LEVEL_RECORDS], own[-LEVEL_RECORDS:]

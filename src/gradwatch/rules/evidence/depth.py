@@ -6,13 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gradwatch.core.alert import Finding
 from gradwatch.core.history import History
 from gradwatch.core.record import MEASURED, Floats, Layout, Mask, Sites
 from gradwatch.rules.evidence.recent_rows import RecentRows
-from gradwatch.rules.evidence.samples import RECENT_RECORDS, forward_order, records_with
+from gradwatch.rules.evidence.samples import forward_order, own_samples
 
 LOWEST = -45.0
 """dex under the highest norm, in place of the log of an exact zero: float32 spans 45 decades below 1."""
@@ -53,7 +52,7 @@ class Profile:
         positive = self.values > 0
         return self if positive.all() else self.of(np.flatnonzero(positive))
 
-    def of(self, layers: NDArray[np.intp]) -> Profile:
+    def of(self, layers: Sites) -> Profile:
         """The profile of some of its `layers`, given by their positions."""
         return Profile(self.statistic, self.sites[layers], self.values[layers])
 
@@ -133,7 +132,7 @@ def profile(history: History, statistic: str, back: int = 1) -> Profile | None:
     return next(_profiles(history, statistic, np.array([back])))
 
 
-def _profiles(history: History, statistic: str, backs: NDArray[np.intp]) -> Iterator[Profile | None]:
+def _profiles(history: History, statistic: str, backs: Sites) -> Iterator[Profile | None]:
     """The profiles of the records `backs` from the end."""
     order, codes = forward_order(history.layout), history.codes(int(backs.max(initial=0)))
     numbers = np.minimum(history.at(statistic, backs - 1)[:, order], HIGHEST)
@@ -142,14 +141,11 @@ def _profiles(history: History, statistic: str, backs: NDArray[np.intp]) -> Iter
         yield Profile(statistic, order[keep], there) if len(there) > 1 and there.any() else None
 
 
-def _own_samples(history: History, now: Profile, count: int) -> NDArray[np.intp]:
+def _own_samples(history: History, now: Profile, count: int) -> Sites:
     """The positions, from the end of the history, of the `count` newest records of this optimizer that have a profile
     like `now`, the latest record's, which comes first.
     """
-    places = records_with(history, now.statistic, RECENT_RECORDS, among=now.sites)
-    optimizers = history.optimizers(RECENT_RECORDS)
-    own: NDArray[np.intp] = places[optimizers[places] == optimizers[-1]][::-1]
-    return len(optimizers) - own[:count]
+    return own_samples(history, now.statistic, sites=now.sites)[::-1][:count] + 1
 
 
 @dataclass(frozen=True, slots=True)

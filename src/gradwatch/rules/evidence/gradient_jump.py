@@ -8,6 +8,7 @@ import numpy as np
 
 from gradwatch.core.history import History
 from gradwatch.rules.evidence.applied_gradients import clipping_limit
+from gradwatch.rules.evidence.own_records import is_own
 from gradwatch.rules.evidence.wording import batch_text, ratio_text
 
 EFFECT_RECORDS = 5
@@ -74,10 +75,10 @@ def gradient_jump(history: History, *, back: int = 1) -> GradientJump | None:
     `BASELINE_RECORDS` records before it; None where there is none, or too few records.
     """
     n = BASELINE_RECORDS + OVERFLOW_RECORDS + back
-    norms, optimizers = history.window("grad_norm", n), history.optimizers(n)
+    norms = history.window("grad_norm", n)
     if norms is None:
         return None
-    own = np.flatnonzero(optimizers == optimizers[-1])
+    own = np.flatnonzero(is_own(history, n))
     totals, backs = norms[own, 0], len(norms) - own
     for place in np.flatnonzero((backs >= back) & (backs < back + OVERFLOW_RECORDS)):
         earlier = totals[max(0, place - BASELINE_RECORDS) : place]

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gradwatch.core.history import History
 from gradwatch.rules.evidence.applied_gradients import clipping_limit, summed_passes, usual_norm
 from gradwatch.rules.evidence.gradient_jump import EFFECT_RECORDS
+from gradwatch.rules.evidence.own_records import is_own, own_records
 from gradwatch.rules.evidence.samples import RECENT_RECORDS
 from gradwatch.rules.evidence.weights import relative_updates, update_samples
 from gradwatch.rules.evidence.wording import ratio_text
@@ -60,19 +60,17 @@ def rate_jump(history: History, *, back: int = 1, records: int = EFFECT_RECORDS)
     """The largest jump of the learning rate at one of the `records` records of this optimizer up to the one `back` from
     the end; None where it did not jump.
     """
-    n = len(history)
-    rates, optimizers = history.scalar("lr", n), history.optimizers(n)
+    rates, own = history.scalar("lr", len(history)), own_records(history)
     if rates is None:
         return None
-    own = np.flatnonzero(optimizers == optimizers[-1])
-    own = own[own <= n - back][-records - 1 :]
-    known = rates[own]
+    own = own[own >= back][-records - 1 :]
+    known = rates[-own]
     with np.errstate(divide="ignore", invalid="ignore"):
         ratios = np.where(known[:-1] > 0, known[1:] / known[:-1], np.nan)
     if not (ratios >= RATE_JUMP_RATIO).any():
         return None
     place = int(np.nanargmax(ratios))
-    return RateJump(float(known[place + 1]), float(known[place]), n - int(own[place + 1]))
+    return RateJump(float(known[place + 1]), float(known[place]), int(own[place + 1]))
 
 
 def rate_text(history: History) -> str:
@@ -80,7 +78,7 @@ def rate_text(history: History) -> str:
     rates, momentum = history.scalar("lr", 20), history.scalar("momentum", 1)
     if rates is None or not rates[-1] > 0:
         return ""
-    own = rates[history.optimizers(20) == history.optimizers(1)[0]]
+    own = rates[is_own(history, 20)]
     said, lowest = f"lr={rates[-1]:.3g}", float(np.nanmin(own))
     if (jump := rate_jump(history)) is not None and jump.rate > rates[-1]:
         said += f", after lr={jump.rate:.3g}, {ratio_text(np.log10(jump.ratio))} times the rate before it"
@@ -112,34 +110,25 @@ def better_rate(history: History, *, back: int = 1, records: int = EFFECT_RECORD
 
 def measured_rate(history: History, back: int) -> str:
     """The rate at which steps were sane, or at which the first would have been; empty where neither is known."""
-    rates, places = history.scalar("lr", RECENT_RECORDS), update_samples(history)
-    if rates is None or not len(places) or history.optimizers(1)[0] != history.optimizers(RECENT_RECORDS)[places[-1]]:
+    rates, ago = history.scalar("lr", RECENT_RECORDS), update_samples(history)
+    if rates is None or not len(ago) or not is_own(history, RECENT_RECORDS)[-1 - ago[-1]]:
         return ""
-    onset = len(rates) - back
-    places = places[places <= onset]
-    if not len(places) or not rates[onset] > 0:
+    ago = ago[ago >= back - 1]
+    if not len(ago) or not rates[-back] > 0:
         return ""
-    moved = _largest(relative_updates(history, places))
-    lower = (rates[places] > 0) & (rates[places] < LOWER_RATE_SHARE * rates[onset]) & (moved <= SANE_SHARE)
+    known, moved = rates[-1 - ago], np.fmax.reduce(relative_updates(history, ago), axis=1, initial=np.nan)
+    lower = (known > 0) & (known < LOWER_RATE_SHARE * rates[-back]) & (moved <= SANE_SHARE)
     if lower.any():
         last = int(np.flatnonzero(lower)[-1])
-        rate, step = rates[places[last]], history.steps[len(history) - len(rates) + int(places[last])]
-        return (
-            f"lr={rate:.2g} in configure_optimizers, as at step {step}, which moved the weights by {moved[last]:.1g}."
-        )
-    at_this_rate = np.flatnonzero((rates[places] == rates[onset]) & np.isfinite(moved))
+        as_then = f"as at step {history.steps[-1 - ago[last]]}, which moved the weights by {moved[last]:.1g}."
+        return f"lr={known[last]:.2g} in configure_optimizers, {as_then}"
+    at_this_rate = np.flatnonzero((known == rates[-back]) & np.isfinite(moved))
     if not len(at_this_rate) or not moved[at_this_rate[0]] > SANE_SHARE:
         return ""
     first = int(at_this_rate[0])
-    step = history.steps[len(history) - len(rates) + int(places[first])]
-    rate = rates[onset] * GOOD_SHARE / moved[first]
-    then = f"step {step} would have moved the weights by {GOOD_SHARE:g} of their size"
+    rate = rates[-back] * GOOD_SHARE / moved[first]
+    then = f"step {history.steps[-1 - ago[first]]} would have moved the weights by {GOOD_SHARE:g} of their size"
     return f"lr={rate:.1g} in configure_optimizers: {then}."
-
-
-def _largest(moved: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The largest of each row, shape [rows]; NaN where it has none."""
-    return np.asarray(np.fmax.reduce(moved, axis=1, initial=np.nan))
 
 
 def _smaller_rate(history: History, back: int) -> str:

@@ -8,6 +8,7 @@ import numpy as np
 
 from gradwatch.core.history import History, NonfiniteOrigin
 from gradwatch.core.record import MEASURED, TOTAL, Floats, Layout, Sites
+from gradwatch.rules.evidence.own_records import own_records
 from gradwatch.rules.evidence.samples import in_run_order
 from gradwatch.rules.evidence.wording import batch_text, capitalized, name_text, ratio_text
 
@@ -96,13 +97,13 @@ def _lost(history: History, back: int) -> Sites:
 
 def _of_weights(history: History, lost: Sites, back: int) -> NonfiniteForward:
     layout, names = history.layout, history.layout.names(lost)
-    optimizers = history.optimizers(len(history))
-    own = np.flatnonzero(optimizers[: len(optimizers) - back] == optimizers[-1])
+    own = own_records(history)
+    own = own[own > back]
     whose = f"the weights of {name_text(names)} are not finite"
     if not len(own):
         cause = f"{capitalized(whose)} from the start: so they were initialised, or came out of a checkpoint."
         return NonfiniteForward(names[0], cause, f"nn.init.kaiming_normal_ for the weights of layer {names[0]}.", False)
-    norms = history.window("grad_norm", len(optimizers) - int(own[-1]))
+    norms = history.window("grad_norm", int(own[-1]))
     assert norms is not None, "a rule is asked of measured gradients"
     if not np.isfinite(norms[0, lost]).all():
         cause = f"{capitalized(whose)} any more: an earlier step with a gradient that was not finite went into them."
@@ -110,7 +111,7 @@ def _of_weights(history: History, lost: Sites, back: int) -> NonfiniteForward:
             names[0], cause, "a checkpoint from before that step; its cause is reported where it happened.", False
         )
     steps = history.steps
-    if steps[-back] - steps[int(own[-1])] > len(np.unique(optimizers)):
+    if steps[-back] - steps[-int(own[-1])] > len(np.unique(history.optimizers(len(history)))):
         cause = f"{capitalized(whose)} any more, since one of the steps before, which were not measured."
         return NonfiniteForward(
             names[0], cause, "GradWatch(every_n_steps=1) for one run: it names the operation.", False

@@ -3,27 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gradwatch.core.history import History
 from gradwatch.core.loss_levels import LOWER_LOSS_SHARE
 from gradwatch.core.record import MEASURED
 from gradwatch.rules.evidence.baseline import LEVEL_RECORDS, first_and_last_loss
+from gradwatch.rules.evidence.own_records import own_records
 from gradwatch.rules.evidence.recent_rows import ROUNDING
-
-
-def streak_starts(found: NDArray[np.bool_], ago: NDArray[np.intp]) -> NDArray[np.intp]:
-    """For each site, the first of the latest samples at which `found`, shape [samples, sites], is true without a break;
-    the latest sample where it is not true there. `ago`: records since each sample, 0 for the latest.
-    """
-    streak = np.cumprod(found[::-1], axis=0).sum(axis=0)
-    return np.asarray(ago[::-1][np.maximum(streak - 1, 0)] + 1)
-
-
-def own_records(history: History) -> NDArray[np.intp]:
-    """The positions, from the end, of the records of the latest record's optimizer, oldest first."""
-    optimizers = history.optimizers(len(history))
-    return len(optimizers) - np.flatnonzero(optimizers == optimizers[-1])
 
 
 def gradient_zero_since(history: History, site: int) -> int | None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from math import hypot
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
-from gradwatch.core.record import Floats, Layout, Mask
-from gradwatch.rules.evidence.baseline import first_and_last
+from gradwatch.core.record import Floats, Layout, Mask, Sites
+from gradwatch.rules.evidence.baseline import first_and_last_loss
 from gradwatch.rules.evidence.depth import ABRUPT_SHARE, STREAK_SAMPLES
-from gradwatch.rules.evidence.samples import RECENT_RECORDS, records_with
+from gradwatch.rules.evidence.own_records import own_losses
+from gradwatch.rules.evidence.samples import RECENT_RECORDS, own_samples, streak_starts
 from gradwatch.rules.evidence.wording import ratio_text
 
 STUCK_RECORDS = 100
@@ -36,15 +36,14 @@ def grown_through_time(history: History, *, dex: float, records: int) -> Finding
     """A layer's first time step gets `dex` more than its last, gained step by step: in `records` samples in a row, or
     in all there are: such a run may not live to see more.
     """
-    if history.age("time_growth") or not len(places := _samples(history, records)):
+    if history.age("time_growth") or not len(ago := _samples(history, records)):
         return None
-    layout, growth, jump = history.layout, _window(history, "time_growth"), _window(history, "time_jump")
-    there = (growth[places] >= dex) & (jump[places] < ABRUPT_SHARE * growth[places])
-    sites = _throughout(layout, there)
+    layout, growth, steep = history.layout, history.at("time_growth", ago), _is_steep(history, ago, dex)
+    sites = layout.layers[steep[:, layout.layers].all(axis=0)]
     if not len(sites):
         return None
     worst = int(sites[growth[-1, sites].argmax()])
-    value, steps = float(growth[-1, worst]), int(_window(history, "time_steps")[-1, worst])
+    value, steps = float(growth[-1, worst]), int(history.at("time_steps", ago)[-1, worst])
     what = f"of {steps} time steps of layer {layout.sites[worst].name}"
     if _both_ways(layout, worst):
         message = (
@@ -60,14 +59,13 @@ def grown_through_time(history: History, *, dex: float, records: int) -> Finding
     )
     remedy = f"nn.init.orthogonal_({_recurrent_weight(layout, worst)}), and gradient clipping."
     names, layer = layout.names(sites), layout.sites[worst].name
-    samples = _samples(history, STREAK_SAMPLES)
-    steep = (growth[samples] >= dex) & (jump[samples] < ABRUPT_SHARE * growth[samples])
-    back = _begun(np.asarray(steep[:, sites].any(axis=1)), samples, len(growth))
+    ago = _samples(history, STREAK_SAMPLES)
+    back = int(streak_starts(_is_steep(history, ago, dex)[:, sites].any(axis=1, keepdims=True), ago)[0])
     headline = f"the gradient grows {ratio_text(value)} times over {steps} time steps"
     return Finding("exploding", Severity.WARNING, layer, names, value, dex, message, remedy, back, headline)
 
 
-def fades_are_due(records: NDArray[np.intp], sampled: Mask) -> Mask:
+def fades_are_due(records: Sites, sampled: Mask) -> Mask:
     """Whether `faded_through_time` looks: at samples, and every few records, as the loss may have got stuck. Of any
     shape: the number of records, and whether the latest of them is a sample.
     """
@@ -78,16 +76,15 @@ def faded_through_time(history: History, *, dex: float, records: int) -> Finding
     """A layer's first time step gets `dex` less than its last in `records` samples in a row, and the loss is stuck."""
     if not fades_are_due(np.array(len(history)), np.array(history.age("time_growth") == 0)):
         return None
-    places = _samples(history, records)
-    if len(places) < records:
+    ago = _samples(history, records)
+    if len(ago) < records:
         return None
-    layout, growth = history.layout, _window(history, "time_growth")
-    sites = _throughout(layout, growth[places] <= -dex)
+    layout, growth = history.layout, history.at("time_growth", ago)
+    sites = layout.layers[(growth[:, layout.layers] <= -dex).all(axis=0)]
     if not len(sites) or (loss := _stuck(history)) is None:
         return None
-    latest = growth[places[-1]]
-    worst = int(sites[latest[sites].argmin()])
-    value, steps = -float(latest[worst]), int(_window(history, "time_steps")[places[-1], worst])
+    worst = int(sites[growth[-1, sites].argmin()])
+    value, steps = -float(growth[-1, worst]), int(history.at("time_steps", ago)[-1, worst])
     what = f"of {steps} time steps of layer {layout.sites[worst].name}"
     weak, strong, lost = ("weakest", "end", "far from it") if _both_ways(layout, worst) else ("first", "last", "early")
     message = (
@@ -97,56 +94,35 @@ def faded_through_time(history: History, *, dex: float, records: int) -> Finding
     )
     cause, remedy = _forgetting(layout, worst, steps)
     names, layer = layout.names(sites), layout.sites[worst].name
-    text, samples = f"{message} {cause}", _samples(history, STREAK_SAMPLES)
-    back = _begun(np.asarray((growth[samples] <= -dex)[:, sites].any(axis=1)), samples, len(growth))
+    text, ago = f"{message} {cause}", _samples(history, STREAK_SAMPLES)
+    faint = history.at("time_growth", ago)[:, sites] <= -dex
+    back = int(streak_starts(faint.any(axis=1, keepdims=True), ago)[0])
     headline = f"the gradient fades {ratio_text(value)} times over {steps} time steps"
     return Finding("vanishing", Severity.WARNING, layer, names, value, dex, text, remedy, back, headline)
 
 
-def _begun(shown: Mask, places: NDArray[np.intp], records: int) -> int:
-    """The position, from the end of the `records`, of the first sample of those in a row, up to the latest, at which it
-    is `shown`: shape [samples], of `places`.
-    """
-    before = np.flatnonzero(~shown)
-    return records - int(places[int(before[-1]) + 1 if len(before) else 0])
+def _samples(history: History, count: int) -> Sites:
+    """How many records ago each of this optimizer's newest samples was, `count` at most, oldest first."""
+    rows, _ = history.samples("time_growth", RECENT_RECORDS)
+    known = np.flatnonzero(~np.isnan(rows[-1:]).all(axis=0))
+    return own_samples(history, "time_growth", sites=known[:1])[-count:]
 
 
-def _samples(history: History, records: int) -> NDArray[np.intp]:
-    """Which of the last `RECENT_RECORDS` are the newest samples of the latest's optimizer, `records` at most."""
-    rows, age = history.window("time_growth", RECENT_RECORDS), history.age("time_growth")
-    if rows is None or age >= len(rows):
-        return np.empty(0, dtype=np.intp)
-    known = np.flatnonzero(~np.isnan(rows[len(rows) - 1 - age]))
-    places = records_with(history, "time_growth", RECENT_RECORDS, among=known[:1])
-    optimizers = history.optimizers(RECENT_RECORDS)
-    own: NDArray[np.intp] = places[optimizers[places] == optimizers[-1]]
-    return own[-records:]
-
-
-def _throughout(layout: Layout, there: NDArray[np.bool_]) -> NDArray[np.intp]:
-    """The layers that are `there` [samples, sites] in all samples."""
-    always = np.flatnonzero(there[:, layout.layers].all(axis=0))
-    return layout.layers[always]
-
-
-def _window(history: History, statistic: str) -> Floats:
-    rows = history.window(statistic, RECENT_RECORDS)
-    assert rows is not None, "the three come together"
-    return rows
+def _is_steep(history: History, ago: Sites, dex: float) -> Mask:
+    """Where the gradient grew by `dex`, step by step, so many records `ago`: shape [records, sites]."""
+    growth, jump = history.at("time_growth", ago), history.at("time_jump", ago)
+    return np.asarray((growth >= dex) & (jump < ABRUPT_SHARE * growth))
 
 
 def _stuck(history: History) -> tuple[float, float] | None:
     """The loss at the start and now, where it has not improved in between; None where it has, or is not known."""
-    levels = first_and_last(history, "loss", STUCK_RECORDS // 5, STUCK_RECORDS // 5)
+    levels = first_and_last_loss(history, STUCK_RECORDS // 5)
     if levels is None:
         return None
-    first, now = float(np.median(levels[0])), float(np.median(levels[1]))
-    optimizers, series = history.optimizers(len(history)), history.scalar("loss", len(history))
-    if series is None or not now > first - FALLEN_SHARE * abs(first):
-        return None
-    own = series[(optimizers == optimizers[-1]) & np.isfinite(series)]
+    first, now = levels
+    own = own_losses(history, len(history))
     third = len(own) // 3
-    if third < STUCK_RECORDS // 4:
+    if third < STUCK_RECORDS // 4 or not now > first - FALLEN_SHARE * abs(first):
         return None
     (early, spread), (late, spread_late) = _level(own[:third]), _level(own[-third:])
     margin = FALL_STANDARD_ERRORS * hypot(spread, spread_late) / third**0.5

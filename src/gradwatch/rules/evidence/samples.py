@@ -5,10 +5,10 @@ from __future__ import annotations
 from functools import lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gradwatch.core.history import History
-from gradwatch.core.record import UNMEASURABLE, Floats, Layout, Sites
+from gradwatch.core.record import UNMEASURABLE, Floats, Layout, Mask, Sites
+from gradwatch.rules.evidence.own_records import is_own
 
 RECENT_RECORDS = 4096
 """Records in which samples are searched: four samples at the longest interval of 1,000 (`schedule.py`)."""
@@ -16,8 +16,10 @@ RECENT_RECORDS = 4096
 FIRST_SAMPLES = 5
 """Samples that make up the early level of an output, as many as a run begins with (`schedule.py`)."""
 
+TOTAL_SITE: Sites = np.zeros(1, dtype=np.intp)
 
-def samples(history: History, statistic: str) -> tuple[Floats, NDArray[np.intp]] | None:
+
+def samples(history: History, statistic: str) -> tuple[Floats, Sites] | None:
     """The samples of `statistic` of this optimizer among the last `RECENT_RECORDS`: shape [samples, sites], oldest
     first; and how many records ago each was taken, 0 for the latest record.
 
@@ -25,49 +27,58 @@ def samples(history: History, statistic: str) -> tuple[Floats, NDArray[np.intp]]
     """
     if history.age(statistic) > 0:
         return None
-    (rows, ago), optimizers = history.samples(statistic, RECENT_RECORDS), history.optimizers(RECENT_RECORDS)
-    own = ~np.isnan(rows[:, 0]) & (optimizers[len(optimizers) - 1 - ago] == optimizers[-1])
+    rows, ago = history.samples(statistic, RECENT_RECORDS)
+    own = ~np.isnan(rows[:, 0]) & is_own(history, RECENT_RECORDS)[-1 - ago]
     return (rows[own], ago[own]) if own[-1] else None  # a record without a total cannot be judged
 
 
-def records_with(
-    history: History, statistic: str, records: int, *, among: NDArray[np.intp] | None = None
-) -> NDArray[np.intp]:
-    """Which of the last `records` hold `statistic`, oldest first.
+def sampled(history: History, statistic: str, *, sites: Sites = TOTAL_SITE) -> Sites:
+    """How many records ago each of the last `RECENT_RECORDS` that hold `statistic` was, oldest first.
 
-    Only the first, middle and last site of `among` are looked at, by default the layers.
+    Only the first, middle and last of `sites` are looked at.
     """
-    rows, ago = history.samples(statistic, records)
-    sites = forward_order(history.layout) if among is None else among
+    rows, ago = history.samples(statistic, RECENT_RECORDS)
     if not len(sites):
-        return np.empty(0, dtype=np.intp)
-    there = ~np.isnan(rows[:, sites[[0, len(sites) // 2, -1]]]).all(axis=1)
-    return np.asarray(min(len(history), records) - 1 - ago[there])
+        return ago[:0]
+    return ago[~np.isnan(rows[:, sites[[0, len(sites) // 2, -1]]]).all(axis=1)]
 
 
-def records_since(history: History, places: Sites) -> Sites:
-    """How many records ago each of `places` among the last `RECENT_RECORDS` was, 0 for the latest."""
-    return min(len(history), RECENT_RECORDS) - 1 - places
+def own_samples(history: History, statistic: str, *, sites: Sites = TOTAL_SITE) -> Sites:
+    """The same, without the records of other optimizers than the latest record's."""
+    ago = sampled(history, statistic, sites=sites)
+    return ago[is_own(history, RECENT_RECORDS)[-1 - ago]]
 
 
-def lasted(found: NDArray[np.bool_], ago: NDArray[np.intp], *, samples: int, records: int) -> NDArray[np.bool_]:
+def throughout(found: Mask, samples: int) -> Mask:
+    """The sites where `found`, shape [samples, sites], is true at each of the last `samples` samples."""
+    return np.asarray(found[-samples:].all(axis=0) & (len(found) >= samples))
+
+
+def streak_starts(found: Mask, ago: Sites) -> Sites:
+    """For each site, the position from the end of the history of the first of the latest samples at which `found`,
+    shape [samples, sites], is true without a break; the latest sample where it is not true there. `ago`: records since
+    each sample, 0 for the latest.
+    """
+    streak = np.cumprod(found[::-1], axis=0).sum(axis=0)
+    return np.asarray(ago[::-1][np.maximum(streak - 1, 0)] + 1)
+
+
+def lasted(found: Mask, ago: Sites, *, samples: int, records: int) -> Mask:
     """The sites where `found`, shape [samples, sites], has been true at every sample up to the latest, for at least
     `samples` samples that span at least `records` records.
     """
-    streak = np.cumprod(found[::-1], axis=0).sum(axis=0)
-    since = ago[::-1][np.maximum(streak - 1, 0)]
-    return np.asarray((streak >= samples) & (since >= records - 1))
+    return throughout(found, samples) & (streak_starts(found, ago) >= records)
 
 
 @lru_cache(maxsize=8)
-def forward_order(layout: Layout) -> NDArray[np.intp]:
+def forward_order(layout: Layout) -> Sites:
     """Site indices of the layers as their forward ran, each behind those that flow into it; the model's own order while
     that is unknown.
     """
     return np.array(layout.order, dtype=np.intp) if layout.order else layout.layers
 
 
-def still_in_model(history: History) -> NDArray[np.bool_]:
+def still_in_model(history: History) -> Mask:
     """Which of `forward_order` the model still had at the latest record."""
     return np.asarray(history.codes(1)[0, forward_order(history.layout)] != UNMEASURABLE)
 

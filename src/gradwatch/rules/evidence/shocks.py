@@ -10,7 +10,8 @@ from gradwatch.core.history import History
 from gradwatch.rules.evidence.applied_gradients import CLIPPED_SHARE
 from gradwatch.rules.evidence.gradient_jump import EFFECT_RECORDS, gradient_jump
 from gradwatch.rules.evidence.learning_rates import rate_jump
-from gradwatch.rules.evidence.onsets import own_records, step_text
+from gradwatch.rules.evidence.onsets import step_text
+from gradwatch.rules.evidence.own_records import own_records
 from gradwatch.rules.evidence.wording import ratio_text
 
 

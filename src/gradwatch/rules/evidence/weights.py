@@ -5,11 +5,10 @@ from __future__ import annotations
 from functools import lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gradwatch.core.history import History
-from gradwatch.core.record import Floats, Layout
-from gradwatch.rules.evidence.samples import RECENT_RECORDS, records_since, records_with
+from gradwatch.core.record import Floats, Layout, Mask, Sites
+from gradwatch.rules.evidence.samples import RECENT_RECORDS, own_samples, sampled
 
 NEAR_ZERO_SHARE = 1e-3
 """Share of the usual norm of a layer's weights, the fourth root of their number, below which they start near zero.
@@ -29,41 +28,33 @@ GROWTH_SAMPLES = 10
 """Samples needed to see that weights do not grow: a random walk may turn back at first. Judgement."""
 
 
-def starts_from_zero(history: History, layers: NDArray[np.intp]) -> NDArray[np.bool_]:
+def starts_from_zero(history: History, layers: Sites) -> Mask:
     """Which of `layers` (site indices) have weights that began at nearly zero and still grow, shape [layers].
 
     What lies before such a layer (LoRA, a zero-initialised head or residual branch) gets its signal as they grow.
     """
-    known = weight_samples(history)
+    known = own_samples(history, "weight_norm")
     if not len(known):
         return np.zeros(len(layers), dtype=bool)
     some = known[np.linspace(0, len(known) - 1, GROWTH_SAMPLES).astype(np.intp)]
-    samples = history.at("weight_norm", records_since(history, some))[:, layers]
+    samples = history.at("weight_norm", some)[:, layers]
     usual = np.array([history.layout.sites[i].numel for i in layers]) ** 0.25
     earlier, later = np.fmax.reduce(samples[: GROWTH_SAMPLES // 2]), np.fmax.reduce(samples[GROWTH_SAMPLES // 2 :])
     growing = (later >= GROWTH_RATIO * earlier) | (len(known) < GROWTH_SAMPLES)
     return np.asarray((samples[0] <= NEAR_ZERO_SHARE * usual) & growing)
 
 
-def sensitivity(history: History, layers: NDArray[np.intp]) -> Floats | None:
+def sensitivity(history: History, layers: Sites) -> Floats | None:
     """|gradient| |weight| of each of `layers` at the latest record: how the loss changes with a relative change of it.
 
     Scaling the weights of a layer that a norm follows scales its signal, and leaves this as it is. None where the
     model has no norm, or the numbers are not known.
     """
-    gradients, known = history.window("grad_norm", 1), weight_samples(history)
+    gradients, known = history.window("grad_norm", 1), own_samples(history, "weight_norm")
     if gradients is None or not len(known) or not has_norm_layers(history.layout):
         return None
-    found = gradients[0, layers] * history.at("weight_norm", records_since(history, known[-1:]))[0, layers]
+    found = gradients[0, layers] * history.at("weight_norm", known[-1:])[0, layers]
     return None if np.isnan(found).any() else found
-
-
-def weight_samples(history: History) -> NDArray[np.intp]:
-    """Which of the last `RECENT_RECORDS` records are samples of the weights, of the latest record's optimizer."""
-    optimizers = history.optimizers(RECENT_RECORDS)
-    places = records_with(history, "weight_norm", RECENT_RECORDS, among=np.zeros(1, dtype=np.intp))
-    own: NDArray[np.intp] = places[optimizers[places] == optimizers[-1]]
-    return own
 
 
 @lru_cache(maxsize=8)
@@ -83,25 +74,24 @@ def update_is_new(history: History) -> bool:
     return len(history) > 1 and history.age("update_ratio") == 1
 
 
-def update_samples(history: History) -> NDArray[np.intp]:
-    """Which of the last `RECENT_RECORDS` records have an update ratio, of the optimizer of the newest of them."""
-    places = records_with(history, "update_ratio", RECENT_RECORDS, among=np.zeros(1, dtype=np.intp))
-    optimizers = history.optimizers(RECENT_RECORDS)[places]
-    return places[optimizers == optimizers[-1]] if len(places) else places
+def update_samples(history: History) -> Sites:
+    """How many records ago each of the last `RECENT_RECORDS` that have an update ratio was, oldest first, without those
+    of other optimizers than that of the newest of them.
+    """
+    ago, optimizers = sampled(history, "update_ratio"), history.optimizers(RECENT_RECORDS)
+    return ago[optimizers[-1 - ago] == optimizers[-1 - ago[-1]]] if len(ago) else ago
 
 
-def relative_updates(history: History, places: NDArray[np.intp]) -> Floats:
-    """|new - old| / max(|old|, floor) of the layers at `places`, shape [places, layers]; NaN where not known.
-
-    `places`: among the last `RECENT_RECORDS` records.
+def relative_updates(history: History, ago: Sites) -> Floats:
+    """|new - old| / max(|old|, floor) of the layers, so many records `ago`: shape [records, layers]; NaN where not
+    known.
     """
     layers, floor = history.layout.layers, WEIGHT_FLOOR_SHARE * usual_norms(history.layout)
-    ago = records_since(history, places)
     found, norms = history.at("update_ratio", ago)[:, layers], history.at("weight_norm", ago)[:, layers]
     return np.where(norms < floor, found * norms / floor, found)
 
 
-def zeroed_by_interventions(history: History, n: int, sites: NDArray[np.intp]) -> NDArray[np.bool_]:
+def zeroed_by_interventions(history: History, n: int, sites: Sites) -> Mask:
     """Where interventions have made zeros of the gradient of `sites`, on purpose, in the last `n` records or as many as
     there are: shape [records, sites].
     """

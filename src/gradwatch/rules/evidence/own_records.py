@@ -1,0 +1,35 @@
+"""The records of the latest record's optimizer: where several take turns, each is judged by its own."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from gradwatch.core.history import History
+from gradwatch.core.record import Floats, Mask, Sites
+
+
+def is_own(history: History, n: int) -> Mask:
+    """Which of the last `n` records are of the latest record's optimizer: shape [records]."""
+    optimizers = history.optimizers(n)
+    return np.asarray(optimizers == optimizers[-1])
+
+
+def is_alone(history: History) -> bool:
+    """Whether all records are of one optimizer."""
+    return bool(is_own(history, len(history)).all())
+
+
+def own_records(history: History) -> Sites:
+    """The positions, from the end, of the records of this optimizer, oldest first."""
+    return len(history) - np.flatnonzero(is_own(history, len(history)))
+
+
+def own_losses(history: History, n: int, *, back: int = 1) -> Floats:
+    """The finite losses of this optimizer among the last `n` records, up to the one `back` from the end, oldest first;
+    none where they are not known.
+    """
+    losses = history.scalar("loss", n)
+    if losses is None:
+        return np.empty(0)
+    until = len(losses) - back + 1
+    return losses[:until][(is_own(history, n) & np.isfinite(losses))[:until]]
