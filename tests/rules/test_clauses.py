@@ -311,7 +311,8 @@ def test_dead_units_by_weights_of_zero() -> None:
     assert "The weights of layer fc1 are all zero." in death(weight=0.0).cause
     assert "all zero" not in death().cause
     assert death(weight=0.0).remedy == "nn.init.kaiming_uniform_ for the weights of layer fc1, which are all zero."
-    assert "zeros_" not in death(weight=0.0, bias=2.0, late=False).remedy, "a bias of zero does not wake them"
+    both = death(weight=0.0, bias=2.0, late=False)
+    assert "bias" not in both.cause + both.remedy, "a bias of zero does not wake them"
 
 
 def test_dead_units_by_biases_that_grew() -> None:
@@ -322,6 +323,7 @@ def test_dead_units_by_biases_that_grew() -> None:
 
 
 def test_dead_units_by_biases_from_the_start() -> None:
+    assert "The biases of layer fc1 make most of its outputs" in death(bias=2.0, late=False).cause
     assert death(bias=2.0, late=False).remedy.startswith("nn.init.zeros_ for the bias of layer fc1, or nn.LeakyReLU")
     assert death(bias=0.1, late=False).remedy.startswith("nn.init.kaiming_uniform_ for the weights of layer fc1, or")
 

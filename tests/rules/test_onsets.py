@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -111,19 +110,6 @@ def test_how_units_died_says_only_what_is_known() -> None:
     for death in (start, later, forgotten):
         assert "bias" not in death.cause
         assert "zeros_" not in death.remedy
-
-
-def test_biases_are_blamed_where_they_make_the_outputs() -> None:
-    unknown = death_of(history([{}] * 9), 2, 9)
-    by_bias = replace(unknown, bias=9.0, bias_text=" The biases of layer fc1 make most of its outputs.")
-    assert "The biases of layer fc1 make most of its outputs" in by_bias.cause
-    assert by_bias.remedy.startswith("nn.init.zeros_ for the bias of layer fc1")
-    none = replace(by_bias, weights=0.0)
-    assert "The weights of layer fc1 are all zero." in none.cause
-    assert "bias" not in none.cause + none.remedy
-    grew = replace(by_bias, from_start=False, bias_before=0.3)
-    assert "grew meanwhile, from a root mean square of 0.3 to 9." in grew.cause
-    assert "grew" not in replace(grew, bias_before=8.0).cause
 
 
 def test_whether_biases_make_the_outputs() -> None:

@@ -112,21 +112,9 @@ class ActBlowup:
             f"{began_text(history, back)}{shock.sentence if shock else ''}"
         )
         remedy = f"nn.LayerNorm over each head's queries and keys after layers {short_list(sites)}, or a smaller lr."
+        remedy = remedy if shock is None else shock.remedy
         headline = f"queries times keys are {value:.3g} in size, {self.logits:.3g} is normal"
-        return [
-            Finding(
-                self.name,
-                Severity.WARNING,
-                layer,
-                sites,
-                value,
-                self.logits,
-                message,
-                remedy if shock is None else shock.remedy,
-                back,
-                headline,
-            )
-        ]
+        return [Finding(self.name, Severity.WARNING, layer, sites, value, self.logits, message, remedy, back, headline)]
 
     def _grown(self, history: History, levels: Floats, ago: Sites) -> list[Finding]:
         layers = history.layout.layers
@@ -157,21 +145,9 @@ class ActBlowup:
         )
         back = int(streak_starts(beyond[:, unhealthy], ago).max())
         cause, remedy = _growth(history, int(ran[0]), back)
+        text, limit = message + cause, self.growth_dex
         headline = f"its outputs grew {ratio_text(value)} times, and still grow"
-        return [
-            Finding(
-                self.name,
-                Severity.WARNING,
-                layer,
-                names,
-                value,
-                self.growth_dex,
-                message + cause,
-                remedy,
-                back,
-                headline,
-            )
-        ]
+        return [Finding(self.name, Severity.WARNING, layer, names, value, limit, text, remedy, back, headline)]
 
     def _learns_by_it(self, history: History, level: Floats, ago: Sites) -> bool:
         """Whether the loss fell while an output grew to its present `level`, as it does on the way to large targets."""

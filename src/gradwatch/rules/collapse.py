@@ -161,7 +161,9 @@ class Collapse:
                 f"{len(names)} of {len(layers)} layers, in the {_steps(history, back)} since it."
             )
             headline = f"the weights shrank to {100 * share:.2g} % of their highest norm"
-            return [self._finding(history, names, (share, self.left), (message, headline), back, max(1, back - 1))]
+            more, remedy = _why(history, names, back, lower=max(1, back - 1))
+            text, limit = message + more, self.left
+            return [Finding(self.name, Severity.WARNING, names[0], names, share, limit, text, remedy, back, headline)]
         return self._decays(history, layers, ago)
 
     def _decays(self, history: History, layers: Sites, ago: Sites) -> Sequence[Finding]:
@@ -185,7 +187,9 @@ class Collapse:
         headline = f"the weights lose half of their norm in {half_life:.2g} steps"
         norms = history.at("weight_norm", ago)[:, layers[falls]]
         back = 1 + self._falls_since(norms, ago, own, known=int(far[-1]))
-        return [self._finding(history, names, (half_life, self.half_life), (message, headline), back, back)]
+        more, remedy = _why(history, names, back, lower=back)
+        text, limit = message + more, self.half_life
+        return [Finding(self.name, Severity.WARNING, names[0], names, half_life, limit, text, remedy, back, headline)]
 
     def _falls_since(self, norms: Floats, ago: Sites, own: Sites, *, known: int) -> int:
         """How many records ago weights had fallen first, of the samples since which they fall at every sample and at
@@ -206,29 +210,20 @@ class Collapse:
         """
         return max(2, layers) if layers < FEW_LAYERS or _learnt(history, since) else self.layers_share * layers
 
-    def _finding(
-        self,
-        history: History,
-        names: tuple[str, ...],
-        measured: tuple[float, float],
-        said: tuple[str, str],
-        back: int,
-        lower: int,
-    ) -> Finding:
-        """`measured`: the value and its limit; `said`: the message and the headline; `lower`: the position of the first
-        record with smaller weights.
-        """
-        message, headline = said
-        shock = shock_before(history, lower)
-        lost, rate = _lost_each_step(history, names, back)
-        message += shock.sentence if shock else ""
-        if lost > 0:
-            message += (
-                f" Each step takes {_percent(lost)} of them; at lr={rate:.2g} a weight_decay of {lost / rate:.2g} "
-            )
-            message += "in SGD or AdamW takes as much."
-        remedy = _less_decay(history, lost, rate) if shock is None else shock.remedy
-        return Finding(self.name, Severity.WARNING, names[0], names, *measured, message, remedy, back, headline)
+
+def _why(history: History, names: tuple[str, ...], back: int, *, lower: int) -> tuple[str, str]:
+    """What is known of why the weights of `names` have shrunk since the record `back` from the end, as sentences, and
+    what to change. `lower`: the position of the first record with smaller weights.
+    """
+    shock = shock_before(history, lower)
+    lost, rate = _lost_each_step(history, names, back)
+    known = "" if shock is None else shock.sentence
+    if lost > 0:
+        known += (
+            f" Each step takes {_percent(lost)} of them; at lr={rate:.2g} a weight_decay of {lost / rate:.2g} "
+            "in SGD or AdamW takes as much."
+        )
+    return known, _less_decay(history, lost, rate) if shock is None else shock.remedy
 
 
 def _lost_each_step(history: History, names: tuple[str, ...], back: int) -> tuple[float, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy as np
 from gradwatch.core.alert import Effect, Finding, Severity
 from gradwatch.core.history import History
 from gradwatch.core.record import MEASURED, Floats, Mask, Site, Sites
-from gradwatch.rules.evidence.deaths import Death, dead_since, death_of, fed_zeros, layers_text, starved_by
+from gradwatch.rules.evidence.deaths import dead_since, death_of, fed_zeros, layers_text, starved_by
 from gradwatch.rules.evidence.layer_levels import bias_text
 from gradwatch.rules.evidence.onsets import gradient_zero_since
 from gradwatch.rules.evidence.own_records import is_own
@@ -114,12 +114,13 @@ class Dead:
     def _silent(self, history: History, sites: Sites, zeros: Floats, ago: Sites) -> Finding:
         fed = np.array([fed_zeros(history, layer_before(history, site)) for site in sites.tolist()])
         sites, follow = (sites, sites[:0]) if fed.all() else (sites[~fed], sites[fed])
-        activation, death = _origin(history, sites, zeros == 1, ago)
-        layer, layers = history.layout.index[death.layer], layers_before(history, sites)
+        activation, layer, back = _origin(history, sites, zeros == 1, ago)
+        layers, names = layers_before(history, sites), history.layout.names
         after = np.setdiff1d(layers_before(history, follow), layers)
         dead = np.concatenate([layers, after])
-        starved, names = starved_by(history, dead), history.layout.names
-        death = replace(death, biased=names(one for one in np.sort(layers) if bias_text(history, int(one))))
+        starved = starved_by(history, dead)
+        biased = names(one for one in np.sort(layers) if bias_text(history, int(one)))
+        death = death_of(history, layer, back, biased=biased)
         before = names(np.setdiff1d(starved_by(history, np.array([layer])), dead))
         passes = "no gradient passes it"
         if gradient_zero_since(history, layer) is not None:
@@ -136,11 +137,15 @@ class Dead:
                 f" The units after {name_text(names(after))} give nothing but zeros because they get nothing else."
             )
         headline = f"its {activation.module} gives only zeros{death.headline(len(before))}"
-        effects = (("dead", after), ("starved", starved))
-        return self._finding(history, self._severity(history), death, layers, (1.0, 1.0), (message, headline), effects)
+        effects = _effects(history, dead=after, starved=starved)
+        severity, sites = self._severity(history), names(np.sort(layers))
+        return Finding(
+            self.name, severity, death.layer, sites, 1.0, 1.0, message, death.remedy, back, headline, effects
+        )
 
     def _mostly(self, history: History, sites: Sites, idle: Floats, ago: Sites, share: Floats) -> Finding:
-        activation, death = _origin(history, sites, idle >= self.dead_share, ago, gradients=False)
+        activation, layer, back = _origin(history, sites, idle >= self.dead_share, ago, gradients=False)
+        death, limit = death_of(history, layer, back), self.dead_share
         value = float(share[history.layout.index[activation.name]])
         percent = f"{100 * value:.0f} %"
         message = (
@@ -149,37 +154,9 @@ class Dead:
             f"{death.cause}"
         )
         headline = f"{percent} of the units of its {activation.module} never fire{death.headline()}"
-        layers = layers_before(history, sites)
-        return self._finding(
-            history, Severity.WARNING, death, layers, (value, self.dead_share), (message, headline), ()
-        )
-
-    def _finding(
-        self,
-        history: History,
-        severity: Severity,
-        death: Death,
-        layers: Sites,
-        measured: tuple[float, float],
-        said: tuple[str, str],
-        follows: Sequence[tuple[str, Sites]],
-    ) -> Finding:
-        """`layers`: those with dead units; `measured`: the value and its limit; `said`: the message and the headline;
-        `follows`: what follows from it, and in which layers.
-        """
-        names = history.layout.names
-        effects = tuple(Effect(what, names(where)) for what, where in follows if len(where))
+        names = history.layout.names(np.sort(layers_before(history, sites)))
         return Finding(
-            self.name,
-            severity,
-            death.layer,
-            names(np.sort(layers)),
-            *measured,
-            said[0],
-            death.remedy,
-            death.back,
-            said[1],
-            effects,
+            self.name, Severity.WARNING, death.layer, names, value, limit, message, death.remedy, back, headline
         )
 
     def _severity(self, history: History) -> Severity:
@@ -261,11 +238,20 @@ class Dead:
             f"gets one: most often no unit after layer {name} fires any more. {death.cause}"
         )
         headline = f"it gets no gradient any more{death.headline(len(starved))}"
-        return self._finding(history, severity, death, dead, (0.0, 0.0), (message, headline), [("starved", starved)])
+        sites, effects = history.layout.names(np.sort(dead)), _effects(history, starved=starved)
+        return Finding(self.name, severity, name, sites, 0.0, 0.0, message, death.remedy, since, headline, effects)
 
 
-def _origin(history: History, sites: Sites, silent: Mask, ago: Sites, *, gradients: bool = True) -> tuple[Site, Death]:
-    """Of the activations `sites`, the one that died first, of several the nearest to the loss; and how.
+def _effects(history: History, **layers: Sites) -> tuple[Effect, ...]:
+    """What follows, by name, in which layers."""
+    return tuple(Effect(what, history.layout.names(where)) for what, where in layers.items() if len(where))
+
+
+def _origin(
+    history: History, sites: Sites, silent: Mask, ago: Sites, *, gradients: bool = True
+) -> tuple[Site, int, int]:
+    """Of the activations `sites`, the one that died first, of several the nearest to the loss; the site index of the
+    layer before it; and the position, from the end, of the first record at which its units were dead.
 
     `silent`: at which samples they were, shape [samples, sites]; `gradients`: whether no gradient passes them then.
     """
@@ -277,4 +263,4 @@ def _origin(history: History, sites: Sites, silent: Mask, ago: Sites, *, gradien
         last = int(loud[-1]) + 1 if len(loud) else None
         found.append((dead_since(history, layer, start, last) if gradients else start, layer, site))
     back, layer, site = max(found, key=lambda one: one[0])
-    return history.layout.sites[site], death_of(history, layer, back)
+    return history.layout.sites[site], layer, back

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
@@ -19,6 +18,9 @@ from gradwatch.rules.evidence.wording import capitalized, name_text
 from gradwatch.rules.rule import require_positive
 
 NO_GRADIENT = int(Missing.NO_GRADIENT)
+
+_Wording = tuple[str, str, str]
+"""Headline, message and remedy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +110,7 @@ class Disconnected:
         remedy = (
             f"a weight above 0 for the loss of layer {names[-1]}, or straight through: x + (round(x) - x).detach()."
         )
-        wording = _Text(f"its gradient was exactly 0 at each of {zeros.min()} steps", text, remedy)
+        wording = f"its gradient was exactly 0 at each of {zeros.min()} steps", text, remedy
         back = _begun(norms > 0, norms == 0, history.codes(len(history))[:, layers])
         return [self._finding(names, zeros, np.full(len(zeros), self.zero_records), wording, back)]
 
@@ -117,31 +119,10 @@ class Disconnected:
         """Ever longer looks back, each at those only that had no gradient in the one before."""
         return self.unused_records, 5 * self.unused_records, self.rare_records
 
-    def _finding(
-        self, names: Sequence[str], records: NDArray[np.intp], wanted: NDArray[np.intp], wording: _Text, back: int
-    ) -> Finding:
-        value, threshold = float(records.min()), float(wanted.min())
-        return Finding(
-            self.name,
-            Severity.WARNING,
-            names[-1],
-            tuple(names),
-            value,
-            threshold,
-            wording.message,
-            wording.remedy,
-            back,
-            wording.headline,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _Text:
-    """What an alert says."""
-
-    headline: str
-    message: str
-    remedy: str
+    def _finding(self, names: Sequence[str], records: Sites, wanted: Sites, wording: _Wording, back: int) -> Finding:
+        headline, message, remedy = wording
+        value, limit, sites = float(records.min()), float(wanted.min()), tuple(names)
+        return Finding(self.name, Severity.WARNING, names[-1], sites, value, limit, message, remedy, back, headline)
 
 
 def _begun(gradients: Mask, absent: Mask, codes: Codes) -> int:
@@ -167,17 +148,17 @@ def _ran_without_gradients(history: History, sites: Sites) -> Mask:
     return np.asarray(np.isnan(outputs[0, sites]) & ~np.isnan(order[0, sites]))
 
 
-def _without_gradients(names: Sequence[str], records: int, _: bool) -> _Text:
+def _without_gradients(names: Sequence[str], records: int, _: bool) -> _Wording:
     message = (
         f"{_subject(names, 'runs', 'run')} in the forward pass and got no gradient in {records} steps: no output was "
         "seen there with gradients enabled. That is so inside torch.no_grad(), and with reentrant checkpointing of "
         "inputs that need no gradient."
     )
     remedy = f"checkpoint(..., use_reentrant=False), or no torch.no_grad(), around layer {names[-1]}."
-    return _Text("it runs with gradients disabled", message, remedy)
+    return ("it runs with gradients disabled", message, remedy)
 
 
-def _detached(names: Sequence[str], records: int, _: bool) -> _Text:
+def _detached(names: Sequence[str], records: int, _: bool) -> _Wording:
     message = (
         f"{_subject(names, 'runs', 'run')} in the forward pass and got no gradient in {records} steps: detach(), "
         "torch.no_grad() or an operation without a gradient (argmax, a comparison, .item(), .numpy()) cuts the way to "
@@ -187,25 +168,25 @@ def _detached(names: Sequence[str], records: int, _: bool) -> _Text:
         f"no detach(), no_grad() or .numpy() between layer {names[-1]} and the loss; for f(x) such as x > 0, "
         "y + (f(x) - y).detach() with y = x.clamp(-1, 1)."
     )
-    return _Text(f"no gradient in {records} steps, although it runs", message, remedy)
+    return (f"no gradient in {records} steps, although it runs", message, remedy)
 
 
-def _unused(names: Sequence[str], records: int, order_known: bool) -> _Text:
+def _unused(names: Sequence[str], records: int, order_known: bool) -> _Wording:
     headline = "it never runs" if order_known else f"no gradient in {records} steps"
     if order_known:
         message = f"{_subject(names, 'never runs', 'never run')}: {records} steps without a gradient."
     else:
         message = f"{capitalized(name_text(names))} got no gradient in {records} steps: unused in forward, or detached."
     remedy = f"call layer {names[-1]} in forward, or leave its parameters out in configure_optimizers."
-    return _Text(headline, message, remedy)
+    return (headline, message, remedy)
 
 
-def _left_out(names: Sequence[str], records: int, _: bool) -> _Text:
+def _left_out(names: Sequence[str], records: int, _: bool) -> _Wording:
     message = (
         f"{capitalized(name_text(names, 'parameter'))} got no gradient in {records} steps, while others of the layer "
         "did: forward does not use them."
     )
-    return _Text("forward does not use it", message, f"use {names[-1]} in forward, or remove it.")
+    return ("forward does not use it", message, f"use {names[-1]} in forward, or remove it.")
 
 
 def _subject(names: Sequence[str], one: str, many: str) -> str:
@@ -224,7 +205,7 @@ def _norms(history: History, records: int) -> Floats:
     return norms
 
 
-def _have_running_siblings(history: History, layers: Sites, records: int) -> NDArray[np.bool_]:
+def _have_running_siblings(history: History, layers: Sites, records: int) -> Mask:
     """Which of `layers` have a namesake, but for an index ("experts.3" for "experts.7"), that got a gradient lately."""
     layout = history.layout
     reached = (history.codes(records)[:, layout.layers] == MEASURED).any(axis=0)

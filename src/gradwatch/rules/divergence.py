@@ -50,25 +50,6 @@ LEARNT_SHARE = 0.5
 """Below this share of its first level the loss still counts as learnt. Judgement."""
 
 
-@dataclass(frozen=True, slots=True)
-class _WeightDrift:
-    """What was seen."""
-
-    layers: Sites
-    """Site indices, in model order."""
-    furthest: int
-    """The one among them that grew most."""
-    growth: float
-    """Its norm over what it was."""
-    steps: int
-    back: int
-    """The position, from the end of the history, of the first sample since which a layer has grown so far."""
-    lowest: float
-    """The least level of the loss so far."""
-    loss: float
-    """Its level now."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Divergence:
     """A step moved a layer's weights by more than their own size; or the loss left its first level for good."""
@@ -208,33 +189,28 @@ class Divergence:
         return Finding(self.name, Severity.ERROR, TOTAL, (), value, self.loss, message, remedy, jump.back, jump.text)
 
     def _weights_grew(self, history: History) -> Finding | None:
-        """Weights that grew many times over while nothing was learnt."""
-        found = _weight_drift(
-            history, growth=self.growth, records=self.growth_records, layers_share=self.grown_layers_share
-        )
-        if found is None:
+        """Weights that grew many times over while nothing was learnt, as the latest record, a sample, shows."""
+        if history.age("weight_norm") != 0 or (found := _weight_growth(history, self.growth_records)) is None:
             return None
-        layer, names = history.layout.sites[found.furthest].name, history.layout.names(found.layers)
+        (ratios, ago), layout = found, history.layout
+        far = ratios >= self.growth
+        if not np.count_nonzero(far[-1]) >= max(self.grown_layers_share * np.count_nonzero(~np.isnan(ratios[-1])), 1):
+            return None
+        levels = _levels(history)
+        if levels is None or not levels[2] > max(UNLEARNT_RATIO * levels[1], LEARNT_SHARE * levels[0]) > 0:
+            return None
+        # the first layer to grow so far began it; the first sample is not over itself
+        back = 1 + int(ago[np.flatnonzero(~far.any(axis=1))[-1] + 1])
+        furthest = int(np.nanargmax(ratios[-1]))
+        growth, layer = float(ratios[-1, furthest]), layout.sites[layout.layers[furthest]].name
+        names, went = layout.names(layout.layers[far[-1]]), f"from {levels[1]:.3g} to {levels[2]:.3g}"
         message = (
-            f"The weights of {name_text(names)} have grown {'up to ' * (len(names) > 1)}{found.growth:.2g} times in "
-            f"{found.steps} steps, {f'those of layer {layer} most, ' * (len(names) > 1)}and the loss went back from "
-            f"{found.lowest:.3g} to {found.loss:.3g}: the steps carry the weights away{rate_text(history)}."
+            f"The weights of {name_text(names)} have grown {'up to ' * (len(names) > 1)}{growth:.2g} times in {ago[0]} "
+            f"steps, {f'those of layer {layer} most, ' * (len(names) > 1)}and the loss went back {went}: the steps "
+            f"carry the weights away{rate_text(history)}."
         )
-        headline = (
-            f"the weights grew {found.growth:.2g} times, the loss went from {found.lowest:.3g} to {found.loss:.3g}"
-        )
-        return Finding(
-            self.name,
-            Severity.ERROR,
-            layer,
-            names,
-            found.growth,
-            self.growth,
-            message,
-            better_rate(history, back=found.back),
-            found.back,
-            headline,
-        )
+        headline, remedy = f"the weights grew {growth:.2g} times, the loss went {went}", better_rate(history, back=back)
+        return Finding(self.name, Severity.ERROR, layer, names, growth, self.growth, message, remedy, back, headline)
 
     def _loss_grew(self, history: History, first: float) -> Sequence[Finding] | None:
         """The loss far over, or far under, its `first` level, within few steps, and the gradient grown with it."""
@@ -397,37 +373,6 @@ def _excursion(history: History, limit: float) -> int:
 
 def _times(ratio: float) -> str:
     return f"{ratio_text(np.log10(ratio))} times"
-
-
-def _weight_drift(history: History, *, growth: float, records: int, layers_share: float) -> _WeightDrift | None:
-    """Whether at the latest record, a sampled one, the weights of a share of the layers have `growth` times the norm
-    that they had within the last `records`, with a loss that is worse than it was.
-
-    None where that is not so or not known: a norm makes the size of weights arbitrary.
-    """
-    layout = history.layout
-    if history.age("weight_norm") != 0 or (found := _weight_growth(history, records)) is None:
-        return None
-    ratios, ago = found[0][-1], found[1]
-    enough = np.maximum(layers_share * np.count_nonzero(~np.isnan(found[0]), axis=1), 1)
-    over = np.count_nonzero(found[0] >= growth, axis=1) >= enough
-    if not over[-1]:
-        return None
-    # the first layer to grow so far began it; the first sample is not over itself
-    far, begun = ratios >= growth, int(np.flatnonzero(~(found[0] >= growth).any(axis=1))[-1]) + 1
-    levels = _levels(history)
-    if levels is None or not levels[2] > max(UNLEARNT_RATIO * levels[1], LEARNT_SHARE * levels[0]) > 0:
-        return None
-    furthest = int(np.nanargmax(ratios))
-    return _WeightDrift(
-        layout.layers[far],
-        int(layout.layers[furthest]),
-        float(ratios[furthest]),
-        int(ago[0]),
-        1 + int(ago[begun]),
-        levels[1],
-        levels[2],
-    )
 
 
 def _weight_growth(history: History, records: int) -> tuple[Floats, Sites] | None:

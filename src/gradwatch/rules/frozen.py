@@ -97,7 +97,8 @@ class Frozen:
         remedy = "nn.ModuleList or nn.ModuleDict in place of the list or dict; nn.ParameterList for parameters."
         headline = "no module owns it: parameters() does not list it"
         back = len(history) if history.whole else 1
-        return [self._finding(Severity.WARNING, names, self.records, self.records, message, remedy, back, headline)]
+        limit = float(self.records)
+        return [Finding(self.name, Severity.WARNING, names[0], names, limit, limit, message, remedy, back, headline)]
 
     def _outside(self, history: History) -> Sequence[Finding]:
         """Trainable, reached by the backward pass, and in no optimizer."""
@@ -133,7 +134,8 @@ class Frozen:
         # without signals a target network looks the same
         severity = Severity.WARNING if known else Severity.NOTICE
         headline = "it is trainable, but in no optimizer" + ", which holds what it has replaced" * late
-        return [self._finding(severity, names, self.records, self.records, message, remedy, back, headline)]
+        limit = float(self.records)
+        return [Finding(self.name, severity, names[0], names, limit, limit, message, remedy, back, headline)]
 
     def _still(self, history: History) -> Sequence[Finding] | None:
         """In an optimizer and with a gradient, and the very same after each step, while others move."""
@@ -175,7 +177,8 @@ class Frozen:
         severity = Severity.NOTICE if self._scheduled(history, parameters[moving]) else Severity.WARNING
         back = 1 + int(since.max())
         headline = f"not changed in {steps.min()} steps, in spite of a gradient"
-        return [self._finding(severity, names, int(steps.min()), self.still_records, message, remedy, back, headline)]
+        value, limit = float(steps.min()), float(self.still_records)
+        return [Finding(self.name, severity, names[0], names, value, limit, message, remedy, back, headline)]
 
     def _visible(self, history: History, back: int, ratios: Floats, gradients: Floats, moving: Mask) -> Mask:
         """Which parameters would be seen to move at the record `back` from the end, if they had the rate of others.
@@ -251,9 +254,9 @@ class Frozen:
             f"requires_grad_(True) for layer {names[-1]}; with PEFT, "
             f"modules_to_save=[{names[-1].rpartition('.')[2]!r}]."
         )
-        back, steps = _streak(history, sites, FROZEN), self.still_records
+        back, limit = _streak(history, sites, FROZEN), float(self.still_records)
         headline = "it is frozen with the weights of a random start, behind layers that train"
-        return [self._finding(Severity.WARNING, names, steps, steps, message, remedy, back, headline)]
+        return [Finding(self.name, Severity.WARNING, names[0], names, limit, limit, message, remedy, back, headline)]
 
     def _between(self, history: History) -> Sequence[Finding]:
         """Switched off by requires_grad, few of many of a make, after some of those and before others that train; a
@@ -278,10 +281,9 @@ class Frozen:
         )
         remedy = f"requires_grad_(True) for layer {names[0]}, and match whole names when layers are frozen."
         severity = Severity.WARNING if alike else Severity.NOTICE
-        back = _streak(history, sites, FROZEN)
+        back, limit = _streak(history, sites, FROZEN), float(self.still_records)
         headline = "requires_grad is False, while others train"
-        steps = self.still_records
-        return [self._finding(severity, names, steps, steps, message, remedy, back, headline)]
+        return [Finding(self.name, severity, names[0], names, limit, limit, message, remedy, back, headline)]
 
     def _thaws(self, history: History, order: Sites, off: Mask) -> bool:
         """Whether any of the layers `order` has been switched on or off in the run: by a plan, as a mistake is there
@@ -289,21 +291,6 @@ class Frozen:
         """
         some = history.codes(len(history))[:: max(1, self.still_records // 2)][:, order] == FROZEN
         return bool((some != off).any())
-
-    def _finding(
-        self,
-        severity: Severity,
-        names: tuple[str, ...],
-        value: int,
-        wanted: int,
-        message: str,
-        remedy: str,
-        back: int,
-        headline: str,
-    ) -> Finding:
-        return Finding(
-            self.name, severity, names[0], names, float(value), float(wanted), message, remedy, back, headline
-        )
 
 
 def _streak(history: History, sites: Sites, code: int) -> int:

@@ -96,18 +96,8 @@ class Saturation:
         why = " since the first step" if is_first_record(history, back) else f": {shock.short}" if shock else ""
         headline = f"{100 * share:.0f} % of its {activation.module} outputs lie in the flat part{why}"
         cause, remedy = _cause(history, site, back)
-        return Finding(
-            self.name,
-            Severity.WARNING,
-            layer,
-            names,
-            share,
-            self.flat_share,
-            message + cause,
-            remedy if shock is None else shock.remedy,
-            back,
-            headline,
-        )
+        text, remedy = message + cause, remedy if shock is None else shock.remedy
+        return Finding(self.name, Severity.WARNING, layer, names, share, self.flat_share, text, remedy, back, headline)
 
 
 def _cause(history: History, site: int, back: int) -> tuple[str, str]:

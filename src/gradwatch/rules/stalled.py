@@ -158,20 +158,8 @@ class Stalled:
         )
         remedy = "learning rates of a similar size for all optimizers in configure_optimizers."
         headline = f"another optimizer moves its weights {ratio_text(np.log10(ratio))} times as far"
-        return [
-            Finding(
-                self.name,
-                Severity.WARNING,
-                names[0],
-                names,
-                ratio,
-                self.starved_ratio,
-                message,
-                remedy,
-                len(history),
-                headline,
-            )
-        ]
+        limit, back = self.starved_ratio, len(history)
+        return [Finding(self.name, Severity.WARNING, names[0], names, ratio, limit, message, remedy, back, headline)]
 
     def _moving(self, history: History, ago: Sites, pulled: Mask, update: float) -> Mask:
         """So many records `ago`, whether a layer of wide numbers moved, or layers with enough of the narrow ones."""

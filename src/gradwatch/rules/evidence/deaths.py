@@ -15,7 +15,7 @@ from gradwatch.rules.evidence.onsets import began_text, gradient_zero_since, is_
 from gradwatch.rules.evidence.own_records import own_records
 from gradwatch.rules.evidence.paths import paths
 from gradwatch.rules.evidence.samples import forward_order
-from gradwatch.rules.evidence.shocks import Shock, shock_before
+from gradwatch.rules.evidence.shocks import shock_before
 from gradwatch.rules.evidence.wording import name_text
 
 BIAS_GROWTH = 2.0
@@ -29,86 +29,49 @@ class Death:
     layer: str
     back: int
     """The position, from the end, of the first record at which they were dead."""
-    from_start: bool
-    """Whether that is known to be the first record of the run."""
-    began: str
-    """What is known of the time before, as a sentence."""
-    shock: Shock | None
-    """What stands out of the steps just before."""
-    weights: float
-    """Norm of the layer's weights at the latest sample, without its bias; NaN where it is not known."""
-    bias: float
-    """Root mean square of its biases at the latest sample; NaN where there are none, or it is not known."""
-    bias_before: float
-    """The same at the last sample before; NaN likewise."""
-    bias_text: str
-    """A sentence if the biases make most of the layer's outputs; empty where they do not, or it is not known."""
-    unlearnt: str
-    """A sentence if the loss has not fallen since the start; empty otherwise."""
-    rate: str = ""
-    """The remedy that names a learning rate which was measured; empty where none was."""
-    biased: tuple[str, ...] = ()
-    """All dead layers whose biases make most of their outputs."""
+    cause: str
+    """What the record tells of the time before, of the steps just before, and of the layer: sentences."""
+    remedy: str
+    when: str
+    """When or by what, as the end of a clause: " since the first step"; empty where neither is known."""
 
     def headline(self, starved: int = 0) -> str:
         """When, why, or what it does to the `starved` layers before, as the end of a clause."""
-        if self.from_start:
-            return " since the first step"
-        if self.shock is not None:
-            return f": {self.shock.short}"
-        return f"; {starved} layer{'s' * (starved > 1)} before get{'s' * (starved == 1)} no gradient" if starved else ""
-
-    @property
-    def cause(self) -> str:
-        shock = self.shock.sentence if self.shock else ""
-        return f"{self.began}{shock}{self._why}{self.unlearnt}".strip()
-
-    @property
-    def remedy(self) -> str:
-        leaky = f"nn.LeakyReLU after layer {self.layer}."
-        if self.shock is not None:
-            return self.shock.remedy
-        if self.weights == 0:
-            return f"nn.init.kaiming_uniform_ for the weights of layer {self.layer}, which are all zero."
-        if not self.from_start:
-            return self.rate or f"a smaller lr in configure_optimizers, with warm-up, or {leaky}"
-        if self.bias_text:
-            biased = self.biased or (self.layer,)
-            return f"nn.init.zeros_ for the bias{'es' * (len(biased) > 1)} of {name_text(biased)}, or {leaky}"
-        return f"nn.init.kaiming_uniform_ for the weights of layer {self.layer}, or {leaky}"
-
-    @property
-    def _why(self) -> str:
-        if self.weights == 0:
-            return f" The weights of layer {self.layer} are all zero."
-        if not self.from_start and self.bias >= BIAS_GROWTH * self.bias_before:
-            return (
-                f" The biases of layer {self.layer} grew meanwhile, from a root mean square of {self.bias_before:.2g} "
-                f"to {self.bias:.2g}."
-            )
-        return self.bias_text
+        if self.when or not starved:
+            return self.when
+        return f"; {starved} layer{'s' * (starved > 1)} before get{'s' * (starved == 1)} no gradient"
 
 
-def death_of(history: History, layer: int, back: int) -> Death:
-    """How the units after `layer` (a site) died; the record `back` from the end is the first at which they were."""
-    own, first = own_records(history), is_first_record(history, back)
-    shock = None if first else shock_before(history, back)
-    weights, biases = weights_of(history, layer), biases_of(history, layer)
-    before = biases[own > back]
-    before = before[~np.isnan(before)]
-    return Death(
-        history.layout.sites[layer].name,
-        back,
-        first,
-        began_text(history, back),
-        shock,
-        latest(weights),
-        latest(biases),
-        float(before[-1]) if len(before) else float("nan"),
-        bias_text(history, layer),
-        unlearnt(history),
-        "" if first else measured_rate(history, back),
-    )
+def death_of(history: History, layer: int, back: int, *, biased: Sequence[str] = ()) -> Death:
+    """How the units after `layer` (a site) died; the record `back` from the end is the first at which they were.
+
+    `biased`: all dead layers whose biases make most of their outputs, where there are more than this one.
+    """
+    from_start = is_first_record(history, back)
+    shock = None if from_start else shock_before(history, back)
+    reason, remedy = _reason(history, layer, back, biased, from_start=from_start)
+    when = " since the first step" if from_start else f": {shock.short}" if shock else ""
+    cause = f"{began_text(history, back)}{shock.sentence if shock else ''}{reason}{unlearnt(history)}".strip()
+    return Death(history.layout.sites[layer].name, back, cause, shock.remedy if shock else remedy, when)
+
+
+def _reason(history: History, layer: int, back: int, biased: Sequence[str], *, from_start: bool) -> tuple[str, str]:
+    """What the weights and biases of `layer` say, as a sentence, and what to change."""
+    name = history.layout.sites[layer].name
+    if latest(weights_of(history, layer)) == 0:
+        remedy = f"nn.init.kaiming_uniform_ for the weights of layer {name}, which are all zero."
+        return f" The weights of layer {name} are all zero.", remedy
+    made, leaky = bias_text(history, layer), f"nn.LeakyReLU after layer {name}."
+    if from_start and made:
+        which = f"bias{'es' * (len(biased) > 1)} of {name_text(biased or [name])}"
+        return made, f"nn.init.zeros_ for the {which}, or {leaky}"
+    if from_start:
+        return "", f"nn.init.kaiming_uniform_ for the weights of layer {name}, or {leaky}"
+    biases = biases_of(history, layer)
+    bias, before = latest(biases), latest(biases[own_records(history) > back])
+    if bias >= BIAS_GROWTH * before:
+        made = f" The biases of layer {name} grew meanwhile, from a root mean square of {before:.2g} to {bias:.2g}."
+    return made, measured_rate(history, back) or f"a smaller lr in configure_optimizers, with warm-up, or {leaky}"
 
 
 def dead_since(history: History, layer: int, silent: int, loud: int | None) -> int:
