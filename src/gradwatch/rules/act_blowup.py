@@ -70,7 +70,8 @@ class ActBlowup:
     falling_share: float = 0.05
     """Share of itself by which the loss must have fallen since then, if the growth is learning. Judgement."""
 
-    __post_init__ = require_positive
+    def __post_init__(self) -> None:
+        require_positive(self)
 
     def suspects(self, rows: RecentRows) -> Mask:
         """Samples with such a product, or with an output that far over its lowest."""

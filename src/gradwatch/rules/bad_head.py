@@ -41,7 +41,8 @@ class BadHead:
     records: int = 5
     """Samples in a row whose numbers show it. Prototype."""
 
-    __post_init__ = require_positive
+    def __post_init__(self) -> None:
+        require_positive(self)
 
     def suspects(self, rows: RecentRows) -> Mask:
         """Samples that show it: the latest of those in a row is one."""

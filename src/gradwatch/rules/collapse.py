@@ -8,12 +8,12 @@ from functools import lru_cache
 from typing import ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
 from gradwatch.core.record import MEASURED, Floats, Layout, Mask, Sites
 from gradwatch.rules.evidence.baseline import LEVEL_RECORDS
+from gradwatch.rules.evidence.one_record import number_of, row_of
 from gradwatch.rules.evidence.own_records import is_own, own_losses, own_records
 from gradwatch.rules.evidence.recent_rows import ROUNDING, RecentRows
 from gradwatch.rules.evidence.samples import RECENT_RECORDS, lasted, own_samples, samples, streak_starts
@@ -78,7 +78,8 @@ class Collapse:
     layers_share: float = 0.5
     """Share of the layers, not counting norms. Prototype."""
 
-    __post_init__ = require_positive
+    def __post_init__(self) -> None:
+        require_positive(self)
 
     def suspects(self, rows: RecentRows) -> Mask:
         """Samples of weights that have shrunk enough for a decay, or of such small outputs."""
@@ -135,9 +136,7 @@ class Collapse:
         """The weights shrink, or have shrunk."""
         if history.age("weight_norm") != 0:
             return None
-        norms, codes = history.window("weight_norm", 1), history.codes(1)
-        assert norms is not None
-        layers = _weighed(history, norms[0], codes[0])
+        layers = _weighed(history)
         if not len(layers):
             return []
         ago = own_samples(history, "weight_norm")
@@ -168,7 +167,7 @@ class Collapse:
 
     def _decays(self, history: History, layers: Sites, ago: Sites) -> Sequence[Finding]:
         """Whether weights fell at every sample since one `SHORTEST_DECAY` steps or more ago, and too fast."""
-        own = np.cumsum(is_own(history, RECENT_RECORDS))[-1 - ago]
+        own = np.cumsum(is_own(history, RECENT_RECORDS), dtype=np.intp)[-1 - ago]
         far = np.flatnonzero(own[-1] - own >= SHORTEST_DECAY)
         if not len(far):
             return []
@@ -246,8 +245,7 @@ def _lost_each_step(history: History, names: tuple[str, ...], back: int) -> tupl
 
 def _less_decay(history: History, lost: float, rate: float) -> str:
     """The remedy where each step takes the share `lost` of the weights at the learning `rate`; 0 where not known."""
-    known = history.scalar("weight_decay", 1)
-    decay = float("nan") if known is None else float(known[0])
+    decay = number_of(history, "weight_decay")
     if not lost > 0:
         return "a smaller weight_decay in configure_optimizers, or a smaller factor of a penalty on the weights."
     less = np.log(2) / LONG_HALF_LIFE / lost
@@ -309,8 +307,9 @@ def _codes_of(layout: Layout) -> tuple[tuple[int, Sites], ...]:
     return tuple((layer, np.array(layers, dtype=np.intp)) for layer, layers in found)
 
 
-def _weighed(history: History, norms: Floats, codes: NDArray[np.int8]) -> Sites:
+def _weighed(history: History) -> Sites:
     """Layers that train and have weights proper: those of a norm are excepted from decay as a rule."""
     layout = history.layout
-    layers = layout.layers[(codes[layout.layers] == MEASURED) & np.isfinite(norms[layout.layers])]
+    known = (history.codes(1)[0] == MEASURED) & np.isfinite(row_of(history, "weight_norm"))
+    layers = layout.layers[known[layout.layers]]
     return np.array([i for i in layers if "Norm" not in layout.sites[i].module], dtype=np.intp)

@@ -13,6 +13,7 @@ from gradwatch.core.history import History
 from gradwatch.core.record import MEASURED, Floats, Mask, Site, Sites
 from gradwatch.rules.evidence.deaths import dead_since, death_of, fed_zeros, layers_text, starved_by
 from gradwatch.rules.evidence.layer_levels import bias_text
+from gradwatch.rules.evidence.one_record import row_of
 from gradwatch.rules.evidence.onsets import gradient_zero_since
 from gradwatch.rules.evidence.own_records import is_own
 from gradwatch.rules.evidence.paths import paths
@@ -58,7 +59,8 @@ class Dead:
     records: int = 20
     """Records for which these units do not fire, or for which a gradient is exactly zero. Prototype."""
 
-    __post_init__ = require_positive
+    def __post_init__(self) -> None:
+        require_positive(self)
 
     def suspects(self, rows: RecentRows) -> Mask:
         """Some gradients are zero and others not, or a sample has such an activation."""
@@ -97,8 +99,7 @@ class Dead:
         if not nothing[-1, activations].any():
             return activations[:0]
         # without a unit known to be idle the batch is small, and its outputs may be zero by chance
-        idle = history.window("idle_units", 1)
-        small = np.ones(shares.shape[1], dtype=bool) if idle is None else np.isnan(idle[-1])
+        small = np.isnan(row_of(history, "idle_units"))
         often = lasted(nothing, ago, samples=self.samples, records=1)
         often &= ~small | lasted(nothing, ago, samples=self.few_samples, records=1)
         # samples may be far apart, and the gradient was seen to be zero all the while
@@ -138,9 +139,9 @@ class Dead:
             )
         headline = f"its {activation.module} gives only zeros{death.headline(len(before))}"
         effects = _effects(history, dead=after, starved=starved)
-        severity, sites = self._severity(history), names(np.sort(layers))
+        severity, where = self._severity(history), names(np.sort(layers))
         return Finding(
-            self.name, severity, death.layer, sites, 1.0, 1.0, message, death.remedy, back, headline, effects
+            self.name, severity, death.layer, where, 1.0, 1.0, message, death.remedy, back, headline, effects
         )
 
     def _mostly(self, history: History, sites: Sites, idle: Floats, ago: Sites, share: Floats) -> Finding:
@@ -161,11 +162,10 @@ class Dead:
 
     def _severity(self, history: History) -> Severity:
         """The run is lost where no layer but those after the zeros has a gradient left."""
-        norms, order = history.window("grad_norm", 1), forward_order(history.layout)
-        if norms is None or not len(order):
-            return Severity.WARNING
+        order = forward_order(history.layout)
         measured = order[history.codes(1)[0, order] == MEASURED]
-        return Severity.ERROR if len(measured) and norms[0, measured[0]] == 0 else Severity.WARNING
+        lost = len(measured) and row_of(history, "grad_norm")[measured[0]] == 0
+        return Severity.ERROR if lost else Severity.WARNING
 
     def _gradient_died(self, history: History) -> Finding | None:
         """All layers up to some depth have had a gradient of exactly zero since one step, those after it have one."""
@@ -201,7 +201,7 @@ class Dead:
         if len(norms) < 2 * self.records:
             return None
         late, early = norms[-self.records :], norms[: -self.records]
-        ended, going = (late == 0).all(axis=0), (late > 0).all(axis=0)
+        ended, going = np.asarray((late == 0).all(axis=0)), np.asarray((late > 0).all(axis=0))
         if not ended.any() or not going.any():
             return None
         # what is not reached in some batches, as experts are, may not be for longer

@@ -12,6 +12,7 @@ import numpy as np
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
 from gradwatch.core.record import MEASURED, Codes, Floats, Layout, Mask, Missing, Sites
+from gradwatch.rules.evidence.one_record import row_of
 from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.samples import forward_order
 from gradwatch.rules.evidence.wording import capitalized, name_text
@@ -40,7 +41,8 @@ class Disconnected:
     """Records with a gradient of exactly zero. Prototype: before a layer that starts at zero, the first gradients are
     zero."""
 
-    __post_init__ = require_positive
+    def __post_init__(self) -> None:
+        require_positive(self)
 
     def suspects(self, rows: RecentRows) -> Mask:
         """A gradient is missing or zero: at the latest of the records without one it is."""
@@ -77,13 +79,13 @@ class Disconnected:
         for kind, text in (
             (whole & ran & hidden, _without_gradients),
             (whole & ran & ~hidden, _detached),
-            (whole & ~ran, _unused),
+            (whole & ~ran, _unused if layout.order else _unreached),
             (~whole, _left_out),
         ):
             if (kind & unhealthy).any():
                 places = sites[kind & unhealthy]
                 names, counts = layout.names(_as_they_run(layout, places)), absences[kind & unhealthy]
-                wording = text(names, int(counts.min()), bool(layout.order))
+                wording = text(names, int(counts.min()))
                 codes = history.codes(len(history))[:, places]
                 back = _begun(codes == MEASURED, codes == NO_GRADIENT, codes)
                 found.append(self._finding(names, counts, wanted[kind & unhealthy], wording, back))
@@ -142,13 +144,14 @@ def _begun(gradients: Mask, absent: Mask, codes: Codes) -> int:
 def _ran_without_gradients(history: History, sites: Sites) -> Mask:
     """Which of `sites` ran at the newest sample of outputs, at which none of theirs had gradients enabled."""
     back = history.age("output_rms") + 1
-    outputs, order = history.window("output_rms", back), history.window("run_order", back)
-    if back > len(history) or outputs is None or order is None or np.isnan(outputs[0, history.layout.layers]).all():
+    if back > len(history):
         return np.zeros(len(sites), dtype=bool)
-    return np.asarray(np.isnan(outputs[0, sites]) & ~np.isnan(order[0, sites]))
+    outputs, order = (row_of(history, name, back=back) for name in ("output_rms", "run_order"))
+    seen = ~np.isnan(outputs[history.layout.layers]).all()
+    return np.asarray(seen & np.isnan(outputs[sites]) & ~np.isnan(order[sites]))
 
 
-def _without_gradients(names: Sequence[str], records: int, _: bool) -> _Wording:
+def _without_gradients(names: Sequence[str], records: int) -> _Wording:
     message = (
         f"{_subject(names, 'runs', 'run')} in the forward pass and got no gradient in {records} steps: no output was "
         "seen there with gradients enabled. That is so inside torch.no_grad(), and with reentrant checkpointing of "
@@ -158,7 +161,7 @@ def _without_gradients(names: Sequence[str], records: int, _: bool) -> _Wording:
     return ("it runs with gradients disabled", message, remedy)
 
 
-def _detached(names: Sequence[str], records: int, _: bool) -> _Wording:
+def _detached(names: Sequence[str], records: int) -> _Wording:
     message = (
         f"{_subject(names, 'runs', 'run')} in the forward pass and got no gradient in {records} steps: detach(), "
         "torch.no_grad() or an operation without a gradient (argmax, a comparison, .item(), .numpy()) cuts the way to "
@@ -171,17 +174,22 @@ def _detached(names: Sequence[str], records: int, _: bool) -> _Wording:
     return (f"no gradient in {records} steps, although it runs", message, remedy)
 
 
-def _unused(names: Sequence[str], records: int, order_known: bool) -> _Wording:
-    headline = "it never runs" if order_known else f"no gradient in {records} steps"
-    if order_known:
-        message = f"{_subject(names, 'never runs', 'never run')}: {records} steps without a gradient."
-    else:
-        message = f"{capitalized(name_text(names))} got no gradient in {records} steps: unused in forward, or detached."
-    remedy = f"call layer {names[-1]} in forward, or leave its parameters out in configure_optimizers."
-    return (headline, message, remedy)
+def _unused(names: Sequence[str], records: int) -> _Wording:
+    message = f"{_subject(names, 'never runs', 'never run')}: {records} steps without a gradient."
+    return ("it never runs", message, _call_it(names))
 
 
-def _left_out(names: Sequence[str], records: int, _: bool) -> _Wording:
+def _unreached(names: Sequence[str], records: int) -> _Wording:
+    """Where it is not known what runs."""
+    message = f"{capitalized(name_text(names))} got no gradient in {records} steps: unused in forward, or detached."
+    return (f"no gradient in {records} steps", message, _call_it(names))
+
+
+def _call_it(names: Sequence[str]) -> str:
+    return f"call layer {names[-1]} in forward, or leave its parameters out in configure_optimizers."
+
+
+def _left_out(names: Sequence[str], records: int) -> _Wording:
     message = (
         f"{capitalized(name_text(names, 'parameter'))} got no gradient in {records} steps, while others of the layer "
         "did: forward does not use them."

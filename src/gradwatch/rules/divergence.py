@@ -15,6 +15,7 @@ from gradwatch.rules.evidence.applied_gradients import summed_passes
 from gradwatch.rules.evidence.baseline import LEVEL_RECORDS, first_steps, was_learnt
 from gradwatch.rules.evidence.gradient_jump import EFFECT_RECORDS, gradient_jump
 from gradwatch.rules.evidence.learning_rates import better_rate, rate_jump, rate_text
+from gradwatch.rules.evidence.one_record import number_of
 from gradwatch.rules.evidence.own_records import is_own, own_losses, own_records
 from gradwatch.rules.evidence.recent_rows import ROUNDING, RecentRows
 from gradwatch.rules.evidence.samples import RECENT_RECORDS, own_samples
@@ -87,7 +88,8 @@ class Divergence:
     wrong sign all layers grow alike; where a critic's values grow, or a density narrows, the layer that grows least has
     1.4."""
 
-    __post_init__ = require_positive
+    def __post_init__(self) -> None:
+        require_positive(self)
 
     def suspects(self, rows: RecentRows) -> Mask:
         """A step as large as the weights lately, a loss far over the optimizer's first, or a sample of the weights."""
@@ -175,9 +177,7 @@ class Divergence:
 
     def _after_rate_jump(self, history: History, first: float) -> Finding | None:
         """The loss beyond its `first` level, right after a jump of the learning rate: that need not be waited for."""
-        losses = history.scalar("loss", 1)
-        assert losses is not None, "its first level is known"
-        now = float(losses[0])
+        now = number_of(history, "loss")
         if not np.inf > abs(now) >= self.loss * first > 0 or (jump := rate_jump(history)) is None:
             return None
         message = (

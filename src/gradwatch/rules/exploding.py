@@ -13,9 +13,18 @@ from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
 from gradwatch.core.record import TOTAL, Layout, Mask
 from gradwatch.rules.evidence.baseline import first_and_last, first_and_last_loss, streak
-from gradwatch.rules.evidence.depth import Onset, Profile, change_along, judge_depth, may_differ, onset, recent_profiles
+from gradwatch.rules.evidence.depth import (
+    Onset,
+    Profile,
+    change_along,
+    judged_profile,
+    may_differ,
+    onset,
+    recent_profiles,
+)
 from gradwatch.rules.evidence.layer_levels import LARGE_RATIO, factor_text, weights_over_usual
 from gradwatch.rules.evidence.learning_rates import better_rate
+from gradwatch.rules.evidence.one_record import row_of
 from gradwatch.rules.evidence.paths import NO_LAYER, Paths, paths
 from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.recurrent_gradients import grown_through_time
@@ -107,7 +116,8 @@ class Exploding:
     stale_records: int = 2000
     """Records without a signal after which gradients are compared instead. As in `Vanishing`."""
 
-    __post_init__ = require_positive
+    def __post_init__(self) -> None:
+        require_positive(self)
 
     def suspects(self, rows: RecentRows) -> Mask:
         """The total is that far over the opening, a sample of recurrent layers, or two layers that far apart."""
@@ -130,13 +140,10 @@ class Exploding:
             return [grew]
         if grew := grown_through_time(history, dex=self.time_dex, records=self.records):
             return [grew]
-        return judge_depth(
-            history,
-            lambda now, dex: self._over_depth(history, now, dex),
-            signal_dex=self.signal_dex,
-            gradient_dex=self.gradient_dex,
-            stale_records=self.stale_records,
+        found = judged_profile(
+            history, signal_dex=self.signal_dex, gradient_dex=self.gradient_dex, stale_records=self.stale_records
         )
+        return None if found is None else self._over_depth(history, *found)
 
     def _over_depth(self, history: History, now: Profile, dex: float) -> Sequence[Finding] | None:
         """The growth of `dex` or more from the loss to an input."""
@@ -197,10 +204,7 @@ class Exploding:
         """Whether what the layers near the loss give out is far over all before: then the growth is no matter of scale,
         as on a way around the norms that multiplies.
         """
-        rows = history.window("output_rms", 1)
-        if rows is None or not len(rows):
-            return False
-        outputs, last = rows[0, found.now.sites], found.last_layers
+        outputs, last = row_of(history, "output_rms")[found.now.sites], found.last_layers
         before = found.flow.above(last) & ~last
         if np.isnan(outputs[before]).any() or not before.any():
             return False
@@ -251,9 +255,7 @@ class Exploding:
             return None
         growth = float(np.log10(min(now, 1e39) / early))
         severity = Severity.ERROR if now > OVERFLOWING_NORM or not np.isfinite(loss[1]) else Severity.WARNING
-        norms = history.window("grad_norm", len(history))
-        assert norms is not None, "it has levels"
-        back = streak(history, np.asarray(norms[:, 0] >= early * over))
+        back = streak(history, history.series("grad_norm") >= early * over)
         message = (
             f"The total gradient norm grew from {early:.2g} to {now:.2g} and the loss rose with it, from {loss[0]:.3g} "
             f"to {loss[1]:.3g}: the steps are too large for this loss."

@@ -13,6 +13,7 @@ import numpy as np
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
 from gradwatch.core.record import MEASURED, UNMEASURABLE, Floats, Layout, Mask, Missing, Sites
+from gradwatch.rules.evidence.one_record import number_of, row_of
 from gradwatch.rules.evidence.paths import paths
 from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.samples import RECENT_RECORDS, forward_order, sampled, still_in_model
@@ -57,7 +58,8 @@ class Frozen:
     """Update relative to its size, at the rate of the others, below which rounding may hide the movement. Judgement:
     float32 resolves 1e-7."""
 
-    __post_init__ = require_positive
+    def __post_init__(self) -> None:
+        require_positive(self)
 
     def suspects(self, rows: RecentRows) -> Mask:
         """A parameter is in no optimizer, the step before left one where it was, or layers amid others are off."""
@@ -143,15 +145,14 @@ class Frozen:
         if age != 1:
             return None if age < len(history) else []  # the steps between tell nothing that the sample did not
         layout, parameters = history.layout, history.layout.parameters
-        before = np.array([age])
-        ratios, gradients = (history.at(name, before)[0, parameters] for name in ("update_ratio", "grad_norm"))
-        codes = history.codes(age + 1)[0, parameters]
+        ratios, gradients = (row_of(history, name, back=2)[parameters] for name in ("update_ratio", "grad_norm"))
+        codes = history.codes(2)[0, parameters]
         trained = (codes == MEASURED) & (gradients > 0) & (gradients < np.inf)
-        trained &= ~zeroed_by_interventions(history, age + 1, parameters)[0]
+        trained &= ~zeroed_by_interventions(history, 2, parameters)[0]
         candidates, moving = trained & (ratios == 0), trained & (ratios > 0)
         if not candidates.any() or not moving.any():
             return []
-        candidates &= self._visible(history, age + 1, ratios, gradients, moving)
+        candidates &= self._visible(history, ratios, gradients, moving)
         chosen = [
             place for place in np.flatnonzero(candidates) if layout.sites[parameters[place]].dtype not in NARROW_TYPES
         ]
@@ -168,11 +169,8 @@ class Frozen:
             f"and while others train. Most often the learning rate of {their} parameter group is 0, or so small that "
             "rounding swallows every update."
         )
-        highest = history.scalar("lr_highest", 1)
-        known = highest is not None and highest[0] > 0
-        better = (
-            f"lr={highest[0]:.2g}, the highest of all groups," if highest is not None and known else "an lr above 0"
-        )
+        highest = number_of(history, "lr_highest")
+        better = f"lr={highest:.2g}, the highest of all groups," if highest > 0 else "an lr above 0"
         remedy = f"{better} for the parameter group of {kind} {names[0]} in configure_optimizers."
         severity = Severity.NOTICE if self._scheduled(history, parameters[moving]) else Severity.WARNING
         back = 1 + int(since.max())
@@ -180,15 +178,12 @@ class Frozen:
         value, limit = float(steps.min()), float(self.still_records)
         return [Finding(self.name, severity, names[0], names, value, limit, message, remedy, back, headline)]
 
-    def _visible(self, history: History, back: int, ratios: Floats, gradients: Floats, moving: Mask) -> Mask:
-        """Which parameters would be seen to move at the record `back` from the end, if they had the rate of others.
+    def _visible(self, history: History, ratios: Floats, gradients: Floats, moving: Mask) -> Mask:
+        """Which parameters would be seen to move at the step before the latest, if they had the rate of others.
 
         That is SGD's rate, update over gradient; Adam moves small gradients by more.
         """
-        weights = history.window("weight_norm", back)
-        if weights is None:
-            return np.zeros(len(ratios), dtype=bool)
-        sizes = weights[0, history.layout.parameters]
+        sizes = row_of(history, "weight_norm", back=2)[history.layout.parameters]
         rates = ratios[moving] * sizes[moving] / gradients[moving]
         rates = rates[rates > 0]
         usual = float(np.median(rates)) if len(rates) else 0.0
@@ -211,8 +206,7 @@ class Frozen:
 
     def _scheduled(self, history: History, moving: Sites) -> bool:
         """Whether learning rates change, or one waits, or what moves now stood still before: a turn that may come."""
-        waits = history.scalar("lr_waits", 1)
-        if waits is not None and waits[0] > 0:
+        if number_of(history, "lr_waits") > 0:
             return True
         ago, rates = update_samples(history), history.scalar("lr", RECENT_RECORDS)
         if rates is not None:

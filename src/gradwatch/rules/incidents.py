@@ -108,7 +108,7 @@ class IncidentTracker:
             tuple(alert for place, alert in after.items() if place not in before),
             tuple(absorbed + [alert for _, alert in changed if alert.closed_step is not None]),
             tuple(alert for _, alert in grown),
-            tuple(alert for place, alert in grown if _is_worse(alert, before[place])),
+            tuple(alert for place, alert in grown if alert.severity.order > before[place].severity.order),
         )
 
     def add_files(self, alert: Alert, *, incident_file: str, checkpoint: str) -> Alert:
@@ -293,10 +293,6 @@ def _merged(effects: Iterable[Effect], order: Mapping[str, int]) -> tuple[Effect
         first = effect if known.step is None or (effect.step is not None and effect.step < known.step) else known
         found[effect.rule] = replace(first, sites=_in_order((*known.sites, *effect.sites), order))
     return tuple(found.values())
-
-
-def _is_worse(alert: Alert, before: Alert) -> bool:
-    return alert.severity.order > before.severity.order
 
 
 def _in_order(sites: Iterable[str], order: Mapping[str, int]) -> tuple[str, ...]:

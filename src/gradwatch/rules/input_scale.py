@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import OPENING, History
 from gradwatch.core.record import Floats, Layout, Mask, Sites
+from gradwatch.rules.evidence.one_record import row_of
 from gradwatch.rules.evidence.recent_rows import ROUNDING, RecentRows
 from gradwatch.rules.evidence.samples import RECENT_RECORDS, in_run_order, samples, streak_starts
 from gradwatch.rules.rule import require_positive
@@ -55,7 +55,8 @@ class InputScale:
     """Ratio of the distance between targets and outputs to the outputs. Judgement: a bias that starts at the mean of
     the targets is near them."""
 
-    __post_init__ = require_positive
+    def __post_init__(self) -> None:
+        require_positive(self)
 
     def suspects(self, rows: RecentRows) -> Mask:
         """Samples with such an input, or with such a loss: no residual is larger than it, or than the root of its
@@ -106,7 +107,7 @@ class InputScale:
             return False
         return bool(np.nanmax(np.abs(losses[:OPENING])) >= self.loss_jump * abs(losses[0]) > 0)
 
-    def _nothing(self, history: History, levels: Floats, ago: NDArray[np.intp]) -> Sequence[Finding]:
+    def _nothing(self, history: History, levels: Floats, ago: Sites) -> Sequence[Finding]:
         """All that comes from outside is zero."""
         if len(levels) < self.zero_samples or (levels[-self.zero_samples :, 0] != 0).any():
             return []
@@ -122,7 +123,7 @@ class InputScale:
         headline = "all inputs are exactly 0"
         return [Finding(self.name, Severity.WARNING, layer, (layer,), 0.0, 0.0, message, remedy, back, headline)]
 
-    def _often(self, huge: NDArray[np.bool_], known: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    def _often(self, huge: Mask, known: Mask) -> Mask:
         """Whether it is so for enough of the samples, and for most of those that are known."""
         times = huge.sum(axis=0)
         return np.asarray((times >= self.samples) & (2 * times > known.sum(axis=0)))
@@ -133,8 +134,6 @@ class InputScale:
             return None
         head, ago = int(ran[-1]), found[1][-self.window :]
         missing = _residuals(history, head, ago)
-        if missing is None:
-            return []
         outputs = found[0][-self.window :, head]
         huge = (missing > self.rms) & (missing >= self.beyond * outputs)
         if not huge[-1] or not self._often(huge[:, None], np.isfinite(missing)[:, None]).all():
@@ -148,7 +147,6 @@ class InputScale:
         remedy = f"(y - mean) / std of the training targets, and the inverse after layer {layer} where it predicts."
         headline = f"the targets are {value:.3g} away from the outputs"
         every = _residuals(history, head, found[1])
-        assert every is not None, "some are known"
         # where a residual is not known, it is no smaller
         small = (every <= self.rms) | (every < self.beyond * found[0][:, head])
         back = int(streak_starts(~small[:, None], found[1])[0])
@@ -167,8 +165,8 @@ class InputScale:
     def _finding(self, history: History, sites: Sites, levels: Floats, back: int, limit: float) -> Finding:
         layout = history.layout
         layer, rms = layout.names(sites)[0], float(levels[sites[0]])
-        highest = history.window("input_max", 1)
-        most = "" if highest is None else f" (largest {highest[-1, sites[0]]:.3g})"
+        highest = row_of(history, "input_max")[sites[0]]
+        most = "" if np.isnan(highest) else f" (largest {highest:.3g})"
         owned = layout.names(layout.parameters[layout.owners == sites[0]])
         bias = any(name.rpartition(".")[2] == "bias" for name in owned)
         failed = " once the loss jumps or the first layer is dead" if limit < self.rms else ""
@@ -187,7 +185,7 @@ def _indifferent(layout: Layout, site: int) -> bool:
     return any(part in layout.sites[site].module for part in SCALE_INVARIANT_MODULES)
 
 
-def _residuals(history: History, head: int, ago: NDArray[np.intp]) -> Floats | None:
+def _residuals(history: History, head: int, ago: Sites) -> Floats:
     """Root mean square (or mean) of outputs - targets at the records `ago`, shape [len(ago)], if the loss is known to
     be one of those below, of the outputs of the layer `head` and of nothing else; NaN where it is not.
 
@@ -197,16 +195,13 @@ def _residuals(history: History, head: int, ago: NDArray[np.intp]) -> Floats | N
     - sum of r^2:   s^2 / (4 L) = 1, and 1/2 likewise;
     - mean of |r|:  s^2 n = 1, as of Huber's loss where |r| is large.
 
-    None where loss or signals were never known. A cross-entropy of ten classes may come near the first by chance, but
+    A cross-entropy of ten classes may come near the first by chance, but
     its residuals do not come near any that matter.
     """
-    loss, norms = history.scalar("loss", RECENT_RECORDS), history.window("signal_norm", RECENT_RECORDS)
-    rms = history.window("signal_rms", RECENT_RECORDS)
-    if loss is None or norms is None or rms is None:
-        return None
-    places = len(loss) - 1 - ago
-    losses, s, each = loss[places], norms[places, head], rms[places, head]
-    found = np.full(len(ago), np.nan)
+    loss, found = history.scalar("loss", RECENT_RECORDS), np.full(len(ago), np.nan)
+    if loss is None:
+        return found
+    losses, s, each = loss[-1 - ago], *(history.at(name, ago)[:, head] for name in ("signal_norm", "signal_rms"))
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         n = np.maximum(np.round((s / each) ** 2), 1.0)
         squares = s**2 / (4 * losses)

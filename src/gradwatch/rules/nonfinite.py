@@ -16,6 +16,7 @@ from gradwatch.rules.evidence.depth import profile
 from gradwatch.rules.evidence.gradient_jump import gradient_jump
 from gradwatch.rules.evidence.learning_rates import better_rate, rate_jump
 from gradwatch.rules.evidence.nonfinite_forward import NonfiniteForward, first_nonfinite_output, from_replay
+from gradwatch.rules.evidence.one_record import number_of, row_of
 from gradwatch.rules.evidence.own_records import is_own, own_records
 from gradwatch.rules.evidence.paths import paths
 from gradwatch.rules.evidence.recent_rows import RecentRows
@@ -48,7 +49,8 @@ class Nonfinite:
     """Records before the non-finite one in which an explosion is looked for; also the number of first records for
     `growth_dex`. Judgement."""
 
-    __post_init__ = require_positive
+    def __post_init__(self) -> None:
+        require_positive(self)
 
     def suspects(self, rows: RecentRows) -> Mask:
         """A total or a loss that is not finite."""
@@ -60,15 +62,18 @@ class Nonfinite:
         return suspected
 
     def __call__(self, history: History) -> Sequence[Finding] | None:
-        losses = history.scalar("loss", 1)
-        loss = float("nan") if losses is None or not len(losses) else float(losses[0])
-        bad_loss = bool(np.isinf(loss)) or _is_nan(history)
+        loss = number_of(history, "loss")
+        bad_loss = bool(np.isinf(loss)) or number_of(history, "loss_nan") == 1
         if _elsewhere(history):
             loss, bad_loss = float("nan"), False  # this loss is rank 0's, where it was finite
         if np.isfinite(history.total) and not bad_loss:
             return []
         found = self._found(history, loss, bad_loss)
-        return found and [_skipped(one) for one in found] if _refused(history) else found
+        if not found or number_of(history, "refused") != 1:
+            return found
+        # an intervention keeps the step from happening: it does no harm to the weights
+        severity, skips = Severity.WARNING, "SkipNonFinite skips this step."
+        return [replace(one, severity=severity, message=f"{one.message} {skips}") for one in found]
 
     def _found(self, history: History, loss: float, bad_loss: bool) -> list[Finding] | None:
         """`bad_loss`: whether the loss is reason enough."""
@@ -172,10 +177,9 @@ class Nonfinite:
 
     def _scaler_searches(self, history: History) -> bool:
         """Whether the fp16 scaler skips this step, and has not skipped too many in a row."""
-        skipped, scaled = history.scalar("skipped", SKIPPED_STEP_LOOKBACK), history.scalar("scaled", 1)
+        skipped = history.scalar("skipped", SKIPPED_STEP_LOOKBACK)
         # `skipped` is known after the step only; a scaler skips each step that is not finite
-        will_skip = scaled is not None and scaled[0] == 1
-        if not will_skip and (skipped is None or skipped[-1] != 1):
+        if number_of(history, "scaled") != 1 and (skipped is None or skipped[-1] != 1):
             return False
         own = is_own(history, SKIPPED_STEP_LOOKBACK)
         before = np.zeros(0) if skipped is None else skipped[own][-self.skipped_steps : -1]
@@ -198,9 +202,7 @@ class Nonfinite:
                         f"it exploded: the signal grew {ratio_text(dex)} times from loss to input just before.",
                         better_rate(history, back=2),
                     )
-        norms = history.window("grad_norm", len(history))
-        assert norms is not None
-        totals = norms[-earlier, 0]
+        totals = history.series("grad_norm")[-earlier]
         totals = totals[np.isfinite(totals) & (totals > 0)]
         if len(totals) < 2:
             return "", ""
@@ -214,34 +216,16 @@ class Nonfinite:
         return grown, better_rate(history, back=2)
 
 
-def _is_nan(history: History) -> bool:
-    """Whether the loss was measured, and is NaN."""
-    said = history.scalar("loss_nan", 1)
-    return said is not None and bool(said[0] == 1)
-
-
-def _refused(history: History) -> bool:
-    """Whether an intervention keeps this step from happening."""
-    refused = history.scalar("refused", 1)
-    return refused is not None and bool(refused[0] == 1)
-
-
-def _skipped(finding: Finding) -> Finding:
-    """Such a step does no harm to the weights."""
-    return replace(finding, severity=Severity.WARNING, message=f"{finding.message} SkipNonFinite skips this step.")
-
-
 def _elsewhere(history: History) -> bool:
     """Whether another rank had it first, as far as ranks have informed each other."""
-    rank = history.scalar("rank", 1)
-    return rank is not None and bool(rank[0] > 0)
+    return number_of(history, "rank") > 0
 
 
 def _backward(history: History, unhealthy: Sites, healthy: Sites) -> tuple[str, str, str]:
     """The layer at which a backward pass went wrong, what says so, and what to change."""
     origin, after = _border(history, unhealthy, healthy)
-    signals = history.window("signal_norm", 1)
-    if signals is not None and not _elsewhere(history) and np.isfinite(signals[0, history.layout.index[origin]]):
+    signal = row_of(history, "signal_norm")[history.layout.index[origin]]
+    if not _elsewhere(history) and np.isfinite(signal):
         where = f"inside layer {origin}, whose own signal is finite"
     elif after:
         where = f"between layer {after}, whose gradient is finite, and layer {origin}"
@@ -255,12 +239,10 @@ def _first_tap(history: History, some_healthy: bool) -> tuple[str, ...]:
     """The tapped tensor at which a backward pass was first not finite, and the last at which it still was; empty where
     none was so, and where everything was: that tells nothing.
     """
-    taps, order = history.layout.taps, history.window("tap_order", 1)
-    norms = history.window("grad_norm", 1)
-    if order is None or norms is None:
-        return ()
-    came = taps[np.argsort(order[0, taps])][: np.count_nonzero(~np.isnan(order[0, taps]))]
-    bad = np.flatnonzero(~np.isfinite(norms[0, came]))
+    taps = history.layout.taps
+    order = row_of(history, "tap_order")[taps]
+    came = taps[np.argsort(order)][: np.count_nonzero(~np.isnan(order))]
+    bad = np.flatnonzero(~np.isfinite(row_of(history, "grad_norm")[came]))
     if not len(bad) or (len(bad) == len(came) and not some_healthy):
         return ()
     first = int(bad[0])

@@ -13,6 +13,7 @@ from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
 from gradwatch.core.record import Floats, Mask, Sites
 from gradwatch.rules.evidence.layer_levels import LARGE_RATIO, bias_text, latest, series_of, weights_over_usual
+from gradwatch.rules.evidence.one_record import row_of
 from gradwatch.rules.evidence.onsets import began_text, is_first_record
 from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.samples import (
@@ -51,7 +52,8 @@ class Saturation:
     records: int = 20
     """Records for which it lasts. Prototype."""
 
-    __post_init__ = require_positive
+    def __post_init__(self) -> None:
+        require_positive(self)
 
     def suspects(self, rows: RecentRows) -> Mask:
         """Samples with such an activation."""
@@ -103,8 +105,7 @@ class Saturation:
 def _cause(history: History, site: int, back: int) -> tuple[str, str]:
     """Why the outputs of the layer `site` are too large, as far as the record tells, and what to change."""
     layer = history.layout.sites[site].name
-    inputs = history.window("input_rms", 1)
-    rms = float("nan") if inputs is None else float(inputs[-1, site])
+    rms = row_of(history, "input_rms")[site]
     if rms > UNSCALED_INPUT_RMS:
         cause = f" The inputs of layer {layer} are not scaled: their root mean square is {rms:.3g}."
         return cause, f"inputs of mean 0 and standard deviation 1 for layer {layer}."

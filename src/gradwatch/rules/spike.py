@@ -74,7 +74,8 @@ class Spike:
     """Share of the optimizer's lowest total norm at the start of the run below which a spike is a notice, because
     nearly all is learnt. Judgement: at the start gradients may vary a hundredfold."""
 
-    __post_init__ = require_positive
+    def __post_init__(self) -> None:
+        require_positive(self)
 
     def suspects(self, rows: RecentRows) -> Mask:
         """It, or its optimizer's record before it, has a layer that is so far over the few before: `_at` begins so."""
@@ -228,9 +229,7 @@ def _lowest_of_opening(history: History) -> float:
     """The lowest total norm of the optimizer in the opening of the run; of all, where that has been forgotten."""
     if not history.whole or is_alone(history):
         return history.opening[0]
-    norms = history.window("grad_norm", len(history))
-    assert norms is not None, "there is a spike"
-    early = norms[:OPENING, 0][is_own(history, len(history))[:OPENING]]
+    early = history.series("grad_norm")[:OPENING][is_own(history, len(history))[:OPENING]]
     early = early[np.isfinite(early) & (early > 0)]
     return float(early.min()) if len(early) else history.opening[0]
 

@@ -38,7 +38,8 @@ class StaleGrad:
     records: int = 3
     """Steps in a row. Prototype."""
 
-    __post_init__ = require_positive
+    def __post_init__(self) -> None:
+        require_positive(self)
 
     def suspects(self, rows: RecentRows) -> Mask:
         """Old gradients were there."""

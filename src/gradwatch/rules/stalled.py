@@ -76,7 +76,8 @@ class Stalled:
     """Samples of each optimizer, all of them since the start. Judgement: the rate must be constant, and optimizers that
     take turns have few samples each."""
 
-    __post_init__ = require_positive
+    def __post_init__(self) -> None:
+        require_positive(self)
 
     def suspects(self, rows: RecentRows) -> Mask:
         """The step before moved no layer by enough; where optimizers take turns, any whose update is known."""
@@ -181,9 +182,7 @@ class Stalled:
         rates = history.scalar("lr", RECENT_RECORDS)
         if rates is not None and rates[-1 - own[-1]] > np.fmin.reduce(rates[-1 - own[-RISING_RATE_RECORDS:]]):
             return True
-        norms, losses = history.window("grad_norm", RECENT_RECORDS), history.scalar("loss", RECENT_RECORDS)
-        assert norms is not None, "every record has it"
-        gradient = _levels(norms[-1 - own, 0])
+        gradient, losses = _levels(history.at("grad_norm", own)[:, 0]), history.scalar("loss", RECENT_RECORDS)
         if not gradient[1] > self.gradient_share * gradient[0]:
             return True
         if not moved_before or losses is None:

@@ -72,7 +72,8 @@ class Tampered:
     intact_share: float = 0.5
     """Share of the parameters that have to be right before others are compared with them. Judgement."""
 
-    __post_init__ = require_positive
+    def __post_init__(self) -> None:
+        require_positive(self)
 
     def suspects(self, rows: RecentRows) -> Mask:
         """Samples with a gradient that is turned, or two whose sizes are off by that much from one another."""
@@ -91,7 +92,7 @@ class Tampered:
         if found is None:
             return None
         layout, ago = history.layout, found[1][-self.exact_records :]
-        recent = {name: _recent(history, name, ago) for name in self.needs}
+        recent = {name: history.at(name, ago)[:, layout.parameters] for name in self.needs}
         held = history.codes(1)[-1, layout.parameters] == MEASURED
         cosines, dex, hooks = recent["gradient_cosine"], recent["gradient_dex"], recent["other_hooks"]
         if not (held & ~np.isnan(cosines[-1])).any():
@@ -194,7 +195,7 @@ class Tampered:
 
     def _since(self, history: History, which: Sites, ago: Sites, *, turned: bool) -> int:
         """The first of the latest samples at which each of the parameters `which` was off as it is now."""
-        recent = {name: _recent(history, name, ago) for name in self.needs}
+        recent = {name: history.at(name, ago)[:, history.layout.parameters] for name in self.needs}
         cosines, dex = recent["gradient_cosine"], recent["gradient_dex"]
         if turned:
             found = cosines <= -self.cosine
@@ -215,14 +216,6 @@ def _done(cosine: float, dex: float, evenness: float, *, many: bool) -> str:
         return " and ".join(part for part in (turned, kept) if part) + (f", and made it {times}" if times else "")
     made = f"made it {times}" if times else ""
     return " and ".join(part for part in (turned, made) if part)
-
-
-def _recent(history: History, name: str, ago: Sites) -> Floats:
-    """`name` of the parameters at the records `ago` records ago, shape [records, parameters]."""
-    rows, parameters = history.window(name, int(ago[0]) + 1), history.layout.parameters
-    if rows is None:
-        return np.full((len(ago), len(parameters)), np.nan)
-    return rows[len(rows) - 1 - ago][:, parameters]
 
 
 def _steady(off: Floats) -> Mask:

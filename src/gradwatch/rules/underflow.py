@@ -12,9 +12,10 @@ from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
 from gradwatch.core.record import Floats, Mask
 from gradwatch.rules.evidence.baseline import LEVEL_RECORDS, first_and_last_loss
+from gradwatch.rules.evidence.one_record import number_of
 from gradwatch.rules.evidence.onsets import in_trainer, is_first_record
 from gradwatch.rules.evidence.recent_rows import RecentRows
-from gradwatch.rules.evidence.samples import RECENT_RECORDS, samples
+from gradwatch.rules.evidence.samples import samples
 from gradwatch.rules.rule import require_positive
 
 SMALLEST_FLOAT16 = 2.0**-24
@@ -50,7 +51,8 @@ class Underflow:
     """Share of its first level below which the loss counts as learnt, if the signals were larger before. As in
     `Stalled`."""
 
-    __post_init__ = require_positive
+    def __post_init__(self) -> None:
+        require_positive(self)
 
     def suspects(self, rows: RecentRows) -> Mask:
         """Samples with a signal of which that share is zero."""
@@ -60,19 +62,17 @@ class Underflow:
 
     def __call__(self, history: History) -> Sequence[Finding] | None:
         found = samples(history, "half_zeros")
-        rms = history.window("signal_rms", RECENT_RECORDS)
-        if found is None or rms is None:
+        if found is None:
             return None
         layers, (zeros, ago) = history.layout.layers, found
-        zeros, rms = zeros[:, layers], rms[len(rms) - 1 - ago][:, layers]
+        zeros, rms = zeros[:, layers], history.at("signal_rms", ago)[:, layers]
         bottom = self._at_the_bottom(zeros, rms)
         unhealthy = bottom.sum(axis=1) >= self.layer_share * (~np.isnan(zeros)).sum(axis=1)
         if not unhealthy[-1]:
             return []
         streak = int(np.cumprod(unhealthy[::-1]).sum())
         lasted = ago[len(ago) - streak]
-        scaled = history.scalar("scaled", 1)
-        under_scaler = scaled is not None and bool(scaled[-1] == 1)
+        under_scaler = number_of(history, "scaled") == 1
         if streak < self.samples or (under_scaler and lasted < self.scaled_records - 1):
             return []
         always = streak == len(unhealthy)
@@ -132,8 +132,8 @@ class Underflow:
 
 def _loss_left(history: History) -> str:
     """', while the loss is 0.3', empty where it is 0 or not known."""
-    losses = history.scalar("loss", 1)
-    return f", while the loss is {losses[0]:.2g}" if losses is not None and losses[0] > 0 else ""
+    loss = number_of(history, "loss")
+    return f", while the loss is {loss:.2g}" if loss > 0 else ""
 
 
 def _has_half_weights(history: History) -> bool:

@@ -18,10 +18,9 @@ from gradwatch.rules.evidence.depth import (
     Onset,
     Profile,
     change_along,
-    judge_depth,
+    judged_profile,
     may_differ,
     onset,
-    profile,
     recent_profiles,
 )
 from gradwatch.rules.evidence.layer_levels import bias_text, biases_of, factor_text, latest, weights_over_usual
@@ -85,7 +84,8 @@ class Vanishing:
     """Records without a signal after which gradients are compared instead: twice the longest interval
     (`schedule.py`)."""
 
-    __post_init__ = require_positive
+    def __post_init__(self) -> None:
+        require_positive(self)
 
     def suspects(self, rows: RecentRows) -> Mask:
         """The total is that far under the opening, recurrent layers are looked at, or two layers are that far apart."""
@@ -108,17 +108,15 @@ class Vanishing:
             return [died]
         if faded := faded_through_time(history, dex=self.time_dex, records=self.records):
             return [faded]
-        found = judge_depth(
-            history,
-            lambda now, dex: self._over_depth(history, now, dex),
-            signal_dex=self.signal_dex,
-            gradient_dex=self.gradient_dex,
-            stale_records=self.stale_records,
+        judged = judged_profile(
+            history, signal_dex=self.signal_dex, gradient_dex=self.gradient_dex, stale_records=self.stale_records
         )
+        if judged is None:
+            return None
+        found = self._over_depth(history, *judged)
         if found or history.age("signal_norm") or not is_stuck(history):
             return found
-        now = profile(history, "signal_norm")
-        return None if now is None else self._over_depth(history, now, self.stuck_dex)
+        return self._over_depth(history, judged[0], self.stuck_dex)
 
     def _over_depth(self, history: History, now: Profile, dex: float) -> Sequence[Finding] | None:
         """The layers whose signal, with that of all before them, is `dex` under the strongest after them."""
@@ -227,9 +225,7 @@ class Vanishing:
         if early <= 0 or not (levels[1] <= under * early).all():
             return None
         fall = float(np.log10(early / now)) if now > 0 else -LOWEST
-        norms = history.window("grad_norm", len(history))
-        assert norms is not None, "it has levels"
-        back = streak(history, np.asarray(norms[:, 0] <= early * under))
+        back = streak(history, history.series("grad_norm") <= early * under)
         message = (
             f"The total gradient norm fell from {early:.2g} to {now:.2g} while the loss did not improve ({loss[0]:.3g} "
             f"at first, now {loss[1]:.3g}): the model stopped learning. Most often its units are saturated or dead, "

@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from gradwatch.core.history import History
+from gradwatch.rules.evidence.one_record import number_of
 from gradwatch.rules.evidence.own_records import is_own
 
 CLIPPED_RECORDS = 100
@@ -53,8 +54,8 @@ def summed_passes(history: History) -> int | None:
     norm of what has arrived (Cauchy and Schwarz).
     """
     norms, arrived = history.window("grad_norm", CLIPPED_RECORDS), history.window("arrived_norm", CLIPPED_RECORDS)
-    whole, stale = history.scalar("accumulate", 1), history.scalar("stale", CLIPPED_RECORDS)
-    if norms is None or arrived is None or (whole is not None and whole[0] > 1):
+    stale = history.scalar("stale", CLIPPED_RECORDS)
+    if norms is None or arrived is None or number_of(history, "accumulate") > 1:
         return None
     if stale is not None and (stale > 0).any():
         return None

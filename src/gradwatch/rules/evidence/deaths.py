@@ -11,6 +11,7 @@ from gradwatch.core.history import History
 from gradwatch.core.record import MEASURED, Sites
 from gradwatch.rules.evidence.layer_levels import bias_text, biases_of, latest, series_of, weights_of
 from gradwatch.rules.evidence.learning_rates import measured_rate
+from gradwatch.rules.evidence.one_record import row_of
 from gradwatch.rules.evidence.onsets import began_text, gradient_zero_since, is_first_record, unlearnt
 from gradwatch.rules.evidence.own_records import own_records
 from gradwatch.rules.evidence.paths import paths
@@ -84,11 +85,9 @@ def dead_since(history: History, layer: int, silent: int, loud: int | None) -> i
 
 def starved_by(history: History, dead: Sites) -> Sites:
     """The layers before those of `dead` whose gradient is exactly 0 as well at the latest record."""
-    norms, order = history.window("grad_norm", 1), forward_order(history.layout)
-    if norms is None or not len(order):
-        return order[:0]
+    order = forward_order(history.layout)
     before = paths(history.layout, order).above(np.isin(order, dead))
-    none = (norms[-1, order] == 0) & (history.codes(1)[0, order] == MEASURED)
+    none = (row_of(history, "grad_norm")[order] == 0) & (history.codes(1)[0, order] == MEASURED)
     return np.setdiff1d(order[before & none], dead)
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gradwatch.core.alert import Finding
 from gradwatch.core.history import History
 from gradwatch.core.record import MEASURED, Floats, Layout, Mask, Sites
 from gradwatch.rules.evidence.recent_rows import RecentRows
@@ -95,36 +94,31 @@ def _steepest(logs: Floats) -> tuple[int, float]:
 
 
 def may_differ(rows: RecentRows, *, signal_dex: float, gradient_dex: float, stale_records: int, zeros: bool) -> Mask:
-    """At which rows `judge_depth` has a profile in which two layers, `zeros` left aside or not, are so far apart."""
+    """At which rows `judged_profile` has a profile in which two layers, `zeros` left aside or not, are so far apart."""
     suspected = rows.nowhere
     if "signal_norm" in rows.fresh:
         suspected = rows.fresh["signal_norm"] & rows.apart("signal_norm", signal_dex, zeros=zeros)
     # records until no signal counts: more after the next sample
-    if (left := max(0, stale_records - rows.signal_age)) < rows.count:
+    age = rows.history.until(-rows.count).age("signal_norm")
+    if (left := max(0, stale_records - age)) < rows.count:
         suspected = suspected.copy()
         suspected[left:] |= rows.apart("grad_norm", gradient_dex, zeros=zeros)[left:]
     return suspected
 
 
-def judge_depth(
-    history: History,
-    judge: Callable[[Profile, float], Sequence[Finding] | None],
-    *,
-    signal_dex: float,
-    gradient_dex: float,
-    stale_records: int,
-) -> Sequence[Finding] | None:
-    """What `judge` finds in the latest record's profile, with the limit in dex for what is measured there.
+def judged_profile(
+    history: History, *, signal_dex: float, gradient_dex: float, stale_records: int
+) -> tuple[Profile, float] | None:
+    """The latest record's profile, and the limit in dex for what is measured there.
 
     That is the backward signal, or the gradient if there was no signal for `stale_records` records; None where signals
     are sampled, but not at this record.
     """
     age = history.age("signal_norm")
-    if age >= stale_records:
-        now = profile(history, "grad_norm")
-        return None if now is None else judge(now, gradient_dex)
-    now = profile(history, "signal_norm") if age == 0 else None
-    return None if now is None else judge(now, signal_dex)
+    if 0 < age < stale_records:
+        return None
+    now = profile(history, "signal_norm" if age == 0 else "grad_norm")
+    return None if now is None else (now, signal_dex if age == 0 else gradient_dex)
 
 
 def profile(history: History, statistic: str, back: int = 1) -> Profile | None:

@@ -8,6 +8,7 @@ import numpy as np
 
 from gradwatch.core.history import History
 from gradwatch.rules.evidence.applied_gradients import clipping_limit
+from gradwatch.rules.evidence.one_record import row_of
 from gradwatch.rules.evidence.own_records import is_own
 from gradwatch.rules.evidence.wording import batch_text, ratio_text
 
@@ -99,5 +100,5 @@ def gradient_jump(history: History, *, back: int = 1) -> GradientJump | None:
 
 def largest_update(history: History, back: int) -> float:
     """The largest update of a layer over the size of its weights at that record; NaN where it is not known."""
-    ratios = history.window("update_ratio", back)
-    return float("nan") if ratios is None else float(np.fmax.reduce(ratios[0, history.layout.layers], initial=np.nan))
+    ratios = row_of(history, "update_ratio", back=back)[history.layout.layers]
+    return float(np.fmax.reduce(ratios, initial=np.nan))

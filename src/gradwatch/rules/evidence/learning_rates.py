@@ -9,6 +9,7 @@ import numpy as np
 from gradwatch.core.history import History
 from gradwatch.rules.evidence.applied_gradients import clipping_limit, summed_passes, usual_norm
 from gradwatch.rules.evidence.gradient_jump import EFFECT_RECORDS
+from gradwatch.rules.evidence.one_record import number_of
 from gradwatch.rules.evidence.own_records import is_own, own_records
 from gradwatch.rules.evidence.samples import RECENT_RECORDS
 from gradwatch.rules.evidence.weights import relative_updates, update_samples
@@ -55,6 +56,11 @@ class RateJump:
         """'the learning rate jumped 300 times, to 3'."""
         return f"{self.short_text}, to {self.rate:.3g}"
 
+    @property
+    def remedy(self) -> str:
+        jump = f"from lr={self.before:.3g} to lr={self.rate:.3g}"
+        return f"an lr_scheduler in configure_optimizers that does not jump {jump}."
+
 
 def rate_jump(history: History, *, back: int = 1, records: int = EFFECT_RECORDS) -> RateJump | None:
     """The largest jump of the learning rate at one of the `records` records of this optimizer up to the one `back` from
@@ -75,7 +81,7 @@ def rate_jump(history: History, *, back: int = 1, records: int = EFFECT_RECORDS)
 
 def rate_text(history: History) -> str:
     """' (lr=0.3, 100 times that of 20 steps ago)', empty where the rate is not known."""
-    rates, momentum = history.scalar("lr", 20), history.scalar("momentum", 1)
+    rates, momentum = history.scalar("lr", 20), number_of(history, "momentum")
     if rates is None or not rates[-1] > 0:
         return ""
     own = rates[is_own(history, 20)]
@@ -85,8 +91,8 @@ def rate_text(history: History) -> str:
     elif rates[-1] > RATE_JUMP_RATIO * lowest > 0:
         ago = len(rates) - 1 - int(np.flatnonzero(rates == lowest)[-1])
         said += f", {ratio_text(np.log10(rates[-1] / lowest))} times that of {ago} step{'s' * (ago > 1)} ago"
-    if momentum is not None and momentum[0] >= LONG_MOMENTUM:
-        said += f", momentum={momentum[0]:.4g}, which adds up the gradients of {1 / (1 - momentum[0]):.0f} steps"
+    if momentum >= LONG_MOMENTUM:
+        said += f", momentum={momentum:.4g}, which adds up the gradients of {1 / (1 - momentum):.0f} steps"
     return f" ({said})"
 
 
@@ -95,15 +101,11 @@ def better_rate(history: History, *, back: int = 1, records: int = EFFECT_RECORD
 
     `records`: as in `rate_jump`.
     """
-    momentum = history.scalar("momentum", 1)
     if (jump := rate_jump(history, back=back, records=records)) is not None:
-        return (
-            f"an lr_scheduler in configure_optimizers that does not jump from lr={jump.before:.3g} to "
-            f"lr={jump.rate:.3g}."
-        )
+        return jump.remedy
     if (passes := summed_passes(history)) is not None:
         return f"loss / N before each of a step's N backward passes, which are added up: N is {passes} at least."
-    if momentum is not None and momentum[0] >= LONG_MOMENTUM:
+    if number_of(history, "momentum") >= LONG_MOMENTUM:
         return "momentum=0.9 in configure_optimizers."
     return measured_rate(history, back) or _smaller_rate(history, back)
 

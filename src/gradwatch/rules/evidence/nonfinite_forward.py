@@ -8,6 +8,7 @@ import numpy as np
 
 from gradwatch.core.history import History, NonfiniteOrigin
 from gradwatch.core.record import MEASURED, TOTAL, Floats, Layout, Sites
+from gradwatch.rules.evidence.one_record import row_of
 from gradwatch.rules.evidence.own_records import own_records
 from gradwatch.rules.evidence.samples import in_run_order
 from gradwatch.rules.evidence.wording import batch_text, capitalized, name_text, ratio_text
@@ -46,7 +47,7 @@ def first_nonfinite_output(history: History, *, records: int, loss: float) -> No
     back = history.age("output_max") + 1
     if back > records:
         return None
-    layout, largest = history.layout, _row(history, "output_max", back)
+    layout, largest = history.layout, row_of(history, "output_max", back=back)
     if len(lost := _lost(history, back)):
         return _of_weights(history, lost, back)
     ran = in_run_order(history, np.concatenate([layout.layers, layout.activations]), back=back)
@@ -57,7 +58,7 @@ def first_nonfinite_output(history: History, *, records: int, loss: float) -> No
     if not len(spoiled):
         return None if np.isfinite(loss) else _of_loss(layout, ran, largest)
     place = int(spoiled[0])
-    if np.isinf(_row(history, "input_max", back)[ran[place]]):
+    if np.isinf(row_of(history, "input_max", back=back)[ran[place]]):
         return _of_batch(history, int(ran[place]))
     return _of_module(layout, ran[: place + 1], largest)
 
@@ -80,11 +81,6 @@ def from_replay(history: History, trace: NonfiniteOrigin) -> NonfiniteForward:
     )
 
 
-def _row(history: History, statistic: str, back: int) -> Floats:
-    rows = history.window(statistic, back)
-    return np.full(len(history.layout), np.nan) if rows is None else rows[0]
-
-
 def _lost(history: History, back: int) -> Sites:
     """Layers with weights that are not finite: they were measured with the outputs, and have no norm."""
     layout, weights = history.layout, history.window("weight_norm", back)
@@ -103,9 +99,7 @@ def _of_weights(history: History, lost: Sites, back: int) -> NonfiniteForward:
     if not len(own):
         cause = f"{capitalized(whose)} from the start: so they were initialised, or came out of a checkpoint."
         return NonfiniteForward(names[0], cause, f"nn.init.kaiming_normal_ for the weights of layer {names[0]}.", False)
-    norms = history.window("grad_norm", int(own[-1]))
-    assert norms is not None, "a rule is asked of measured gradients"
-    if not np.isfinite(norms[0, lost]).all():
+    if not np.isfinite(row_of(history, "grad_norm", back=int(own[-1]))[lost]).all():
         cause = f"{capitalized(whose)} any more: an earlier step with a gradient that was not finite went into them."
         return NonfiniteForward(
             names[0], cause, "a checkpoint from before that step; its cause is reported where it happened.", False

@@ -40,11 +40,6 @@ def began_text(history: History, back: int) -> str:
     return " It was not so before." if known else " It is so for as long as the record goes back."
 
 
-def step_text(history: History, back: int) -> str:
-    """'step 61', of the record `back` from the end."""
-    return f"step {history.steps[-back]}"
-
-
 def in_trainer(history: History) -> bool:
     """Whether the steps are a Trainer's: it tells the number of each batch."""
     return history.scalar("batch", 1) is not None

@@ -60,11 +60,6 @@ class RecentRows:
         """For each row, the lowest and the highest total of the run's opening: shape [rows, 2]."""
         return self.history.openings(self.count)
 
-    @cached_property
-    def signal_age(self) -> int:
-        """Records since a signal was last measured, as of the first of these rows."""
-        return self.history.until(-self.count).age("signal_norm")
-
     def range(self, statistic: str) -> tuple[Floats, Floats]:
         """The lowest and the highest number of a layer at each row: shape [rows] each; NaN where there is none."""
         if statistic not in self._ranges:

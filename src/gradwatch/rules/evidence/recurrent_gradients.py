@@ -60,7 +60,7 @@ def grown_through_time(history: History, *, dex: float, records: int) -> Finding
     remedy = f"nn.init.orthogonal_({_recurrent_weight(layout, worst)}), and gradient clipping."
     names, layer = layout.names(sites), layout.sites[worst].name
     ago = _samples(history, STREAK_SAMPLES)
-    back = int(streak_starts(_is_steep(history, ago, dex)[:, sites].any(axis=1, keepdims=True), ago)[0])
+    back = _begun(_is_steep(history, ago, dex)[:, sites], ago)
     headline = f"the gradient grows {ratio_text(value)} times over {steps} time steps"
     return Finding("exploding", Severity.WARNING, layer, names, value, dex, message, remedy, back, headline)
 
@@ -95,8 +95,7 @@ def faded_through_time(history: History, *, dex: float, records: int) -> Finding
     cause, remedy = _forgetting(layout, worst, steps)
     names, layer = layout.names(sites), layout.sites[worst].name
     text, ago = f"{message} {cause}", _samples(history, STREAK_SAMPLES)
-    faint = history.at("time_growth", ago)[:, sites] <= -dex
-    back = int(streak_starts(faint.any(axis=1, keepdims=True), ago)[0])
+    back = _begun(np.asarray(history.at("time_growth", ago)[:, sites] <= -dex), ago)
     headline = f"the gradient fades {ratio_text(value)} times over {steps} time steps"
     return Finding("vanishing", Severity.WARNING, layer, names, value, dex, text, remedy, back, headline)
 
@@ -112,6 +111,11 @@ def _is_steep(history: History, ago: Sites, dex: float) -> Mask:
     """Where the gradient grew by `dex`, step by step, so many records `ago`: shape [records, sites]."""
     growth, jump = history.at("time_growth", ago), history.at("time_jump", ago)
     return np.asarray((growth >= dex) & (jump < ABRUPT_SHARE * growth))
+
+
+def _begun(shown: Mask, ago: Sites) -> int:
+    """The position, from the end, of the first of the samples in a row, up to the latest, at which any is `shown`."""
+    return int(streak_starts(np.asarray(shown.any(axis=1))[:, None], ago)[0])
 
 
 def _stuck(history: History) -> tuple[float, float] | None:

@@ -10,7 +10,7 @@ from gradwatch.core.history import History
 from gradwatch.rules.evidence.applied_gradients import CLIPPED_SHARE
 from gradwatch.rules.evidence.gradient_jump import EFFECT_RECORDS, gradient_jump
 from gradwatch.rules.evidence.learning_rates import rate_jump
-from gradwatch.rules.evidence.onsets import step_text
+from gradwatch.rules.evidence.one_record import row_of
 from gradwatch.rules.evidence.own_records import own_records
 from gradwatch.rules.evidence.wording import ratio_text
 
@@ -23,14 +23,13 @@ class Shock:
     """What happened, for the middle of a sentence: "the learning rate jumped 30 times, to 3"."""
     short: str
     """The same without its value: "the learning rate jumped 30 times"."""
-    when: str
-    """The step of it: "step 60"."""
+    step: int
     remedy: str
     """What would have prevented it."""
 
     @property
     def sentence(self) -> str:
-        return f" At {self.when}, {self.clause}."
+        return f" At step {self.step}, {self.clause}."
 
 
 def shock_before(history: History, back: int) -> Shock | None:
@@ -42,12 +41,7 @@ def _rate_shock(history: History, back: int) -> Shock | None:
     jump = rate_jump(history, back=back + 1)
     if jump is None:
         return None
-    return Shock(
-        jump.text,
-        jump.short_text,
-        step_text(history, jump.back),
-        f"an lr_scheduler in configure_optimizers that does not jump from lr={jump.before:.3g} to lr={jump.rate:.3g}.",
-    )
+    return Shock(jump.text, jump.short_text, history.steps[-jump.back], jump.remedy)
 
 
 def _gradient_shock(history: History, back: int) -> Shock | None:
@@ -56,15 +50,14 @@ def _gradient_shock(history: History, back: int) -> Shock | None:
         EFFECT_RECORDS
     ):
         return None
-    norms, used = history.window("grad_norm", jump.back), history.window("grad_norm_clipped", jump.back)
-    assert norms is not None, "there is a jump"
-    clipped = used is not None and bool(used[0, 0] < CLIPPED_SHARE * norms[0, 0])
+    norm, used = (row_of(history, name, back=jump.back)[0] for name in ("grad_norm", "grad_norm_clipped"))
+    # clipping was there, and did not help
+    clipped = used < CLIPPED_SHARE * norm
     ratio = ratio_text(np.log10(jump.ratio))
     return Shock(
         f"the gradient was {ratio} times the highest of the steps before",
         f"a gradient {ratio} times those before",
-        step_text(history, jump.back),
-        # clipping was there, and did not help
+        history.steps[-jump.back],
         "a smaller lr in configure_optimizers."
         if clipped
         else f"Trainer(gradient_clip_val={jump.highest:.2g}), the highest norm of the steps before.",

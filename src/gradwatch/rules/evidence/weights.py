@@ -8,6 +8,7 @@ import numpy as np
 
 from gradwatch.core.history import History
 from gradwatch.core.record import Floats, Layout, Mask, Sites
+from gradwatch.rules.evidence.one_record import row_of
 from gradwatch.rules.evidence.samples import RECENT_RECORDS, own_samples, sampled
 
 NEAR_ZERO_SHARE = 1e-3
@@ -50,10 +51,10 @@ def sensitivity(history: History, layers: Sites) -> Floats | None:
     Scaling the weights of a layer that a norm follows scales its signal, and leaves this as it is. None where the
     model has no norm, or the numbers are not known.
     """
-    gradients, known = history.window("grad_norm", 1), own_samples(history, "weight_norm")
-    if gradients is None or not len(known) or not has_norm_layers(history.layout):
+    known = own_samples(history, "weight_norm")
+    if not len(known) or not has_norm_layers(history.layout):
         return None
-    found = gradients[0, layers] * history.at("weight_norm", known[-1:])[0, layers]
+    found = row_of(history, "grad_norm")[layers] * history.at("weight_norm", known[-1:])[0, layers]
     return None if np.isnan(found).any() else found
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from gradwatch.core.alert import short_list
 from gradwatch.core.history import History
+from gradwatch.rules.evidence.one_record import number_of
 
 
 def ratio_text(dex: float) -> str:
@@ -19,9 +20,9 @@ def batch_text(history: History, *, back: int = 1) -> str:
     """' at batch 17 of epoch 2 on rank 1', of the record `back` from the end, without what is not known."""
     said = ""
     for name, words in (("batch", "at batch"), ("epoch", "of epoch"), ("rank", "on rank")):
-        known = history.scalar(name, back)
-        if known is not None and math.isfinite(known[0]) and (said or name != "epoch"):
-            said += f" {words} {known[0]:.0f}"
+        number = number_of(history, name, back=back)
+        if math.isfinite(number) and (said or name != "epoch"):
+            said += f" {words} {number:.0f}"
     return said
 
 
