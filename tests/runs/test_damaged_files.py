@@ -21,10 +21,9 @@ from gradwatch import load_incident
 from gradwatch.core.alert import Verdict
 from gradwatch.core.record import Run
 from gradwatch.runs.arrays import read
-from gradwatch.runs.overview import overview
 from gradwatch.runs.reader import read_run
 from gradwatch.runs.report.page import page
-from gradwatch.runs.report.run_data import RunDataReader
+from gradwatch.runs.report.run_data import read_run_data
 from gradwatch.sinks.record.event_file import OwnEventFile
 from gradwatch.sinks.record.record_format import RecordedBlock, pack
 from gradwatch.sinks.record.recorder import Recorder
@@ -73,9 +72,9 @@ def raw_in_text(key: str, raw: str) -> Callable[[dict[str, Any]], str]:
 def test_a_text_that_no_one_wrote_costs_a_line(tmp_path: Path, kind: str, key: str, raw: str, said: str) -> None:
     small_run(tmp_path / "run")
     file = damaged_pieces(tmp_path / "run", f"gradwatch/run/{kind}", raw_in_text(key, raw))
-    notes = read_run(tmp_path / "run", RunDataReader())
-    assert [note.startswith(f"{file.name}: the {kind} cannot be read: {said}") for note in notes] == [True]
-    assert overview(tmp_path / "run").steps == 12
+    run = read_run(tmp_path / "run")
+    assert [note.startswith(f"{file.name}: the {kind} cannot be read: {said}") for note in run.notes] == [True]
+    assert run.steps == 12
 
 
 def test_one_damaged_run_costs_the_others_nothing(tmp_path: Path) -> None:
@@ -126,8 +125,8 @@ def test_few_bytes_do_not_become_gigabytes(tmp_path: Path, wide_first: bool) -> 
     narrow_rows_of_a_wide_run(tmp_path, 20_000, 3000, wide_first=wide_first)
     tracemalloc.start()
     began = time.process_time()
-    run, replayed = read(tmp_path), RunDataReader()
-    page(replayed.data(read_run(tmp_path, replayed)))
+    run = read(tmp_path)
+    page(read_run_data(tmp_path))
     seconds, (_, most) = time.process_time() - began, tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert most < 500e6
@@ -181,8 +180,8 @@ def test_two_runs_at_once_in_one_folder(tmp_path: Path) -> None:
     sinks[1].close(Verdict((), 9, 1, 0.01, {}))
     feed(sinks[0], record_of(layout, 9, [1.0]))
     sinks[0].close(Verdict((gone,), 10, 1, 0.01, {}))
-    line, run = overview(tmp_path), read(tmp_path)
-    assert (line.steps, line.state, line.faults) == (9, "healthy", ())
+    outcome, run = read_run(tmp_path), read(tmp_path)
+    assert (outcome.steps, outcome.verdict.incidents) == (9, ())
     assert (run.verdict.steps, run.verdict.incidents) == (9, ())
     assert run.notes == ("two runs were written here at once: 10 steps of the one that began first are left out",)
 

@@ -18,10 +18,9 @@ from PIL import Image
 from gradwatch import GradWatch
 from gradwatch.core.alert import Severity, Verdict, ranked
 from gradwatch.core.record import Missing, Run
-from gradwatch.runs.reader import read_run
 from gradwatch.runs.report.heatmap import labelled, png, rows_of, ticks_of
 from gradwatch.runs.report.page import page
-from gradwatch.runs.report.run_data import RunDataReader
+from gradwatch.runs.report.run_data import read_run_data
 from gradwatch.runs.report.sink import NAME, Report
 from gradwatch.runs.report.sparkline import sparkline
 from gradwatch.sinks.colormap import (
@@ -186,8 +185,7 @@ def test_the_replayed_report_is_the_live_one(tmp_path: Path) -> None:
             recorder.alert(alert)
         feed(recorder, record)
     recorder.close(verdict)
-    listener = RunDataReader()
-    again = page(listener.data(read_run(tmp_path, listener)), source=str(tmp_path))
+    again = page(read_run_data(tmp_path), source=str(tmp_path))
 
     def plain(html: str) -> str:
         """Without what is of the clock."""

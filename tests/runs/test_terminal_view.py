@@ -18,8 +18,7 @@ import pytest
 from gradwatch.cli import main
 from gradwatch.core.alert import Severity, Verdict
 from gradwatch.core.record import Run
-from gradwatch.runs.reader import read_run
-from gradwatch.runs.report.run_data import RunData, RunDataReader
+from gradwatch.runs.report.run_data import read_run_data
 from gradwatch.runs.terminal_view import UPPER_HALF, view
 from gradwatch.sinks.record.recorder import Recorder
 from sink_inputs import HEALTHY, alert_of, feed, layout_of, record_of
@@ -49,14 +48,9 @@ def unhealthy(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def read(path: Path) -> RunData:
-    reader = RunDataReader()
-    return reader.data(read_run(path, reader))
-
-
 @pytest.mark.parametrize(("width", "height"), [(60, 16), (80, 24), (120, 50), (250, 80), (20, 5)])
 def test_the_screen_is_filled_and_not_more(unhealthy: Path, width: int, height: int) -> None:
-    shown = view(read(unhealthy), name="run", width=width, height=height)
+    shown = view(read_run_data(unhealthy), name="run", width=width, height=height)
     lines = shown.plain.split("\n")
     assert len(lines) <= height
     assert max(map(len, lines)) <= max(60, width)
@@ -76,7 +70,7 @@ def test_the_remedy_is_whole_where_two_lines_hold_it(tmp_path: Path) -> None:
     run.go_on(30)
     remedy = "nn.ReLU instead of nn.Sigmoid, with nn.init.kaiming_normal_ weights; or residual connections around them"
     run.sink.close(Verdict((alert_of("dead", "a", step=20, remedy=remedy),), 30, 2, 0.01, {}))
-    lines = view(read(tmp_path), name="run", width=80, height=24).plain.split("\n")
+    lines = view(read_run_data(tmp_path), name="run", width=80, height=24).plain.split("\n")
     assert len(lines) <= 24
     assert f"Try: {remedy}" in " ".join(lines)
     assert max(map(len, lines)) <= 80
@@ -86,7 +80,7 @@ def test_a_name_does_not_break_the_screen(tmp_path: Path) -> None:
     run = Recorded(tmp_path, ("a\nb", "c\x1b[2J", "d\u202ee"))
     run.go_on(30)
     run.sink.close(Verdict((alert_of("dead", "a\nb", step=20),), 30, 3, 0.01, {}))
-    lines = view(read(tmp_path), name="run", width=80, height=24).plain.split("\n")
+    lines = view(read_run_data(tmp_path), name="run", width=80, height=24).plain.split("\n")
     assert sum(line.strip().startswith("a\\nb ") for line in lines) == 2, "beside the map and in the table"
     assert not {"\x1b", "\u202e"} & set("".join(lines))
 
@@ -95,7 +89,7 @@ def test_half_blocks_are_the_maps_cells(tmp_path: Path) -> None:
     run = Recorded(tmp_path, ("a", "b"))
     run.go_on(40)
     run.sink.close(HEALTHY)
-    text = view(read(tmp_path), name="run", width=80, height=30)
+    text = view(read_run_data(tmp_path), name="run", width=80, height=30)
     (line,) = (line for line in text.split("\n") if UPPER_HALF in line.plain)
     cells = [span.style for span in line.spans if line.plain[span.start : span.end].strip(UPPER_HALF) == ""]
     first, last = cells[0], cells[-1]

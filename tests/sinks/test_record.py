@@ -23,7 +23,7 @@ from gradwatch.engine.step_queue import LONGEST_WAIT
 from gradwatch.measure.device_buffer import ROWS
 from gradwatch.runs.arrays import RunArrays, read
 from gradwatch.runs.files import Unreadable, files_of, holds_record, runs_below
-from gradwatch.runs.overview import overview
+from gradwatch.runs.reader import read_run
 from gradwatch.sinks.record import run_metadata
 from gradwatch.sinks.record.recorder import Recorder
 from gradwatch.sinks.tensorboard.sink import TensorBoard
@@ -120,7 +120,7 @@ def test_a_verdict_that_no_one_wrote_is_left_out_with_a_note(
     assert not run.ended
     assert run.verdict.steps == 9
     assert [": the verdict cannot be read: " in note for note in run.notes] == [True]
-    assert not overview(tmp_path).ended
+    assert read_run(tmp_path).finished is None
 
 
 def test_a_run_without_an_end_says_so(tmp_path: Path) -> None:
@@ -280,12 +280,13 @@ def test_one_run_is_found_below_and_several_are_named(tmp_path: Path) -> None:
         read(tmp_path)
 
 
-def test_a_survey_is_what_a_read_says(tmp_path: Path) -> None:
+def test_without_the_numbers_a_run_says_the_same(tmp_path: Path) -> None:
     alert = alert_of("dead", "a", step=2, severity=Severity.ERROR)
     verdict = Verdict((alert, alert_of("spike", "a", severity=Severity.NOTICE)), 9, 1, 0.0, {})
     recorded(tmp_path, some(layout_of("a"), range(9)), alerts=[(2, alert)], verdict=verdict)
-    line = overview(tmp_path)
-    assert (line.steps, line.state, line.faults, line.ended) == (9, "error", ("dead",), True)
+    run = read_run(tmp_path)
+    assert (run.steps, run.verdict.incidents) == (9, verdict.incidents)
+    assert run.finished is not None
 
 
 @pytest.mark.parametrize("every", [1, 50])

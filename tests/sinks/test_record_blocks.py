@@ -10,10 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gradwatch.core.block import Block
 from gradwatch.core.record import Missing, Record, Run
 from gradwatch.runs.arrays import RunArrays, read
-from gradwatch.runs.overview import overview
 from gradwatch.runs.reader import read_run
 from gradwatch.sinks.record.record_format import (
     EVENT_BYTES,
@@ -116,7 +114,7 @@ def test_what_is_read_is_what_was_measured(tmp_path_factory: Any, records: list[
         assert run.scalars["loss"].tolist() == pytest.approx(
             [record.scalars.get("loss", np.nan) for record in measured], nan_ok=True
         )
-    assert overview(folder).steps == len(records)
+    assert read_run(folder).steps == len(records)
 
 
 @FEW
@@ -157,19 +155,12 @@ def test_a_run_goes_on_in_the_middle_of_a_block(
     later = [moved(record, resumed) for record in after]
     written(folder, later, cuts[1])
     rows: list[int] = []
-
-    class Steps:
-        opened = alerts = ended = staticmethod(lambda _: None)
-
-        def block(self, block: Block) -> None:
-            rows.extend(block.steps.tolist())
-
-    notes = read_run(folder, Steps())
+    run = read_run(folder, lambda block: rows.extend(block.steps.tolist()))
     assert rows == [*range(resumed), *(record.step for record in later)]
-    assert overview(folder).steps == len(rows)
+    assert run.steps == len(rows)
     left_out = len(before) - resumed
     reported = f": {left_out:,} steps recorded before that are left out"
-    assert [reported in note for note in notes] == [True] * bool(left_out)
+    assert [reported in note for note in run.notes] == [True] * bool(left_out)
 
 
 def moved(record: Record, steps: int) -> Record:

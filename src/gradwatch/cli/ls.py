@@ -45,13 +45,15 @@ def add(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     import os
+    import time
 
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
+    from gradwatch.core.alert import Severity
     from gradwatch.runs.files import Unreadable, runs_below
-    from gradwatch.runs.overview import overview
+    from gradwatch.runs.reader import read_run
 
     folder: Path = options.folder
     if not folder.is_dir():
@@ -68,16 +70,20 @@ def run(options: argparse.Namespace) -> int:
     found, unread = 0, []
     for place in runs_below(folder):
         try:
-            line = overview(place)
+            run = read_run(place)
         except (Unreadable, OSError) as error:
             unread.append(str(error))
             continue
         found += 1
         name = str(place.relative_to(folder)) if place != folder else "."
-        state = Text(line.state if line.ended else f"{line.state}, no end", style=STYLES[line.state])
-        more = " ..." * (len(line.faults) > MAX_FAULTS)
-        alerts = Text(printable(", ".join(line.faults[:MAX_FAULTS]) or "-") + more)
-        cells = [Text(printable(name)), Text(f"{line.steps:,}"), state, alerts, Text(line.began)]
+        incidents = run.verdict.incidents
+        worst = str(incidents[0].severity) if incidents else "healthy"
+        state = Text(worst if run.finished is not None else f"{worst}, no end", style=STYLES[worst])
+        rules = [*dict.fromkeys(alert.rule for alert in incidents if alert.severity is not Severity.NOTICE)]
+        more = " ..." * (len(rules) > MAX_FAULTS)
+        alerts = Text(printable(", ".join(rules[:MAX_FAULTS]) or "-") + more)
+        began = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.began))
+        cells = [Text(printable(name)), Text(f"{run.steps:,}"), state, alerts, Text(began)]
         table.add_row(*cells[: len(table.columns)])
     for message in unread:
         complain("ls", message)

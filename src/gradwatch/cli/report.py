@@ -80,9 +80,8 @@ def _several(path: Path) -> bool:
 def _pages(options: argparse.Namespace) -> int:
     """One page of all runs below a folder."""
     from gradwatch.runs.files import Unreadable, runs_below
-    from gradwatch.runs.reader import read_run
     from gradwatch.runs.report.many import PAGE_NAME, line_of, page_of_many
-    from gradwatch.runs.report.run_data import RateEnds, RunDataReader
+    from gradwatch.runs.report.run_data import RateEnds, read_run_data
 
     path: Path = options.path
     if options.card is not None:
@@ -92,14 +91,14 @@ def _pages(options: argparse.Namespace) -> int:
         out = out / PAGE_NAME
     lines, notes = [], []
     for place in runs_below(path):
-        replayed, rates = RunDataReader(), RateEnds()
+        rates = RateEnds()
         try:
             with reading(place) as progress:
-                read_run(place, replayed, rates, progress=progress)
+                data = read_run_data(place, rates.block, progress=progress)
         except (Unreadable, OSError) as error:
             notes.append(str(error))
             continue
-        lines.append(line_of(replayed.data(), place, str(place.relative_to(path)), rates.found))
+        lines.append(line_of(data, place, str(place.relative_to(path)), rates.found))
     if not lines:
         raise Unreadable(f"no run below {path} can be read: {'; '.join(notes[:3])}")
     if code := write_page("report", out, page_of_many(lines, out=out, source=str(path), notes=notes)):
@@ -113,10 +112,9 @@ def _pages(options: argparse.Namespace) -> int:
 
 
 def _page(options: argparse.Namespace) -> int:
-    from gradwatch.runs.reader import read_run
     from gradwatch.runs.report.card import card
     from gradwatch.runs.report.page import page
-    from gradwatch.runs.report.run_data import RunDataReader
+    from gradwatch.runs.report.run_data import read_run_data
     from gradwatch.runs.report.sink import NAME
 
     path: Path = options.path
@@ -125,15 +123,13 @@ def _page(options: argparse.Namespace) -> int:
     out: Path = options.out or (path if path.is_dir() else path.parent)
     if out.is_dir():
         out = out / NAME
-    replayed = RunDataReader()
     with reading(path) as progress:
-        notes = read_run(path, replayed, progress=progress)
-    data = replayed.data(notes)
+        data = read_run_data(path, progress=progress)
     if options.card is not None and (code := write_page("report", options.card, card(data, source=path.name))):
         return code
     if code := write_page("report", out, page(data, source=str(path))):
         return code
-    for note in notes:
+    for note in data.notes:
         print(f"Note: {printable(note)}")
     print(str(data.verdict).splitlines()[0])
     print(printable(out))

@@ -14,8 +14,6 @@ from gradwatch.core.printable import printable
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from gradwatch.runs.report.run_data import RunData
-
 SECONDS = 1.0
 """Seconds between two looks at the files."""
 
@@ -86,20 +84,14 @@ def _event_files(path: Path) -> list[Path]:
     return [path] if path.is_file() else [file for own in (path, path / FOLDER) for file in event_files(own)]
 
 
-def _read(path: Path) -> RunData:
-    from gradwatch.runs.reader import read_run
-    from gradwatch.runs.report.run_data import RunDataReader
-
-    reader = RunDataReader()
-    return reader.data(read_run(path, reader))
-
-
 def _show_once(console: Console, path: Path) -> None:
+    from gradwatch.runs.report.run_data import read_run_data
     from gradwatch.runs.terminal_view import view
 
     coloured = console.color_system is not None and not console.no_color
     ascii_only = console.options.ascii_only
-    screen = view(_read(path), name=str(path), width=console.width, height=40, colours=coloured, ascii_only=ascii_only)
+    data = read_run_data(path)
+    screen = view(data, name=str(path), width=console.width, height=40, colours=coloured, ascii_only=ascii_only)
     with console.capture() as shown:
         console.print(screen, soft_wrap=True)
     print("\n".join(line.rstrip() for line in shown.get().splitlines()))
@@ -110,9 +102,10 @@ def _follow(console: Console, path: Path) -> None:
     from rich.live import Live
 
     from gradwatch.runs.files import Unreadable
+    from gradwatch.runs.report.run_data import read_run_data
     from gradwatch.runs.terminal_view import view
 
-    data, known, size = _read(path), _state(path), console.size
+    data, known, size = read_run_data(path), _state(path), console.size
     coloured = not console.no_color
 
     def screen(free: int = 1) -> Any:
@@ -128,7 +121,7 @@ def _follow(console: Console, path: Path) -> None:
                 if now != known:
                     began = time.monotonic()
                     try:
-                        data, known = _read(path), now
+                        data, known = read_run_data(path), now
                     except (Unreadable, OSError):  # it is being written, or was moved: what is known stays
                         continue
                     live.update(screen(), refresh=True)

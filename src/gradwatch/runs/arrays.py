@@ -17,7 +17,6 @@ from gradwatch.core.block import Block
 from gradwatch.core.printable import printable
 from gradwatch.core.record import Layout, Missing
 from gradwatch.runs.files import Unreadable
-from gradwatch.runs.outcome import Outcome
 from gradwatch.runs.reader import read_run
 from gradwatch.sinks.record.incident_spans import Key, Span
 
@@ -123,8 +122,8 @@ def read(
 
     `progress`: as of `read_run`. Raises `files.Unreadable`.
     """
-    outcome, builder = Outcome(), _ArrayBuilder(most, statistics)
-    notes = read_run(Path(path), outcome, builder, progress=progress)
+    builder = _ArrayBuilder(most, statistics)
+    outcome = read_run(Path(path), builder.block, progress=progress)
     gradients = builder.kept.get("grad_norm", _ThinnedRows()).parts
     sites = len(builder.layout)
     return RunArrays(
@@ -138,7 +137,7 @@ def read(
         verdict=outcome.verdict,
         ended=outcome.finished is not None,
         meta=outcome.meta,
-        notes=tuple(notes),
+        notes=outcome.notes,
     )
 
 
@@ -207,15 +206,6 @@ class _ArrayBuilder:
         self.kept: dict[str, _ThinnedRows] = {}
         self.layout = Layout(())
         self._most, self._statistics = most, statistics
-
-    def opened(self, meta: Mapping[str, Any]) -> None:
-        pass
-
-    def alerts(self, alerts: Sequence[Mapping[str, Any]]) -> None:
-        pass
-
-    def ended(self, verdict: Mapping[str, Any]) -> None:
-        pass
 
     def block(self, block: Block) -> None:
         self.layout = block.layout

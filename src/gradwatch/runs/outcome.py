@@ -1,4 +1,4 @@
-"""The incidents of a recorded run, of all sessions, and its verdict."""
+"""What a recorded run says of itself: its description, the incidents of all sessions, its verdict."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CUT_OFF = "the record has no end: the run was cut off, or is still under way"
 
 
 class Outcome:
-    """Collects the texts of a recorded run: metadata, incidents, verdict."""
+    """Collects the texts of a recorded run, and of its steps what a verdict says of them."""
 
     def __init__(self) -> None:
         self.meta: Mapping[str, Any] = {}
@@ -27,15 +27,25 @@ class Outcome:
         self.spans: dict[Key, Span] = {}
         self.finished: float | None = None
         """When the last session ended, in seconds since the epoch; None where it was cut off."""
+        self.began = 0.0
+        """When the first session did."""
+        self.notes: tuple[str, ...] = ()
+        """What was wrong with the files, a sentence each."""
         self._last_verdict = Verdict((), 0, 0, 0.0, {})
         self.steps = self.layers = 0
         self._overhead = 0.0
         self._losses = LossLevels()
 
-    def opened(self, meta: Mapping[str, Any]) -> None:
-        self.meta, self.finished = meta, None
+    def add_text(self, kind: str, fields: Mapping[str, Any]) -> None:
+        """`fields`: of a text of that kind, see `sinks.record.run_metadata`."""
+        if kind == "meta":  # again where a run was resumed or layers were adopted
+            self.meta, self.finished = fields, None
+        elif kind == "alerts":
+            self._add_alerts(fields["alerts"])
+        else:
+            self._end(fields)
 
-    def block(self, block: Block) -> None:
+    def add_block(self, block: Block) -> None:
         self.steps += len(block)
         self.layers = len(block.layout.layers)
         self._losses.extend(block)
@@ -43,7 +53,7 @@ class Outcome:
         known = overhead[~np.isnan(overhead)]
         self._overhead = float(known[-1]) if len(known) else self._overhead
 
-    def alerts(self, alerts: Sequence[Mapping[str, Any]]) -> None:
+    def _add_alerts(self, alerts: Sequence[Mapping[str, Any]]) -> None:
         for fields in alerts:
             alert = alert_of(fields)
             key = alert.rule, alert.step
@@ -52,11 +62,11 @@ class Outcome:
                 begun = self.spans.get(key, Span()).begin
             self.alerts_by_key[key], self.spans[key] = alert, Span(begun, over, fields["noticed_axis"])
 
-    def ended(self, verdict: Mapping[str, Any]) -> None:
+    def _end(self, verdict: Mapping[str, Any]) -> None:
         last, before = verdict_of(verdict), self._last_verdict
         if before.steps:  # that of a session; an earlier one has ended too
             last = replace(last, steps=max(last.steps, self.steps), layers=max(last.layers, before.layers))
-        self.alerts(verdict["incidents"])
+        self._add_alerts(verdict["incidents"])
         self.finished, self._last_verdict = float(verdict["finished"]), last
 
     @property

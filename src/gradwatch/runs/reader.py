@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from gradwatch.core.block import Block
 from gradwatch.core.record import Floats, Layout, Mask, Missing, Site
 from gradwatch.runs.files import FOLDER, RECORD_MARK, Unreadable, event_files, files_of, holds_record
+from gradwatch.runs.outcome import Outcome
 from gradwatch.sinks.record import run_metadata
 from gradwatch.sinks.record.record_format import (
     PARAMETERS,
@@ -40,110 +40,47 @@ Progress = Callable[[int, int], None]
 """Gets the bytes read so far, and those there are."""
 
 
-class Listener(Protocol):
-    """Gets what was recorded, in order."""
-
-    def opened(self, meta: Mapping[str, Any]) -> None:
-        """What runs, as `sinks.record.run_metadata` has it; again where a run was resumed or layers were adopted."""
-
-    def block(self, block: Block) -> None:
-        """Consecutive steps; the layout has the total and the layers, and grows where layers were
-        adopted.
-        """
-
-    def alerts(self, alerts: Sequence[Mapping[str, Any]]) -> None:
-        """Every incident of this session of the run, as it stood then; `run_metadata.alert_of` reads them."""
-
-    def ended(self, verdict: Mapping[str, Any]) -> None:
-        """The verdict of this session."""
-
-
-def read_run(path: Path, *listeners: Listener, progress: Progress | None = None) -> list[str]:
-    """Give `listeners` the run at `path`; returns what was wrong with its files, a sentence each.
+def read_run(path: Path, *receivers: Callable[[Block], None], progress: Progress | None = None) -> Outcome:
+    """The run at `path`. `receivers` get its steps in blocks, in order: each block's layout has the total and the
+    layers, and grows where layers were adopted.
 
     Of a run that was resumed, what its earlier sessions recorded from the point of resumption on is left out. Raises
     Unreadable.
     """
-    run = RecordedRun(path)
-    for part in run.parts(progress):
-        if isinstance(part, RecordedText):
-            for listener in listeners:
-                give_text(part, listener)
-        else:
-            block = _block_of(part)
-            for listener in listeners:
-                listener.block(block)
-    return run.notes
+    outcome, notes = Outcome(), list[str]()
+    sessions = _sessions_of(path, notes)
+    outcome.began = sessions[0].began
+    total, done = sum(session.size for session in sessions), 0
+    for number, session in enumerate(sessions):
+        session.read(outcome, receivers, progress and partial(_overall_progress, progress, done, total))
+        done += session.size
+        notes += session.notes
+        if session.left_out:
+            later = next(one for one in sessions[number + 1 :] if one.first == session.end)
+            notes.append(_left_out(session, later, resumed=outcome.steps > 0))
+    if not outcome.steps:
+        raise Unreadable(f"{path} holds no whole step")
+    outcome.notes = tuple(notes)
+    return outcome
 
 
-def give_text(text: RecordedText, listener: Listener) -> None:
-    if text.kind == "meta":
-        listener.opened(text.fields)
-    elif text.kind == "alerts":
-        listener.alerts(text.fields["alerts"])
-    else:
-        listener.ended(text.fields)
-
-
-@dataclass(frozen=True, slots=True)
-class RecordedRows:
-    """Rows of one event."""
-
-    block: RecordedBlock
-    layout: Layout
-    places: Rows
-    """Site indices of the block's names."""
-
-
-@dataclass(frozen=True, slots=True)
-class RecordedText:
-    """One of the texts of `gradwatch.sinks.record.run_metadata`."""
-
-    kind: str
-    fields: Mapping[str, Any]
-
-
-class RecordedRun:
-    """The run at a path: its rows and texts, in order."""
-
-    def __init__(self, path: Path) -> None:
-        """Raises Unreadable where there is no run."""
-        self.notes: list[str] = []
-        """What was wrong with the files, a sentence each; complete once all parts have been read."""
-        self._path = path
-        layouts, limits = _LayoutBuilder(), RunLimits()
-        sessions = [_Session(file, layouts, limits) for file in files_of(path)]
-        self.notes += [f"{one.file.name} holds no whole step: it is left out" for one in sessions if one.first is None]
-        # the time in a file's name has whole seconds
-        self._sessions = sorted((one for one in sessions if one.first is not None), key=lambda one: one.began)
-        if not self._sessions:
-            raise Unreadable(f"{path} holds no whole step")
-        end = np.inf
-        for session in reversed(self._sessions):
-            session.end, end = end, min(end, session.first or 0)
-        inner = path / FOLDER
-        if sessions[0].file.parent == path and any(map(holds_record, event_files(inner))):
-            self.notes.append(f"{inner} holds another run; to read that one, name its folder")
-
-    @property
-    def began(self) -> float:
-        """When the first session did, in seconds since the epoch."""
-        return self._sessions[0].began
-
-    def parts(self, progress: Progress | None = None) -> Iterator[RecordedRows | RecordedText]:
-        """Raises Unreadable where there is no whole step."""
-        total, done, rows = sum(session.size for session in self._sessions), 0, 0
-        for number, session in enumerate(self._sessions):
-            for part in session.parts(progress and partial(_overall_progress, progress, done, total)):
-                rows += len(part.block) if isinstance(part, RecordedRows) else 0
-                yield part
-            done += session.size
-            self.notes += session.notes
-            if session.left_out:
-                later = next(one for one in self._sessions[number + 1 :] if one.first == session.end)
-                self.notes.append(_left_out(session, later, resumed=rows > 0))
-        if not rows:
-            raise Unreadable(f"{self._path} holds no whole step")
+def _sessions_of(path: Path, notes: list[str]) -> list[_Session]:
+    """Those of the run at `path` that hold a step, oldest first; `notes` get what else there is."""
+    layouts, limits = _LayoutBuilder(), RunLimits()
+    files = files_of(path)
+    sessions = [_Session(file, layouts, limits) for file in files]
+    notes += [f"{one.file.name} holds no whole step: it is left out" for one in sessions if one.first is None]
+    # the time in a file's name has whole seconds
+    found = sorted((one for one in sessions if one.first is not None), key=lambda one: one.began)
+    if not found:
+        raise Unreadable(f"{path} holds no whole step")
+    end = np.inf
+    for session in reversed(found):
+        session.end, end = end, min(end, session.first or 0)
+    inner = path / FOLDER
+    if files[0].parent == path and any(map(holds_record, event_files(inner))):
+        notes.append(f"{inner} holds another run; to read that one, name its folder")
+    return found
 
 
 def _left_out(session: _Session, later: _Session, *, resumed: bool) -> str:
@@ -209,17 +146,22 @@ class _Session:
                 self.first, self.began = block.began, block.session
                 break
 
-    def parts(self, progress: Callable[[int], None] | None) -> Iterator[RecordedRows | RecordedText]:
+    def read(
+        self, outcome: Outcome, receivers: Sequence[Callable[[Block], None]], progress: Callable[[int], None] | None
+    ) -> None:
+        """Give `outcome` what is in the file, and `receivers` the blocks."""
         superseded = self.first is not None and self.first >= self.end
         self.notes, self._damaged = [], 0
         unread_texts: dict[str, str] = {}
         for event in self._events(OURS, progress):
             self.written = event.wall_time
-            for tag, block in self._blocks(event):
-                kept = block.before(self.end)
-                self.left_out += len(block) - len(kept)
-                if len(kept) and (part := self._rows(tag, kept)) is not None:
-                    yield part
+            for tag, recorded in self._blocks(event):
+                kept = recorded.before(self.end)
+                self.left_out += len(recorded) - len(kept)
+                if len(kept) and (block := self._block(tag, kept, of_sites=bool(receivers))) is not None:
+                    outcome.add_block(block)
+                    for receive in receivers:
+                        receive(block)
             for value in event.summary.value if not superseded else ():
                 if value.tag.startswith(run_metadata.RUN_TAG_PREFIX):
                     kind = value.tag.removeprefix(run_metadata.RUN_TAG_PREFIX)
@@ -228,7 +170,7 @@ class _Session:
                     except InvalidError as error:
                         unread_texts.setdefault(kind, f"{self.file.name}: the {kind[:60]} cannot be read: {error}")
                     else:
-                        yield RecordedText(kind, self._before_end(fields))
+                        outcome.add_text(kind, self._before_end(fields))
         if self._damaged:
             what = f"{self._damaged:,} damaged event{'s are' if self._damaged > 1 else ' is'} left out"
             self.notes.append(f"{self.file.name}: {what} ({self._why})")
@@ -288,31 +230,30 @@ class _Session:
             except InvalidError as error:
                 self._note_damage(str(error))
 
-    def _rows(self, tag: str, block: RecordedBlock) -> RecordedRows | None:
+    def _block(self, tag: str, recorded: RecordedBlock, *, of_sites: bool) -> Block | None:
+        """The rows with all sites of their layout, or with the numbers of whole steps alone, which takes less time.
+
+        Of single parameters it has none. None where the run would have too many numbers.
+        """
         try:
             if tag not in self._places:
                 self._places[tag] = self._layouts.places(self._tags[tag])
             places, layout = self._places[tag], self._layouts.layout
-            self._limits.check_statistics(block.values)
-            self._limits.check_filled(len(block) * (1 + len(block.values)), len(places), len(layout))
+            self._limits.check_statistics(recorded.values)
+            self._limits.check_filled(len(recorded) * (1 + len(recorded.values)), len(places), len(layout))
         except InvalidError as error:
             self._note_damage(str(error))
             return None
-        return RecordedRows(block, layout, places)
-
-
-def _block_of(part: RecordedRows) -> Block:
-    """The rows with all sites of their layout. Of single parameters it has none."""
-    recorded, layout, places = part.block, part.layout, part.places
-    shape = len(recorded), len(layout)
-    codes = np.full(shape, int(Missing.NOT_SAMPLED), dtype=np.int8)
-    codes[:, places] = recorded.codes_of_rows()
-    values: dict[str, Floats] = {}
-    measured: dict[str, Mask] = {}
-    for statistic, (rows, numbers) in recorded.values.items():
-        if statistic != PARAMETERS:
-            values[statistic] = np.full(shape, np.nan)
-            values[statistic][rows[:, None], places] = numbers
-            measured[statistic] = np.isin(np.arange(len(recorded)), rows)
-    heads = recorded.steps, recorded.axis, recorded.optimizers
-    return Block(layout, *heads, values, recorded.numbers, codes, measured)
+        shape = len(recorded), len(layout)
+        codes = np.full(shape, int(Missing.NOT_SAMPLED), dtype=np.int8)
+        values: dict[str, Floats] = {}
+        measured: dict[str, Mask] = {}
+        if of_sites:
+            codes[:, places] = recorded.codes_of_rows()
+            for statistic, (rows, numbers) in recorded.values.items():
+                if statistic != PARAMETERS:
+                    values[statistic] = np.full(shape, np.nan)
+                    values[statistic][rows[:, None], places] = numbers
+                    measured[statistic] = np.isin(np.arange(len(recorded)), rows)
+        heads = recorded.steps, recorded.axis, recorded.optimizers
+        return Block(layout, *heads, values, recorded.numbers, codes, measured)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from gradwatch.core.alert import Severity, Verdict
 from gradwatch.core.block import Block
-from gradwatch.runs.outcome import Outcome
+from gradwatch.runs.reader import Progress, read_run
 from gradwatch.sinks.downsampling import Downsampling
 from gradwatch.sinks.record.incident_spans import Key, Span
 from gradwatch.sinks.run_summary import RunSummary
@@ -53,32 +54,14 @@ class RunData:
         self.verdict, self.spans, self.ended = verdict, spans, ended
 
 
-class RunDataReader:
-    """Collects the data of a report from a recorded run."""
-
-    def __init__(self) -> None:
-        self._data, self._outcome = RunData(), Outcome()
-
-    def opened(self, meta: Mapping[str, Any]) -> None:
-        self._outcome.opened(meta)
-
-    def block(self, block: Block) -> None:
-        self._data.block(block)
-        self._outcome.block(block)
-
-    def alerts(self, alerts: Sequence[Mapping[str, Any]]) -> None:
-        self._outcome.alerts(alerts)
-
-    def ended(self, verdict: Mapping[str, Any]) -> None:
-        self._outcome.ended(verdict)
-
-    def data(self, notes: Sequence[str] = ()) -> RunData:
-        """`notes`: what was wrong with the files."""
-        outcome, data = self._outcome, self._data
-        data.end(outcome.verdict, outcome.spans, ended=outcome.finished is not None)
-        finished = {} if outcome.finished is None else {"finished": outcome.finished}
-        data.meta, data.notes = {**outcome.meta, **finished}, tuple(notes)
-        return data
+def read_run_data(path: Path, *receivers: Callable[[Block], None], progress: Progress | None = None) -> RunData:
+    """The data of the recorded run at `path`. Arguments and errors: as of `read_run`."""
+    data = RunData()
+    outcome = read_run(path, data.block, *receivers, progress=progress)
+    data.end(outcome.verdict, outcome.spans, ended=outcome.finished is not None)
+    finished = {} if outcome.finished is None else {"finished": outcome.finished}
+    data.meta, data.notes = {**outcome.meta, **finished}, outcome.notes
+    return data
 
 
 class RateEnds:
@@ -87,15 +70,9 @@ class RateEnds:
     def __init__(self) -> None:
         self.found: tuple[float, float, float] | None = None
 
-    def opened(self, meta: Mapping[str, Any]) -> None: ...
-
     def block(self, block: Block) -> None:
         rates = block.scalars.get("lr", np.empty(0))
         known = rates[~np.isnan(rates)]
         if len(known):
             first, highest, _ = self.found or (float(known[0]), float(known[0]), 0.0)
             self.found = first, max(highest, float(known.max())), float(known[-1])
-
-    def alerts(self, alerts: Sequence[Mapping[str, Any]]) -> None: ...
-
-    def ended(self, verdict: Mapping[str, Any]) -> None: ...
