@@ -12,6 +12,7 @@ from gradwatch.core.alert import Severity, Verdict
 from gradwatch.core.block import Block
 from gradwatch.core.record import MEASURED, Floats, Layout, Missing, Sites
 from gradwatch.sinks.downsampling import Downsampling
+from gradwatch.sinks.record.incident_spans import AxisPositions
 
 DRAWN_STATISTICS = ("grad_norm", "signal_rms", "signal_norm", "update_ratio")
 """Statistics that have a heatmap; the gradient norm also has a table."""
@@ -42,6 +43,7 @@ class RunSummary:
         """A `Missing` for each row, at the last step."""
         self.places: Sites = np.zeros(0, dtype=np.intp)
         """Site index of each row."""
+        self.positions = AxisPositions()
         self._latest: Block | None = None
 
     @property
@@ -66,6 +68,7 @@ class RunSummary:
         if block is self._latest:
             return
         self._latest = block
+        self.positions.extend(block)
         self.adopt(block.layout)
         places = self.places
         for name, course in self.courses.items():

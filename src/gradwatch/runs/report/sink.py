@@ -21,7 +21,6 @@ from gradwatch.runs.report.run_data import RunData
 from gradwatch.sinks.headline_scalars import HEADLINE_GROUP, is_tensorboard_logger
 from gradwatch.sinks.incident_line import status
 from gradwatch.sinks.record import run_metadata
-from gradwatch.sinks.record.incident_spans import IncidentSpans
 from gradwatch.sinks.tensorboard.heatmap_image import heatmap_of
 from gradwatch.sinks.tensorboard.image_loggers import Picture, file_writer_for, writer_for
 from gradwatch.sinks.terminal.progress_bars import print_whole
@@ -46,7 +45,7 @@ class Report:
 
     def open(self, run: Run) -> None:
         if self._data is None:
-            self._data, self._incidents, self._began = RunData(run.summary), IncidentSpans(), time()
+            self._data, self._began = RunData(run.summary), time()
         self._loggers = [logger for logger in run.loggers if not is_tensorboard_logger(logger)]
         self._folder = self.folder or (None if run.log_dir is None else Path(run.log_dir))
         self._data.meta = json.loads(run_metadata.meta_text(run, self._began))
@@ -55,18 +54,15 @@ class Report:
     def block(self, block: Block) -> None:
         if self._data is not None and self._folder is not None:
             self._data.block(block)
-            self._incidents.extend(block.steps, block.axis)
 
     def alert(self, alert: Alert) -> None:
-        if self._data is not None:
-            self._incidents.update(alert)
+        pass
 
     def close(self, verdict: Verdict) -> None:
         data, self._data = self._data, None
         if data is None or self._folder is None or not data.steps:
             return
-        self._incidents.finish(verdict.incidents)
-        data.end(verdict, self._incidents.spans)
+        data.end(verdict, data.summary.positions.spans(verdict.incidents))
         data.meta = {**data.meta, "finished": time()}
         html = page(data, source=str(self._folder))
         size = len(html.encode())
@@ -104,7 +100,7 @@ def _picture(data: RunData) -> tuple[Picture | None, int]:
     if not len(data.summary.grad_norm):
         return None, 0
     said = status(data.verdict.incidents, ended=True, stuck=data.verdict.stuck)
-    drawn, last = heatmap_of(data.summary, data.verdict.incidents, data.spans, headline=said)
+    drawn, last = heatmap_of(data.summary, data.verdict.incidents, headline=said)
     return np.asarray(drawn.convert("RGB")), last
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gradwatch.core.alert import Alert
+from gradwatch.core.block import Block
 
 Key = tuple[str, int]
 """The key of an incident: its rule and its first step."""
@@ -26,19 +26,29 @@ MAX_POINTS = 2048
 """Steps with a stored position, at most, at equal distances; positions between them are interpolated. Judgement."""
 
 
-class IncidentSpans:
-    """Collects steps and alerts, and computes the alerts' positions on the x-axis."""
+class AxisPositions:
+    """The positions of optimizer steps on the x-axis. The sinks of a run have one in common: `RunSummary.positions`."""
 
     def __init__(self) -> None:
-        self.alerts: dict[Key, Alert] = {}
-        """All incidents so far, in their present state."""
         self._points: list[tuple[int, int]] = []
         """(step, position on the x-axis) of every `_every`-th step."""
         self._every, self._steps = 1, 0
         self._last = -1, 0
+        self._latest: Block | None = None
 
-    @property
-    def spans(self) -> dict[Key, Span]:
+    def extend(self, block: Block) -> None:
+        """Add a block, unless another sink has."""
+        if block is self._latest:
+            return
+        self._latest = block
+        every = slice(-self._steps % self._every, None, self._every)
+        self._points += zip(block.steps[every].tolist(), block.axis[every].tolist(), strict=True)
+        self._steps += len(block)
+        self._last = int(block.steps[-1]), int(block.axis[-1])
+        while len(self._points) > MAX_POINTS:
+            self._points, self._every = self._points[::2], 2 * self._every
+
+    def spans(self, alerts: Iterable[Alert]) -> dict[Key, Span]:
         """Incident -> its span. A step that is still to come has the position of the last one."""
         steps, axis = np.array([*self._points, self._last]).T
 
@@ -48,24 +58,6 @@ class IncidentSpans:
             return round(float(np.interp(step, steps, axis)))
 
         return {
-            key: Span(place(alert.step), place(alert.closed_step), place(alert.noticed))
-            for key, alert in self.alerts.items()
+            (alert.rule, alert.step): Span(place(alert.step), place(alert.closed_step), place(alert.noticed))
+            for alert in alerts
         }
-
-    def extend(self, steps: Sequence[int] | NDArray[np.int64], axis: Sequence[int] | NDArray[np.int64]) -> None:
-        """Add optimizer steps and their positions on the x-axis."""
-        first = -self._steps % self._every
-        every = slice(first, None, self._every)
-        self._points += zip(np.asarray(steps)[every].tolist(), np.asarray(axis)[every].tolist(), strict=True)
-        self._steps += len(steps)
-        self._last = int(steps[-1]), int(axis[-1])
-        while len(self._points) > MAX_POINTS:
-            self._points, self._every = self._points[::2], 2 * self._every
-
-    def update(self, alert: Alert) -> None:
-        """An incident was opened, changed or closed."""
-        self.alerts[alert.rule, alert.step] = alert
-
-    def finish(self, alerts: Iterable[Alert]) -> None:
-        """Add all `alerts` of the run in their final state."""
-        self.alerts |= {(alert.rule, alert.step): alert for alert in alerts}

@@ -14,7 +14,7 @@ from gradwatch.core.block import Block
 from gradwatch.core.record import Layout, Run
 from gradwatch.sinks.record import run_metadata
 from gradwatch.sinks.record.event_writer import EventWriter
-from gradwatch.sinks.record.incident_spans import IncidentSpans
+from gradwatch.sinks.record.incident_spans import AxisPositions, Key
 from gradwatch.sinks.record.record_format import (
     EVENT_BYTES,
     NUMBERS,
@@ -48,7 +48,8 @@ class RecordWriter:
     single parameters, are written once in n steps: the larger of `every_n_steps` and `steps_between_rows`.
     """
 
-    def __init__(self, files: Iterable[EventWriter], every_n_steps: int) -> None:
+    def __init__(self, files: Iterable[EventWriter], every_n_steps: int, positions: AxisPositions) -> None:
+        """`positions`: of the run's steps; each block is added to them."""
         self.files = tuple(files)
         self._every_n_steps = max(1, every_n_steps)
         self._session, self._began = time(), -1
@@ -59,7 +60,8 @@ class RecordWriter:
         self._latest_interval: dict[tuple[str, int], int] = {}
         """(statistic, optimizer) -> the last interval of n steps in which it was written."""
         self._axis = 0
-        self._incidents = IncidentSpans()
+        self._positions = positions
+        self._alerts: dict[Key, Alert] = {}
         self._alerts_changed = False
         self._alerts_written = -math.inf
 
@@ -74,7 +76,7 @@ class RecordWriter:
         if self._began < 0:
             self._began = int(block.steps[0])
         self._axis = int(block.axis[-1])
-        self._incidents.extend(block.steps, block.axis)
+        self._positions.extend(block)
         if self.files:
             self._write(block)
         if self._alerts_changed and monotonic() - self._alerts_written >= ALERTS_SECONDS:
@@ -83,18 +85,18 @@ class RecordWriter:
             file.flush()
 
     def alert(self, alert: Alert) -> None:
-        known = self._incidents.alerts.get((alert.rule, alert.step))
-        self._incidents.update(alert)
+        known = self._alerts.get((alert.rule, alert.step))
+        self._alerts[alert.rule, alert.step] = alert
         self._alerts_changed = True
         if known is None or known.severity is not alert.severity:
             self._write_alerts()
 
     def close(self, verdict: Verdict) -> None:
-        before = dict(self._incidents.alerts)
-        self._incidents.finish(verdict.incidents)
-        if self._alerts_changed or self._incidents.alerts != before:
+        before = dict(self._alerts)
+        self._alerts |= {(alert.rule, alert.step): alert for alert in verdict.incidents}
+        if self._alerts_changed or self._alerts != before:
             self._write_alerts()
-        self._write_text("verdict", run_metadata.verdict_text(verdict, self._incidents.spans))
+        self._write_text("verdict", run_metadata.verdict_text(verdict, self._positions.spans(verdict.incidents)))
         for file in self.files:
             file.flush(now=True)
 
@@ -156,8 +158,8 @@ class RecordWriter:
         return {statistic: rows for statistic, rows in due.items() if len(rows)}
 
     def _write_alerts(self) -> None:
-        text = run_metadata.alerts_text(self._incidents.alerts.values(), self._incidents.spans)
-        self._write_text("alerts", text)
+        alerts = self._alerts.values()
+        self._write_text("alerts", run_metadata.alerts_text(alerts, self._positions.spans(alerts)))
         self._alerts_changed, self._alerts_written = False, monotonic()
 
     def _write_text(self, kind: run_metadata.Kind, text: str) -> None:

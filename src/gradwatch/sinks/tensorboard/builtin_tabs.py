@@ -10,11 +10,10 @@ import numpy as np
 
 from gradwatch.core.alert import Alert, Verdict
 from gradwatch.core.block import Block
-from gradwatch.core.record import MEASURED, Layout, Run
+from gradwatch.core.record import MEASURED, Layout
 from gradwatch.sinks.headline_scalars import HEADLINE_GROUP
 from gradwatch.sinks.incident_line import status
 from gradwatch.sinks.record.event_writer import EventWriter
-from gradwatch.sinks.record.incident_spans import IncidentSpans
 from gradwatch.sinks.run_summary import RunSummary
 from gradwatch.sinks.tensorboard.custom_scalars import charts, has_layout
 from gradwatch.sinks.tensorboard.heatmap_image import heatmap_of
@@ -47,7 +46,8 @@ class BuiltinTabs:
     def __init__(
         self,
         files: Iterable[EventWriter],
-        run: Run,
+        layout: Layout,
+        summary: RunSummary,
         *,
         per_layer: int = 0,
         charts: bool = False,
@@ -55,47 +55,38 @@ class BuiltinTabs:
     ) -> None:
         self._files = tuple(files)
         self._per_layer, self._charts, self._histograms = per_layer, charts or per_layer > 0, histograms
-        self._incidents = IncidentSpans()
-        self._summary = run.summary or RunSummary()
+        self._summary = summary
         self._steps, self._next_histogram = 0, 1.0
         self._seconds, self._last = 0.0, monotonic()
         self._next_picture = FIRST_PICTURE, FIRST_SECONDS
         self._drawn = -1
-        self._status = ""
-        """The verdict in one line, once the run has ended."""
         self._optimizers = 1
         self._fresh = [file for file in self._files if self._charts and not has_layout(file.folder)]
-        self._adopt(run.layout)
+        self._adopt(layout)
 
-    def block(self, block: Block, due: Sequence[int]) -> dict[int, dict[str, float]]:
-        """Add a block. `due`: its rows that are logged. Returns the scalars of single layers to write at those rows:
-        row -> tag -> log10 norm.
+    def block(self, block: Block, due: Sequence[int], alerts: Sequence[Alert]) -> dict[int, dict[str, float]]:
+        """Add a block. `due`: its rows that are logged; `alerts`: all so far. Returns the scalars of single layers to
+        write at those rows: row -> tag -> log10 norm.
         """
         optimizers = int(block.optimizers.max()) + 1
         if block.layout is not self._layout or optimizers > self._optimizers:
             self._optimizers = max(optimizers, self._optimizers)
             self._adopt(block.layout)
-        self._incidents.extend(block.steps, block.axis)
+        self._summary.block(block)
         if "grad_norm" not in block.values:
             return {}
-        self._summary.block(block)
         before, self._steps = self._steps, self._steps + len(block)
         last, self._last = self._last, monotonic()
         self._seconds += min(self._last - last, MAX_STEP_SECONDS * len(block))
         steps, seconds = self._next_picture
         if self._steps >= steps and self._seconds >= seconds:
             self._next_picture = PICTURE_SPACING * self._steps, PICTURE_SPACING * self._seconds
-            self._draw()
+            self._draw(alerts, status(alerts, ended=False))
         return {row: self._of_layers(block, row, before + row + 1) for row in due}
 
-    def alert(self, alert: Alert) -> None:
-        self._incidents.update(alert)
-
-    def close(self, verdict: Verdict) -> None:
-        self._incidents.finish(verdict.incidents)
-        self._status = status(verdict.incidents, ended=True, stuck=verdict.stuck)
+    def close(self, verdict: Verdict, alerts: Sequence[Alert]) -> None:
         if self._steps and self._drawn != self._steps:
-            self._draw()
+            self._draw(alerts, status(verdict.incidents, ended=True, stuck=verdict.stuck))
 
     def _adopt(self, layout: Layout) -> None:
         """Write the layout of custom charts, unless the run has one of the user: TensorBoard shows one layout a run."""
@@ -126,10 +117,9 @@ class BuiltinTabs:
             LAYER_GROUP + self._layers[place]: float(np.log10(norms[place])) for place in self._kept if usable[place]
         }
 
-    def _draw(self) -> None:
+    def _draw(self, alerts: Sequence[Alert], headline: str) -> None:
         self._drawn = self._steps
-        said = self._status or status(self._incidents.alerts.values(), ended=False)
-        drawn, last = heatmap_of(self._summary, self._incidents.alerts.values(), self._incidents.spans, headline=said)
+        drawn, last = heatmap_of(self._summary, alerts, headline=headline)
         for file in self._files:
             file.picture(PICTURE_TAG, drawn, last)
 

@@ -85,9 +85,7 @@ class Mark:
     end: float
 
 
-def heatmap_of(
-    summary: RunSummary, alerts: Iterable[Alert], spans: Mapping[Key, Span], *, headline: str
-) -> tuple[Image.Image, int]:
+def heatmap_of(summary: RunSummary, alerts: Sequence[Alert], *, headline: str) -> tuple[Image.Image, int]:
     """The heatmap of a run's layers, and its last position on the x-axis."""
     course, layout = summary.grad_norm, summary.layout
     rows = np.flatnonzero(np.isin(summary.places, layout.layers))
@@ -95,7 +93,7 @@ def heatmap_of(
     row_of_site = {site.name: row_of[site.layer] for site in layout.sites if site.layer in row_of}
     (first, last), (low, high) = course.axis, course.extremes()
     axis = Axis(first, last, course.stride * len(course))
-    marks = marks_of(alerts, row_of_site, spans, axis)
+    marks = marks_of(alerts, row_of_site, summary.positions.spans(alerts), axis)
     names = layout.names(layout.layers)
     return draw_heatmap(names, low[:, rows], high[:, rows], axis, marks, headline=headline), last
 

@@ -22,6 +22,7 @@ from gradwatch.sinks.headline_scalars import (
 from gradwatch.sinks.record.event_file import OwnEventFile
 from gradwatch.sinks.record.event_writer import EventWriter, file_writer_of, usable_after_errors
 from gradwatch.sinks.record.record_writer import RecordWriter
+from gradwatch.sinks.run_summary import RunSummary
 from gradwatch.sinks.tensorboard.builtin_tabs import BuiltinTabs
 from gradwatch.sinks.tensorboard.verdict_text import tab_address, verdict_text
 from gradwatch.sinks.terminal.progress_bars import print_whole
@@ -93,9 +94,10 @@ class TensorBoard:
         with usable_after_errors(self._shared):
             if self._run is None:
                 own = {"per_layer": self.per_layer, "charts": self.charts, "histograms": self.histograms}
-                self._tabs = BuiltinTabs(self._files, run, **own) if self._files else None  # type: ignore[arg-type]
+                summary = run.summary or RunSummary()
+                self._tabs = BuiltinTabs(self._files, run.layout, summary, **own) if self._files else None  # type: ignore[arg-type]
                 self._every_n_steps, self._due = self.every_n_steps or run.log_every_n_steps, {}
-                self._record = RecordWriter(self._files, self._every_n_steps)
+                self._record = RecordWriter(self._files, self._every_n_steps, summary.positions)
             self._run = run
             self._record.open(run)
 
@@ -110,7 +112,7 @@ class TensorBoard:
             due |= own.extend(block, alerts, number if len(optimizers) > 1 else None)
         with usable_after_errors(self._shared):
             self._record.block(block)  # first: there may be space for it and none for images
-            lines = self._tabs.block(block, sorted(due)) if self._tabs else {}
+            lines = self._tabs.block(block, sorted(due), alerts) if self._tabs else {}
             if not self._said:
                 self._write_text()
             for row, headline in sorted(due.items()):
@@ -126,8 +128,6 @@ class TensorBoard:
         with usable_after_errors(self._shared):
             self._write_text()
         self._record.alert(alert)
-        if self._tabs:
-            self._tabs.alert(alert)
 
     def close(self, verdict: Verdict) -> None:
         final = {(alert.rule, alert.step): alert for alert in verdict.incidents}
@@ -138,7 +138,7 @@ class TensorBoard:
                     self._write_text(ended=True, stuck=verdict.stuck)
                 if self._run is not None:
                     if self._tabs:
-                        self._tabs.close(verdict)
+                        self._tabs.close(verdict, (*self._alerts.values(),))
                     self._record.close(verdict)
                 if self._said:
                     self._say_where()
