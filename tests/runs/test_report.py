@@ -271,7 +271,7 @@ def test_the_picture_is_a_png_of_its_numbers() -> None:
     assert scale == ColourScale(0.0, 2.0, False, False)
     places = scale.shade(logs)
     assert places.tolist() == [[0, SHADES // 2, SHADES - 1], [ZERO, NONFINITE, MISSING]]
-    drawn = Image.open(BytesIO(png(places)))
+    drawn = Image.open(BytesIO(base64.b64decode(png(places))))
     assert (drawn.format, drawn.mode) == ("PNG", "P")
     np.testing.assert_array_equal(np.asarray(drawn), places)
     colours = palette()[places]

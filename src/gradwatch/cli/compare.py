@@ -81,8 +81,9 @@ def _show(console: Console, result: Comparison) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from gradwatch.runs.compare.comparison import MAX_RATIO_DECADES, WORDS, format_ratio, format_size
+    from gradwatch.runs.compare.comparison import WORDS, format_ratio, format_size
     from gradwatch.runs.names import with_short_names
+    from gradwatch.sinks.incident_line import loud
     from gradwatch.sinks.terminal.layer_table import shorten_name
 
     def text(content: object, style: str = "") -> Text:
@@ -108,7 +109,7 @@ def _show(console: Console, result: Comparison) -> None:
             table.add_column(name, justify="right", no_wrap=True)
         for point in result.divergence_points[:MAX_ROWS]:
             a, b = point.values
-            ratio = format_ratio(b - a) if abs(b - a) < MAX_RATIO_DECADES else "-"
+            ratio = format_ratio(b - a) or "-"
             name = shorten_name(result.pair.layers[point.layer], longest)
             cells = (str(point.step), name, WORDS[point.statistic].split()[0], format_size(a), format_size(b), ratio)
             table.add_row(*(text(cell) for cell in cells))
@@ -118,7 +119,8 @@ def _show(console: Console, result: Comparison) -> None:
             console.print(
                 text(f"and {len(result.divergence_points) - MAX_ROWS} more layers; -o FILE lists them", "dim")
             )
-    for letter, alerts in zip("AB", result.alerts(), strict=True):
+    for letter, record in zip("AB", result.runs, strict=True):
+        alerts = loud(record.verdict.incidents)
         for alert in alerts[:MAX_ROWS]:
             console.print(text(f"Alert of {letter}: {alert.rule} in {with_short_names(alert).where} {alert.since}"))
         if len(alerts) > MAX_ROWS:

@@ -51,9 +51,9 @@ def run(options: argparse.Namespace) -> int:
     from rich.table import Table
     from rich.text import Text
 
-    from gradwatch.core.alert import Severity
     from gradwatch.runs.files import Unreadable, runs_below
     from gradwatch.runs.reader import read_run
+    from gradwatch.sinks.incident_line import loud
 
     folder: Path = options.folder
     if not folder.is_dir():
@@ -79,7 +79,7 @@ def run(options: argparse.Namespace) -> int:
         incidents = run.verdict.incidents
         worst = str(incidents[0].severity) if incidents else "healthy"
         state = Text(worst if run.finished is not None else f"{worst}, no end", style=STYLES[worst])
-        rules = [*dict.fromkeys(alert.rule for alert in incidents if alert.severity is not Severity.NOTICE)]
+        rules = [*dict.fromkeys(alert.rule for alert in loud(incidents))]
         more = " ..." * (len(rules) > MAX_FAULTS)
         alerts = Text(printable(", ".join(rules[:MAX_FAULTS]) or "-") + more)
         began = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.began))

@@ -69,9 +69,9 @@ def run(options: argparse.Namespace) -> int:
 
 def _several(path: Path) -> bool:
     """Whether there is more than one run below `path`, and none in it."""
-    from gradwatch.runs.files import FOLDER, event_files, holds_record, runs_below
+    from gradwatch.runs.files import files_in, runs_below
 
-    if not path.is_dir() or any(holds_record(file) for own in (path, path / FOLDER) for file in event_files(own)):
+    if not path.is_dir() or files_in(path):
         return False
     below = runs_below(path)
     return next(below, None) is not None and next(below, None) is not None

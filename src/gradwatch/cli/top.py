@@ -66,9 +66,9 @@ def run(options: argparse.Namespace) -> int:
 
 def _latest(path: Path) -> Path:
     """The run at `path`; of several below it the one that was written last."""
-    from gradwatch.runs.files import FOLDER, event_files, holds_record, runs_below
+    from gradwatch.runs.files import files_in, runs_below
 
-    if not path.is_dir() or any(holds_record(file) for own in (path, path / FOLDER) for file in event_files(own)):
+    if not path.is_dir() or files_in(path):
         return path
     return max(runs_below(path), key=_written, default=path)
 

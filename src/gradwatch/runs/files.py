@@ -43,12 +43,11 @@ def files_of(path: Path) -> list[Path]:
             raise Unreadable(f"{path} is neither a folder nor a regular file")
         _check(path)
         return [path]
-    for folder in (path, path / FOLDER):
-        if found := [file for file in event_files(folder) if holds_record(file)]:
-            return found
+    if found := files_in(path):
+        return found
     runs = list(runs_below(path))
     if len(runs) == 1:
-        return [file for file in event_files(runs[0]) if holds_record(file)]
+        return files_in(runs[0])
     if runs:
         some = ", ".join(str(run) for run in runs[:MAX_LISTED_RUNS]) + ", ..." * (len(runs) > MAX_LISTED_RUNS)
         raise Unreadable(f"there are {len(runs)} runs below {path}; name one of them: {some}")
@@ -57,6 +56,12 @@ def files_of(path: Path) -> list[Path]:
         _check(files[0])
     what = f"its {len(files)} event files hold none" if files else "no event file is in it or below"
     raise Unreadable(f"there is no GradWatch record in {path}: {what}")
+
+
+def files_in(folder: Path) -> list[Path]:
+    """The files with a record in `folder`, oldest first, or else in its folder `FOLDER`."""
+    own = [file for file in event_files(folder) if holds_record(file)]
+    return own or [file for file in event_files(folder / FOLDER) if holds_record(file)]
 
 
 def runs_below(folder: Path) -> Iterator[Path]:

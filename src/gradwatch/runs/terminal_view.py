@@ -8,13 +8,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.core.alert import Severity
 from gradwatch.core.printable import printable
-from gradwatch.runs.names import with_short_names
 from gradwatch.runs.report.run_data import RunData
 from gradwatch.sinks.colormap import palette, scale_of
 from gradwatch.sinks.downsampling import Logs
-from gradwatch.sinks.incident_line import status
 from gradwatch.sinks.tensorboard.heatmap_image import most_distinct
 from gradwatch.sinks.terminal.console import STYLES, table_rows
 from gradwatch.sinks.terminal.layer_table import NARROWEST, select_rows, shorten_name, table
@@ -63,14 +60,13 @@ def _head(data: RunData, name: str, width: int) -> list[Text | str]:
     from rich.text import Text
 
     verdict = data.verdict
-    loud = [alert for alert in verdict.incidents if alert.severity is not Severity.NOTICE]
+    loud = data.loud
     state = "ended" if data.ended else "under way, or cut off"
     several = "s" if verdict.layers != 1 else ""
     facts = f"{verdict.layers:,} layer{several}, {verdict.steps:,} steps, {state}: {printable(name)}"
     style = STYLES[loud[0].severity] if loud else "bold green"
-    said = status(map(with_short_names, loud), ended=data.ended, stuck=verdict.stuck)
     found: list[Text | str] = [_cut(Text(facts, style="dim"), width)]
-    found += _wrapped(said, width, style)
+    found += _wrapped(data.status, width, style)
     return found + (_wrapped(f"Try: {loud[0].remedy}", width) if loud else [])
 
 
@@ -153,7 +149,7 @@ def _worst(data: RunData, width: int, room: int, *, ascii_only: bool) -> list[Te
     few = len(unhealthy) >= limit - 2  # no room for both ends of the healthy ones
     shown = sorted(unhealthy[:limit]) if few and unhealthy else select_rows(len(layers), unhealthy, limit)
     text = table([total, *(layers[place] for place in shown)], width=width, ascii_only=ascii_only)
-    lines = [*text.split("\n")]
+    lines = text.split("\n")
     for line in lines:
         line.rstrip()
     return [*lines]

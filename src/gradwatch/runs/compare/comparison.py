@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gradwatch.core.alert import Alert, Severity
 from gradwatch.runs.arrays import RunArrays
 from gradwatch.runs.compare.aligned import COMPARED, HIGHEST, LOWEST, AlignedRuns, align
 from gradwatch.runs.compare.divergence_point import DivergencePoint, blocks_of, divergence_points
@@ -85,7 +84,7 @@ class Comparison:
     def evidence(self, point: DivergencePoint) -> str:
         """What is how far apart, and how far noise goes."""
         a, b = point.values
-        ratio = f"{format_ratio(b - a)}; " if abs(b - a) < MAX_RATIO_DECADES else ""
+        ratio = f"{times}; " if (times := format_ratio(b - a)) else ""
         percent = 100 * (10 ** min(point.noise, 9.0) - 1)
         noise = f"{percent:.0f} %" if percent >= 1 else "less than 1 %"
         return f"{WORDS[point.statistic]} {format_size(a)} in A, {format_size(b)} in B ({ratio}noise {noise})"
@@ -141,14 +140,6 @@ class Comparison:
             return [f"{where[0].upper()}{where[1:]}: they began with the same seed, and this is what was changed."]
         return [f"{where[0].upper()}{where[1:]}."]
 
-    def alerts(self) -> tuple[tuple[Alert, ...], tuple[Alert, ...]]:
-        """The loud ones of each run, worst first."""
-        loud = [
-            tuple(alert for alert in run.verdict.incidents if alert.severity is not Severity.NOTICE)
-            for run in self.runs
-        ]
-        return loud[0], loud[1]
-
 
 def _shown(text: object) -> str:
     """A setting for a sentence; one that a run does not have is "none"."""
@@ -187,8 +178,8 @@ def compare_runs(a: RunArrays, b: RunArrays) -> Comparison:
 
 
 def format_ratio(decades: float) -> str:
-    """How many times as large: 'x12', 'x4.9e-4'."""
-    return f"x{format_number(10**decades, 6)}"
+    """How many times as large: 'x12', 'x4.9e-4'; empty beyond `MAX_RATIO_DECADES`."""
+    return f"x{format_number(10**decades, 6)}" if abs(decades) < MAX_RATIO_DECADES else ""
 
 
 def format_size(log: float) -> str:

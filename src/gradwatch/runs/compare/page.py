@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.core.alert import Alert, Severity
+from gradwatch.core.alert import Severity
 from gradwatch.core.record import Floats
 from gradwatch.runs.compare.aligned import HIGHEST, LOWEST, key_of
-from gradwatch.runs.compare.comparison import MAX_RATIO_DECADES, WORDS, Comparison, format_ratio, format_size
+from gradwatch.runs.compare.comparison import WORDS, Comparison, format_ratio, format_size
 from gradwatch.runs.pages import render
 from gradwatch.runs.report.heatmap import IncidentMark, heatmap
 from gradwatch.runs.report.sparkline import sparkline
@@ -70,8 +70,7 @@ def _picture(result: Comparison) -> str:
     marks: list[IncidentMark] = []
     for number, p in enumerate(result.divergence_points, 1):
         if not marks or p.step - marks[-1].axis >= MIN_MARK_DISTANCE * course.stride * len(course):
-            alert = Alert("diverges", Severity.WARNING, layers[p.layer], (), p.step, p.step, 0.0, 0.0, "", "")
-            marks.append(IncidentMark(number, alert, p.step))
+            marks.append(IncidentMark(number, Severity.WARNING, p.step, f"diverges, step {p.step}"))
     each = f"the most of {course.stride:,} steps" if course.stride > 1 else "one step"
     note = (
         "Gradient norm of B over that of A: grey is the same, blue less in B, brown more. Layers in the order of A "
@@ -94,7 +93,7 @@ def _points(result: Comparison) -> list[dict[str, Any]]:
     rows = []
     for point in result.divergence_points:
         a, b = point.values
-        ratio = format_ratio(b - a) if abs(b - a) < MAX_RATIO_DECADES else "-"
+        ratio = format_ratio(b - a) or "-"
         noise = format_ratio(min(point.noise, 9.0))
         rows.append(
             {

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import base64
 import textwrap
 
-from gradwatch.core.alert import Severity
-from gradwatch.runs.names import visible, with_short_names
+from gradwatch.runs.names import visible
 from gradwatch.runs.pages import render
-from gradwatch.runs.report.heatmap import png, rows_of
+from gradwatch.runs.report.heatmap import small_map
 from gradwatch.runs.report.loss_curve import path_of
 from gradwatch.runs.report.run_data import RunData
-from gradwatch.sinks.colormap import scale_of
-from gradwatch.sinks.incident_line import status
-from gradwatch.sinks.record.incident_spans import Span
 
 WIDTH, MAP_HEIGHT, LOSS_HEIGHT = 760, 180, 48
 """Pixels. Judgement: as wide as a column of text in an issue."""
@@ -30,23 +25,16 @@ MAX_MARKS = 12
 def card(data: RunData, *, source: str = "") -> str:
     """SVG. `source`: the name of the run, for people."""
     verdict, course = data.verdict, data.summary.grad_norm
-    loud = [alert for alert in verdict.incidents if alert.severity is not Severity.NOTICE]
-    said = (
-        status(map(with_short_names, loud), ended=data.ended, stuck=verdict.stuck)
-        if verdict.steps
-        else "No step was measured"
-    )
+    loud = data.loud
+    said = data.status if verdict.steps else "No step was measured"
     lines = textwrap.wrap(visible(said), LINE_CHARACTERS, max_lines=MAX_LINES, placeholder=" ...")
     measured = bool(data.summary.names[1:]) and len(course) > 0
     picture, marks = "", []
     if measured:
-        _, high = course.extremes()
-        logs, _ = rows_of(high[:, 1:].T, MAP_HEIGHT / 2, first=[*data.unhealthy])
-        picture = base64.b64encode(png(scale_of(logs).shade(logs))).decode()
+        picture = small_map(data, MAP_HEIGHT // 2)
         first, span = course.axis[0], course.stride * len(course)
         for alert in loud[:MAX_MARKS]:
-            begin = data.spans.get((alert.rule, alert.step), Span(alert.step)).begin
-            if begin is not None:
+            if (begin := data.begin(alert)) is not None:
                 x = 24 + (WIDTH - 48) * min(1.0, max(0.0, (begin - first + 0.5) / span))
                 marks.append({"x": f"{x:.1f}", "colour": COLOURS[str(alert.severity)]})
     loss, least, most = path_of(data.loss, course) if measured and len(data.loss) else ("", 0.0, 0.0)

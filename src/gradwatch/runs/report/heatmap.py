@@ -11,9 +11,10 @@ from math import floor, log10
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.core.alert import Alert, Severity
+from gradwatch.core.alert import Severity
 from gradwatch.core.record import Floats
 from gradwatch.runs.pages import figure
+from gradwatch.runs.report.run_data import RunData
 from gradwatch.sinks.colormap import (
     DIVERGING,
     NONFINITE_COLOUR,
@@ -65,8 +66,10 @@ class IncidentMark:
 
     number: int
     """Its place in the list of alerts, from 1."""
-    alert: Alert
+    severity: Severity
     axis: int
+    text: str
+    """Said where the mouse rests on it."""
 
 
 def heatmap(
@@ -94,7 +97,7 @@ def heatmap(
         worst.setdefault(int(np.searchsorted(begins, place, side="right")) - 1, place)
     times = _times(len(begins), [*worst])
     edges = np.append(0, np.cumsum(times))
-    picture = base64.b64encode(png(np.repeat(scale.shade(logs), times, axis=0), colours)).decode()
+    picture = png(np.repeat(scale.shade(logs), times, axis=0), colours)
     row = min(MAX_ROW_HEIGHT, MAX_HEIGHT / edges[-1])
     middles = (edges[:-1] + edges[1:]) / 2
     if len(begins) < len(names):
@@ -124,11 +127,11 @@ def heatmap(
     levels = _levels([(mark.axis - first) / span for mark in marks])
     drawn = [
         {
-            "severity": str(mark.alert.severity),
+            "severity": str(mark.severity),
             "left": left(mark.axis),
             "level": level,
             "number": mark.number,
-            "text": f"{mark.alert.rule}, step {mark.alert.step}",
+            "text": mark.text,
         }
         for mark, level in zip(marks, levels, strict=True)
     ]
@@ -151,8 +154,15 @@ def heatmap(
     )
 
 
-def png(places: NDArray[np.uint8], colours: tuple[str, ...] = VIRIDIS) -> bytes:
-    """`places` in the palette, shape [height, width], the top row first: browsers enlarge it."""
+def small_map(data: RunData, rows: int) -> str:
+    """The gradient norms of all layers in at most `rows` rows, as `png` gives it."""
+    _, high = data.summary.grad_norm.extremes()
+    logs, _ = rows_of(high[:, 1:].T, rows, first=[*data.unhealthy])
+    return png(scale_of(logs).shade(logs))
+
+
+def png(places: NDArray[np.uint8], colours: tuple[str, ...] = VIRIDIS) -> str:
+    """`places` in the palette, shape [height, width], the top row first, in base64: browsers enlarge it."""
     from PIL import Image
 
     shades = palette(colours)
@@ -160,7 +170,7 @@ def png(places: NDArray[np.uint8], colours: tuple[str, ...] = VIRIDIS) -> bytes:
     image.putpalette(shades[:, :3].tobytes())
     file = BytesIO()
     image.save(file, "png", transparency=shades[:, 3].tobytes(), compress_level=9)
-    return file.getvalue()
+    return base64.b64encode(file.getvalue()).decode()
 
 
 def rows_of(logs: Logs, most: float = MAX_HEIGHT, *, first: Sequence[int] = ()) -> tuple[Logs, NDArray[np.intp]]:

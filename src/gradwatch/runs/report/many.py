@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import os
 import time
 from collections.abc import Iterable, Sequence
@@ -12,15 +11,11 @@ from urllib.parse import quote
 
 import numpy as np
 
-from gradwatch.core.alert import Alert, Severity
-from gradwatch.runs.names import with_short_names
 from gradwatch.runs.pages import figure, render
-from gradwatch.runs.report.heatmap import png, rows_of
+from gradwatch.runs.report.heatmap import small_map
 from gradwatch.runs.report.loss_curve import HEIGHT, path_of
 from gradwatch.runs.report.run_data import RunData
 from gradwatch.runs.report.sink import NAME
-from gradwatch.sinks.colormap import scale_of
-from gradwatch.sinks.incident_line import status
 from gradwatch.sinks.terminal.layer_table import format_number
 
 PAGE_NAME = "gradwatch_runs.html"
@@ -55,12 +50,10 @@ class RunLine:
 
 def line_of(data: RunData, path: Path, name: str, rates: tuple[float, float, float] | None) -> RunLine:
     verdict, course = data.verdict, data.summary.grad_norm
-    loud = [alert for alert in verdict.incidents if alert.severity is not Severity.NOTICE]
+    loud = data.loud
     picture = loss = curve = ""
     if len(data.summary.names) > 1 and len(course):
-        _, high = course.extremes()
-        logs, _ = rows_of(high[:, 1:].T, MAP_ROWS, first=[*data.unhealthy])
-        picture = base64.b64encode(png(scale_of(logs).shade(logs))).decode()
+        picture = small_map(data, MAP_ROWS)
         path_, _, _ = path_of(data.loss, course) if len(data.loss) else ("", 0.0, 0.0)
         curve = figure("small_curve", columns=len(course), height=HEIGHT, path=path_) if path_ else ""
     if len(data.loss):
@@ -75,7 +68,7 @@ def line_of(data: RunData, path: Path, name: str, rates: tuple[float, float, flo
         path,
         name,
         health,
-        _found(loud, verdict.stuck),
+        data.status.partition(": ")[2] if loud else verdict.stuck or "none",
         verdict.steps,
         float(started) if isinstance(started, int | float) else 0.0,
         loss,
@@ -132,12 +125,6 @@ def differing(lines: Sequence[RunLine]) -> list[str]:
     names = dict.fromkeys(name for line in lines for name in line.settings)
     values = {name: len({line.settings.get(name) for line in lines}) for name in names}
     return sorted((name for name in names if values[name] > 1), key=lambda name: (-values[name], name))[:MAX_SETTINGS]
-
-
-def _found(loud: Sequence[Alert], stuck: str) -> str:
-    if not loud:
-        return stuck or "none"
-    return status(map(with_short_names, loud), ended=True).partition(": ")[2]
 
 
 def _report(path: Path, out: Path) -> str:

@@ -20,7 +20,7 @@ from gradwatch.runs.report.heatmap import IncidentMark, heatmap
 from gradwatch.runs.report.loss_curve import curve
 from gradwatch.runs.report.run_data import RunData
 from gradwatch.runs.report.sparkline import sparkline
-from gradwatch.sinks.record.incident_spans import Span
+from gradwatch.sinks.incident_line import loud
 from gradwatch.sinks.run_summary import RowFault
 from gradwatch.sinks.terminal.layer_table import format_number, format_percent, select_rows
 
@@ -51,7 +51,7 @@ def page(data: RunData, *, source: str = "") -> str:
     """HTML of one self-contained file, with the card in it. `source`: where the record is, for people."""
     verdict, summary = data.verdict, data.summary
     alerts = [_described(number, alert) for number, alert in enumerate(verdict.incidents, 1)]
-    loud = [alert for alert in alerts if alert["severity"] != str(Severity.NOTICE)]
+    serious = [alert for alert in alerts if alert["severity"] != str(Severity.NOTICE)]
     started = data.meta.get("started")
     facts = {
         "steps": f"{verdict.steps:,}",
@@ -61,7 +61,7 @@ def page(data: RunData, *, source: str = "") -> str:
     }
     notes = [f"Intervention: {text}" for text in verdict.interventions]
     notes += [f"Note: {text}" for text in (*verdict.notes, *data.notes)]
-    first = f"{loud[0]['rule']} in {loud[0]['place']}" if len(loud) == 1 else headline(verdict)
+    first = f"{serious[0]['rule']} in {serious[0]['place']}" if len(serious) == 1 else headline(verdict)
     return render(
         "report.html",
         title=f"{headline(verdict)} - GradWatch",
@@ -69,9 +69,9 @@ def page(data: RunData, *, source: str = "") -> str:
         source=source,
         card=base64.b64encode(card(data, source=Path(source).name).encode()).decode(),
         started=time.strftime("%Y-%m-%d %H:%M", time.localtime(started)) if isinstance(started, int | float) else "",
-        kind=loud[0]["severity"] if loud else "ok" if verdict.steps else "none",
+        kind=serious[0]["severity"] if serious else "ok" if verdict.steps else "none",
         headline=first,
-        loud=loud,
+        loud=serious,
         advised=MAX_REMEDIES,
         facts={name: text for name, text in facts.items() if text},
         notes=notes,
@@ -86,12 +86,12 @@ def page(data: RunData, *, source: str = "") -> str:
 
 
 def headline(verdict: Verdict) -> str:
-    loud = sum(alert.severity is not Severity.NOTICE for alert in verdict.incidents)
+    count = len(loud(verdict.incidents))
     if not verdict.steps:
         return "No step was measured"
-    if not loud:
+    if not count:
         return f"Nothing found; {verdict.stuck}" if verdict.stuck else "Healthy"
-    return f"{loud} incident{'s' * (loud > 1)}"
+    return f"{count} incident{'s' * (count > 1)}"
 
 
 def _described(number: int, alert: Alert) -> dict[str, Any]:
@@ -120,9 +120,9 @@ def _pictures(data: RunData) -> list[dict[str, str]]:
     if not names or not len(courses["grad_norm"]):
         return []
     marks = [
-        IncidentMark(number, alert, axis)
+        IncidentMark(number, alert.severity, axis, f"{alert.rule}, step {alert.step}")
         for number, alert in enumerate(data.verdict.incidents, 1)
-        if alert.severity is not Severity.NOTICE and (axis := _axis(data, alert)) is not None
+        if alert.severity is not Severity.NOTICE and (axis := data.begin(alert)) is not None
     ]
     found = []
     for name, course in courses.items():
@@ -221,10 +221,6 @@ def _since(alert: Alert) -> str:
     if alert.closed_step == alert.step:
         return f"at step {alert.step:,}{noticed}"
     return f"from step {alert.step:,}{noticed} to {alert.closed_step:,}"
-
-
-def _axis(data: RunData, alert: Alert) -> int | None:
-    return data.spans.get((alert.rule, alert.step), Span(alert.step)).begin
 
 
 def _duration(meta: Mapping[str, Any]) -> str:

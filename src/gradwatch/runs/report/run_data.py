@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from gradwatch.core.alert import Severity, Verdict
+from gradwatch.core.alert import Alert, Severity, Verdict
 from gradwatch.core.block import Block
+from gradwatch.runs.names import with_short_names
 from gradwatch.runs.reader import Progress, read_run
 from gradwatch.sinks.downsampling import Downsampling
+from gradwatch.sinks.incident_line import loud, status
 from gradwatch.sinks.record.incident_spans import Key, Span
 from gradwatch.sinks.run_summary import RunSummary
 
@@ -42,12 +44,26 @@ class RunData:
             )
 
     @property
+    def loud(self) -> list[Alert]:
+        """The warnings and errors, worst first, with names of a readable length."""
+        return [with_short_names(alert) for alert in loud(self.verdict.incidents)]
+
+    @property
+    def status(self) -> str:
+        """The run in one line."""
+        return status(self.loud, ended=self.ended, stuck=self.verdict.stuck)
+
+    @property
     def unhealthy(self) -> dict[int, Severity]:
         """Place of a layer -> the worst severity of the warnings and errors about it, the worst first."""
         faults = self.summary.faults_by_row(self.verdict)
         worst = {row - 1: found[0].severity for row, found in faults.items() if row}
         loud = [place for place, severity in worst.items() if severity is not Severity.NOTICE]
         return {place: worst[place] for place in sorted(loud, key=lambda place: -worst[place].order)}
+
+    def begin(self, alert: Alert) -> int | None:
+        """Where an alert of the verdict begins on the x-axis; None where that is not known."""
+        return self.spans.get((alert.rule, alert.step), Span(alert.step)).begin
 
     def end(self, verdict: Verdict, spans: Mapping[Key, Span], *, ended: bool = True) -> None:
         """`ended`: whether the run has ended; otherwise only its record has."""

@@ -17,10 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch import __version__
-from gradwatch.core.alert import Alert, Severity, Verdict
+from gradwatch.core.alert import Alert, Verdict
 from gradwatch.core.printable import INVISIBLE
 from gradwatch.core.record import Missing
 from gradwatch.runs.arrays import RunArrays
+from gradwatch.sinks.incident_line import loud
 from gradwatch.sinks.terminal.layer_table import select_rows
 
 FORMAT, VERSION = "gradwatch.run", 1
@@ -101,7 +102,6 @@ def _document(run: RunArrays, limits: Limits) -> dict[str, Any]:
     verdict = run.verdict
     incidents = [_incident(alert, limits) for alert in verdict.incidents[: limits.incidents]]
     rows, left_out = _layers(run, limits)
-    loud = sum(alert.severity is not Severity.NOTICE for alert in verdict.incidents)
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -116,7 +116,7 @@ def _document(run: RunArrays, limits: Limits) -> dict[str, Any]:
         },
         "verdict": {
             "status": status_of(verdict),
-            "incidents": loud,
+            "incidents": len(loud(verdict.incidents)),
             "headline": _cut(str(verdict).splitlines()[0].removeprefix("GradWatch: "), limits.text),
             "notes": [_cut(note, limits.text) for note in (*verdict.notes, *run.notes)[: limits.incidents]],
             "interventions": [_cut(line, limits.text) for line in verdict.interventions[: limits.incidents]],
@@ -136,9 +136,8 @@ def _document(run: RunArrays, limits: Limits) -> dict[str, Any]:
 
 def status_of(verdict: Verdict) -> str:
     """The worst severity, or "healthy", "stuck" where the loss has not fallen, "unmeasured"."""
-    worst = max((alert.severity for alert in verdict.incidents), key=lambda severity: severity.order, default=None)
-    if worst is not None and worst is not Severity.NOTICE:
-        return str(worst)
+    if found := loud(verdict.incidents):
+        return str(found[0].severity)
     return "unmeasured" if not verdict.steps else "stuck" if verdict.stuck else "healthy"
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import unicodedata
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gradwatch.core.printable import printable
 from gradwatch.runs.summary.document import MAX_BYTES
 from gradwatch.sinks.terminal.layer_table import select_rows
 
@@ -14,12 +15,6 @@ SHOWN = ("name", "status", "median", "min", "max", "last", "update")
 
 FEWEST = 10
 """Layers below which the table is not cut further."""
-
-SPECIAL = frozenset("\\`*_[]<>|#")
-"""Characters that mean something to Markdown or HTML."""
-
-UNSEEN = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
-"""Unicode categories of what turns the direction of a text, or ends a line."""
 
 
 def markdown(found: Mapping[str, Any]) -> str:
@@ -36,7 +31,7 @@ def markdown(found: Mapping[str, Any]) -> str:
 
 def _text(found: Mapping[str, Any], rows: Sequence[Sequence[Any]]) -> str:
     run, verdict = found["run"], found["verdict"]
-    lines = [f"# {_headline(found)}", ""]
+    lines = [f"# {_plain(verdict['headline'])}", ""]
     extent = f"{run['layers']:,} layers over {run['steps']:,} steps"
     lines += [f"`{_code(found['source'])}`: {extent}" + ("" if run["ended"] else "; the record has no end"), ""]
     for name, course in (("Loss", found["loss"]), ("Learning rate", found["learning_rate"])):
@@ -80,20 +75,9 @@ def _text(found: Mapping[str, Any], rows: Sequence[Sequence[Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _headline(found: Mapping[str, Any]) -> str:
-    return _plain(found["verdict"]["headline"])
-
-
 def _plain(text: str) -> str:
     """One line in which no character means something to Markdown or HTML."""
-    line = " ".join(text.split())
-    return "".join(f"\\{character}" if character in SPECIAL else _seen(character) for character in line)
-
-
-def _seen(character: str) -> str:
-    """An escape for a character that is not seen itself and may turn the text around."""
-    unseen = unicodedata.category(character) in UNSEEN
-    return character.encode("unicode_escape").decode() if unseen else character
+    return printable(re.sub(r"([\\`*_\[\]<>|#])", r"\\\1", " ".join(text.split())))
 
 
 def _cell(value: Any) -> str:
@@ -101,4 +85,4 @@ def _cell(value: Any) -> str:
 
 
 def _code(text: str) -> str:
-    return "".join(map(_seen, " ".join(text.replace("`", "'").split())))
+    return printable(" ".join(text.replace("`", "'").split()))
