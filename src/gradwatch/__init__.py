@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from gradwatch.lightning.callback import GradWatch
     from gradwatch.lightning.feature_maps import FeatureMaps
     from gradwatch.rules import default_rules
-    from gradwatch.runs.load_run import load_run
+    from gradwatch.runs.arrays import load_run
     from gradwatch.sinks.flight_recorder import FlightRecorder
     from gradwatch.toolbox.backward import backward_hook
     from gradwatch.toolbox.capture import capture
@@ -59,7 +59,7 @@ _HOMES = {
     "edit": "toolbox.edit",
     "gradcam": "toolbox.gradcam",
     "load_incident": "toolbox.incident",
-    "load_run": "runs.load_run",
+    "load_run": "runs.arrays",
     "overlay": "toolbox.gradcam",
     "tap": "toolbox.tap",
 }

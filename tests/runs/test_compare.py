@@ -20,6 +20,7 @@ from gradwatch import Watch
 from gradwatch.cli import main
 from gradwatch.core.record import Run
 from gradwatch.runs.arrays import read
+from gradwatch.runs.compare import divergence_point
 from gradwatch.runs.compare.comparison import Comparison, compare_runs, format_size
 from gradwatch.runs.compare.divergence_point import blocks_of, distances, divergence_points, medians
 from gradwatch.runs.compare.first_difference import Difference, Rates
@@ -224,10 +225,12 @@ def test_what_is_sampled_has_not_parted_before_a_sample_says_so(samples: Any, ot
     assert found.values == ((1.0, 0.0) if other_way else (0.0, 1.0))
 
 
-def test_how_far_a_block_is_from_the_others_range() -> None:
+def test_how_far_a_block_is_from_the_others_range(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(divergence_point, "SHIFT_SHARE", 0.0)
+    monkeypatch.setattr(divergence_point, "SHIFT_BLOCKS", 1)
     mine = np.array([[0.0], [2.0], [5.0], [np.nan], [1.0]])
     other = np.array([[1.0], [1.5], [np.nan], [3.0], [2.0]])
-    slow = distances(mine, other, around=0.0, near=1)[:, 0]
+    slow = distances(mine, other)[:, 0]
     np.testing.assert_array_equal(slow, [-1.0, 0.5, 2.0, np.nan, -1.0])
 
 

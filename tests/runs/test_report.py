@@ -18,7 +18,7 @@ from PIL import Image
 from gradwatch import GradWatch
 from gradwatch.core.alert import Severity, Verdict, ranked
 from gradwatch.core.record import Missing, Run
-from gradwatch.runs.report.heatmap import labelled, png, rows_of, ticks_of
+from gradwatch.runs.report.heatmap import labelled, png, ticks_of
 from gradwatch.runs.report.page import page
 from gradwatch.runs.report.run_data import read_run_data
 from gradwatch.runs.report.sink import NAME, Report
@@ -34,6 +34,7 @@ from gradwatch.sinks.colormap import (
     scale_of,
 )
 from gradwatch.sinks.record.recorder import Recorder
+from gradwatch.sinks.tensorboard.heatmap_image import rows_of
 from sink_inputs import HEALTHY, alert_of, feed, fit_linear_layer, layout_of, record_of
 
 HOSTILE = (
@@ -303,7 +304,7 @@ def test_no_layer_is_lost_where_there_are_more_than_pixels(tmp_path: Path, layer
     shown = {500: -np.inf, 777: np.inf, 900: 6.0}
     for place, seen in shown.items():
         logs[place] = seen
-    rows, begins = rows_of(logs)
+    rows, begins = rows_of(logs, logs, 960)
     assert len(rows) == 960
     for place, seen in shown.items():
         row = int(np.searchsorted(begins, place, side="right")) - 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -12,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.core.alert import Alert, Verdict
-from gradwatch.core.arguments import cut, shown, wrong
+from gradwatch.core.arguments import check_items, check_path, cut, shown, wrong
 from gradwatch.core.block import Block
 from gradwatch.core.printable import printable
 from gradwatch.core.record import Layout, Missing
@@ -139,6 +140,22 @@ def read(
         meta=outcome.meta,
         notes=outcome.notes,
     )
+
+
+def load_run(path: str | os.PathLike[str], *, statistics: Collection[str] | None = None) -> RunArrays:
+    """Read the run at `path`, a log directory or an event file, even one that crashed or is still running.
+
+    `statistics`: the names of those to read, None for all. A run of more than 20,000 steps is thinned evenly.
+    Raises ValueError if there is no run at `path`, more than one, or one that cannot be read.
+    """
+    checked = check_path("load_run: path", path, "the path of a log directory or an event file")
+    if statistics is None:
+        return read(checked)
+    expected = 'names of statistics, such as ("grad_norm", "weight_norm"), or None for all'
+    names = check_items("load_run: statistics", statistics, expected)
+    if not all(isinstance(name, str) for name in names):
+        raise TypeError(wrong("load_run: statistics", statistics, expected))
+    return read(checked, statistics=names)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -6,13 +6,12 @@ from textwrap import wrap
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gradwatch.core.printable import printable
 from gradwatch.runs.report.run_data import RunData
 from gradwatch.sinks.colormap import palette, scale_of
 from gradwatch.sinks.downsampling import Logs
-from gradwatch.sinks.tensorboard.heatmap_image import most_distinct
+from gradwatch.sinks.tensorboard.heatmap_image import most_distinct, rows_of
 from gradwatch.sinks.terminal.console import STYLES, table_rows
 from gradwatch.sinks.terminal.layer_table import NARROWEST, select_rows, shorten_name, table
 from gradwatch.sinks.terminal.sparkline import sparkline
@@ -88,12 +87,9 @@ def _map(data: RunData, width: int, room: int) -> list[Text]:
     low, high = (logs[:, 1:].T for logs in summary.grad_norm.extremes())
     beside = min(NAMES, max(map(len, names)))
     columns = min(width - beside - 1, max(high.shape[1], 1) * 2)
-    rows = min(len(names), 2 * room)
-    begins = np.arange(rows) * len(names) // rows
-    shown = most_distinct(np.fmin.reduceat(low, begins, axis=0), np.fmax.reduceat(high, begins, axis=0))
     worst = data.unhealthy
-    for place in reversed(worst):
-        shown[np.searchsorted(begins, place, side="right") - 1] = high[place]
+    shown, begins = rows_of(low, high, 2 * room, first=[*worst])
+    rows = len(begins)
     logs = _stretched(shown, columns)
     shades = palette()[scale_of(logs).shade(logs)]
     found = []
@@ -115,12 +111,10 @@ def _map(data: RunData, width: int, room: int) -> list[Text]:
 def _stretched(logs: Logs, columns: int) -> Logs:
     """`logs` [rows, n] in `columns` columns: fewer are repeated, of more those that stand out are kept."""
     wide = logs.shape[1]
+    begins = np.arange(columns) * wide // columns
     if wide <= columns:
-        return logs[:, np.arange(columns) * wide // columns]
-    begins: NDArray[np.intp] = np.arange(columns) * wide // columns
-    return most_distinct(np.fmin.reduceat(logs, begins, axis=1), np.fmax.reduceat(logs, begins, axis=1)).astype(
-        np.float32
-    )
+        return logs[:, begins]
+    return most_distinct(np.fmin.reduceat(logs, begins, axis=1), np.fmax.reduceat(logs, begins, axis=1))
 
 
 def _loss(data: RunData, width: int, *, ascii_only: bool) -> Text | None:

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from gradwatch.core import disk_space
-from gradwatch.core.alert import Severity
 from gradwatch.core.record import Missing, Record, as_float32
 from gradwatch.core.versions import versions_of
 from gradwatch.sinks.record import schema
+from gradwatch.sinks.record.run_metadata import ALERT_FIELDS
 
 FORMAT, FILE_VERSION = "gradwatch incident", 1
 CHECKPOINT_SUFFIX = ".ckpt"
@@ -262,19 +262,7 @@ RNG = schema.fields(
 
 BATCH = schema.fields(data=_plain, notes=_texts)
 
-ALERT = schema.fields(
-    rule=schema.name,
-    severity=schema.one_of(*(severity.value for severity in Severity)),
-    layer=schema.name,
-    sites=_SITE_NAMES,
-    step=schema.step,
-    value=schema.number,
-    threshold=schema.number,
-    message=schema.text,
-    remedy=schema.text,
-    closed_step=schema.maybe(schema.step),
-    times=schema.whole(1),
-)
+ALERT = schema.fields(**ALERT_FIELDS)
 
 CONTENT = schema.fields(
     text=schema.text,

@@ -83,26 +83,20 @@ def divergence_points(
     a: tuple[NDArray[np.int64], Floats],
     b: tuple[NDArray[np.int64], Floats],
     edges: NDArray[np.int64],
-    *,
-    least: float = MIN_DECADES,
-    sigmas: float = MIN_STANDARD_ERRORS,
-    around: float = SHIFT_SHARE,
-    near: int = SHIFT_BLOCKS,
-    blocks: int = BLOCKS_IN_A_ROW,
 ) -> list[DivergencePoint]:
     """The layers that diverge and when, each once; `a` and `b` are steps [k] and log10 [k, layers]."""
     runs = [_pooled(*run, edges) for run in (a, b)]
     steady = statistic in NOISELESS
     noise = np.sqrt(runs[0].error ** 2 + runs[1].error ** 2) * (not steady)
     courses = [_course(run) for run in runs]
-    apart = [distances(runs[i].median, courses[1 - i], around=around, near=near) for i in (0, 1)]
+    apart = [distances(runs[i].median, courses[1 - i]) for i in (0, 1)]
     first_moves = np.nan_to_num(np.abs(apart[0]), nan=-1.0) > np.nan_to_num(np.abs(apart[1]), nan=-1.0)
     signed = np.where(first_moves, -apart[0], apart[1])
     """The second run over the first, positive where it is above."""
-    limit = np.maximum(least, sigmas * noise)
+    limit = np.maximum(MIN_DECADES, MIN_STANDARD_ERRORS * noise)
     with np.errstate(invalid="ignore"):
         beyond = np.abs(signed) > limit
-    blocks = 1 if steady else blocks
+    blocks = 1 if steady else BLOCKS_IN_A_ROW
     found = []
     for layer in range(signed.shape[1]):
         seen = np.flatnonzero(~np.isnan(signed[:, layer]))
@@ -112,11 +106,11 @@ def divergence_points(
         block = int(seen[place])
         before = int(seen[place - 1]) if place else block
         mover = 0 if first_moves[block, layer] else 1
-        low, high = _range(courses[1 - mover][:, layer], block, around=around, near=near)
+        low, high = _range(courses[1 - mover][:, layer], block)
         sign = np.sign(signed[block, layer]) * (1 if mover else -1)
         # where the block before was not measured, nothing is known of the other's range there
         since = before if before == block - 1 else block
-        step = _onset((a, b)[mover], layer, edges, since, block, low, high, sign, least)
+        step = _onset((a, b)[mover], layer, edges, since, block, low, high, sign)
         settled = int(seen[min(place + blocks, len(seen)) - 1])  # the first block may be half before it
         values = [_nearest(run.median[:, layer], settled) for run in runs]
         if np.isnan(runs[mover].median[settled, layer]):
@@ -193,22 +187,22 @@ def _nearest(median: Floats, block: int) -> float:
     return float(median[there[np.argmin(np.abs(there - block))]]) if len(there) else float("nan")
 
 
-def distances(mine: Floats, other: Floats, *, around: float, near: int) -> Floats:
+def distances(mine: Floats, other: Floats) -> Floats:
     """The distance of each block's median of `mine` above the range of `other` around that time, negative below it.
 
     Shape [blocks, layers], NaN where one of them was not measured.
     """
     out = np.full(mine.shape, np.nan)
     for block in range(len(mine)):
-        low, high = _range(other, block, around=around, near=near)
+        low, high = _range(other, block)
         value = mine[block]
         out[block] = np.where(value > high, value - high, np.where(value < low, value - low, 0.0))
         out[block, np.isnan(value) | np.isnan(low)] = np.nan
     return out
 
 
-def _range(median: Floats, block: int, *, around: float, near: int) -> tuple[Floats, Floats]:
-    reach = near + int(around * block)
+def _range(median: Floats, block: int) -> tuple[Floats, Floats]:
+    reach = SHIFT_BLOCKS + int(SHIFT_SHARE * block)
     window = median[max(0, block - reach) : block + reach + 1]
     return np.fmin.reduce(window, axis=0), np.fmax.reduce(window, axis=0)
 
@@ -232,7 +226,6 @@ def _onset(
     low: Floats,
     high: Floats,
     sign: float,
-    least: float,
 ) -> int:
     """The first step of the blocks from `before` to `block` from which on most numbers are out of the other's range."""
     steps, logs = run
@@ -240,7 +233,7 @@ def _onset(
     numbers, when = logs[rows, layer], steps[rows]
     there = ~np.isnan(numbers)
     numbers, when = numbers[there], when[there]
-    out = (numbers - high > least) if sign > 0 else (low - numbers > least)
+    out = (numbers - high > MIN_DECADES) if sign > 0 else (low - numbers > MIN_DECADES)
     for place in range(len(out)):
         if out[place] and out[place:].mean() >= ONSET_SHARE:
             return int(when[place])

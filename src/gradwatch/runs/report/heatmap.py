@@ -28,7 +28,7 @@ from gradwatch.sinks.colormap import (
     scale_of,
 )
 from gradwatch.sinks.downsampling import Downsampling, Logs
-from gradwatch.sinks.tensorboard.heatmap_image import most_distinct
+from gradwatch.sinks.tensorboard.heatmap_image import rows_of
 from gradwatch.sinks.terminal.layer_table import shorten_name
 
 MAX_ROW_HEIGHT, LABEL_HEIGHT = 22.0, 13.0
@@ -90,7 +90,8 @@ def heatmap(
     if diverging:
         high = np.where(-low > high, low, high)
     unhealthy = sorted(severities, key=lambda place: -severities[place].order)
-    logs, begins = rows_of(high[:, 1:].T, first=unhealthy)
+    layers = high[:, 1:].T
+    logs, begins = rows_of(layers, layers, int(MAX_HEIGHT), first=unhealthy)  # a browser draws no row below a pixel
     scale, colours = (diverging_scale_of(logs), DIVERGING) if diverging else (scale_of(logs), VIRIDIS)
     worst: dict[int, int] = {}  # row -> the layer that it is named after
     for place in unhealthy:
@@ -157,7 +158,8 @@ def heatmap(
 def small_map(data: RunData, rows: int) -> str:
     """The gradient norms of all layers in at most `rows` rows, as `png` gives it."""
     _, high = data.summary.grad_norm.extremes()
-    logs, _ = rows_of(high[:, 1:].T, rows, first=[*data.unhealthy])
+    layers = high[:, 1:].T
+    logs, _ = rows_of(layers, layers, rows, first=[*data.unhealthy])
     return png(scale_of(logs).shade(logs))
 
 
@@ -171,23 +173,6 @@ def png(places: NDArray[np.uint8], colours: tuple[str, ...] = VIRIDIS) -> str:
     file = BytesIO()
     image.save(file, "png", transparency=shades[:, 3].tobytes(), compress_level=9)
     return base64.b64encode(file.getvalue()).decode()
-
-
-def rows_of(logs: Logs, most: float = MAX_HEIGHT, *, first: Sequence[int] = ()) -> tuple[Logs, NDArray[np.intp]]:
-    """`logs` [layers, columns] in at most `most` rows, as many as there are pixels, and the first layer of each row.
-
-    A browser does not draw rows of less than a pixel. Here neighbours share a row; one of the layers `first` has it for
-    itself.
-    """
-    layers = len(logs)
-    rows = min(layers, int(most))
-    begins = np.arange(rows) * layers // rows
-    if rows == layers:
-        return logs, begins
-    shown = most_distinct(np.fmin.reduceat(logs, begins, axis=0), np.fmax.reduceat(logs, begins, axis=0))
-    for layer in reversed(first):
-        shown[np.searchsorted(begins, layer, side="right") - 1] = logs[layer]
-    return shown, begins
 
 
 def _times(rows: int, unhealthy: Sequence[int]) -> NDArray[np.intp]:

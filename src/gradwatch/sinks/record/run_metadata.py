@@ -131,27 +131,28 @@ def _checked_number(value: Any, where: str) -> float | str:
     return _json_number(schema.number(value, where))
 
 
+_SITES = schema.list_of(schema.name, schema.PARAMETERS_MAX)
+
+ALERT_FIELDS: Mapping[str, schema.Check] = {
+    "rule": schema.name,
+    "severity": schema.one_of(*(severity.value for severity in Severity)),
+    "layer": schema.name,
+    "sites": _SITES,
+    "step": schema.step,
+    "noticed": schema.step,
+    "value": _checked_number,
+    "threshold": _checked_number,
+    "message": schema.text,
+    "remedy": schema.text,
+    "closed_step": schema.maybe(schema.step),
+    "times": schema.whole(1),
+    "headline": schema.text,
+    "effects": schema.list_of(schema.fields(rule=schema.name, sites=_SITES), schema.STATISTICS_MAX),
+}
+"""What an alert is in any file."""
+
 ALERT = schema.fields(
-    rule=schema.name,
-    severity=schema.one_of(*(severity.value for severity in Severity)),
-    layer=schema.name,
-    sites=schema.list_of(schema.name, schema.PARAMETERS_MAX),
-    step=schema.step,
-    noticed=schema.step,
-    axis=schema.maybe(schema.step),
-    value=_checked_number,
-    threshold=_checked_number,
-    message=schema.text,
-    remedy=schema.text,
-    closed_step=schema.maybe(schema.step),
-    closed_axis=schema.maybe(schema.step),
-    noticed_axis=schema.maybe(schema.step),
-    times=schema.whole(1),
-    headline=schema.text,
-    effects=schema.list_of(
-        schema.fields(rule=schema.name, sites=schema.list_of(schema.name, schema.PARAMETERS_MAX)),
-        schema.STATISTICS_MAX,
-    ),
+    **ALERT_FIELDS, **dict.fromkeys(("axis", "noticed_axis", "closed_axis"), schema.maybe(schema.step))
 )
 
 TEXTS: Mapping[str, schema.Check] = {

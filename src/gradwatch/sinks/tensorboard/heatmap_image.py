@@ -106,10 +106,7 @@ def draw_heatmap(
     """
     from PIL import Image, ImageDraw, ImageFont
 
-    low, high = low.T, high.T
-    groups = np.arange(min(MAX_ROWS, len(names))) * len(names) // min(MAX_ROWS, len(names))
-    low, high = np.fmin.reduceat(low, groups, axis=0), np.fmax.reduceat(high, groups, axis=0)
-    logs = most_distinct(low, high)
+    logs, groups = rows_of(low.T, high.T, MAX_ROWS)
     scale = scale_of(logs)
     row_height = max(1, min(MAX_ROW_HEIGHT, MAP_HEIGHT // len(groups)))
     texts = [_short(names[int(first)]) for first in groups]
@@ -164,7 +161,19 @@ def _palette() -> bytes:
     return np.array(colours).round().astype(np.uint8).tobytes()
 
 
-def most_distinct(low: NDArray[np.floating], high: NDArray[np.floating]) -> NDArray[np.floating]:
+def rows_of(low: Logs, high: Logs, most: int, *, first: Sequence[int] = ()) -> tuple[Logs, NDArray[np.intp]]:
+    """One number for each pair of `low` and `high`, [layers, columns], in at most `most` rows, and the first layer of
+    each row. Neighbours share a row; one of the layers `first` has it for itself.
+    """
+    rows = min(len(high), most)
+    begins = np.arange(rows) * len(high) // rows
+    shown = most_distinct(np.fmin.reduceat(low, begins, axis=0), np.fmax.reduceat(high, begins, axis=0))
+    for layer in reversed(first):
+        shown[np.searchsorted(begins, layer, side="right") - 1] = high[layer]
+    return shown, begins
+
+
+def most_distinct(low: Logs, high: Logs) -> Logs:
     """The middle of each pair, or where they differ by `MIN_DIFFERENCE` the one farther from its row's median, so that
     spikes remain visible. Infinite numbers take precedence.
     """
