@@ -29,7 +29,7 @@ from gradwatch.tensorboard_plugin.matrix import (
     window,
 )
 from gradwatch.tensorboard_plugin.record_data import RecordCache, RunRecord
-from gradwatch.tensorboard_plugin.run_text import health_of, onsets_of, run_text
+from gradwatch.tensorboard_plugin.run_text import health, health_of, onsets_of, run_text
 from gradwatch.tensorboard_plugin.runs import RunTags, TensorBoardData
 
 MAX_COLUMNS = 4096
@@ -105,15 +105,12 @@ class Api:
             every = of_names(record.matrix("grad_norm"), layers)
             unhealthy = onsets_of(text["alerts"], every.names)
             own = fewer_names(every, THUMBNAIL[0], [*unhealthy])
-            small["map"], found = _drawn(own, THUMBNAIL[1])
-            arrays |= {f"map {name}": array for name, array in found.items()}
-            arrays["map usual"] = (
-                _summary(own, text["alerts"])["usual"] if len(own.first) else np.empty(0, dtype=np.float32)
-            )
+            small["map"], found = _drawn(own, THUMBNAIL[1], "map ")
+            arrays |= {**found, "map usual": _usual(own, text["alerts"])}
         losses, rates = record.number("loss"), record.number("lr")
         if losses.records:
-            small["loss"], found = _drawn(losses, THUMBNAIL[1])
-            arrays |= {f"loss {name}": array for name, array in found.items()}
+            small["loss"], found = _drawn(losses, THUMBNAIL[1], "loss ")
+            arrays |= found
         about = {
             "run": run,
             "layers": len(layers),
@@ -123,7 +120,7 @@ class Api:
             "began": min(record.sessions, default=0.0),
             "ended": verdict is not None,
             "stuck": verdict["stuck"] if verdict else "",
-            "health": _worst(text),
+            "health": health(text["alerts"], ended=verdict is not None),
             "alerts": text["alerts"],
             "loss": _levels(losses, record.number("loss_nan")),
             "lr": _ends(rates),
@@ -145,19 +142,15 @@ class Api:
             matrix = record.matrix(statistic)
             numbers, states, at = latest(matrix, step)
             arrays |= {f"{statistic} low": numbers, f"{statistic} states": states}
-            arrays[f"{statistic} at"] = at.astype(np.float64)
-            nothing = np.full(len(record.names), np.nan, dtype=np.float32)
-            arrays[f"{statistic} usual"] = _summary(matrix, alerts)["usual"] if len(matrix.first) else nothing
+            arrays |= {f"{statistic} at": at.astype(np.float64), f"{statistic} usual": _usual(matrix, alerts)}
         return pack_arrays({"statistics": found, "step": step}, arrays)
 
     def region(self, query: Mapping[str, str]) -> dict[str, Any]:
         """What there is to say of some layers over some steps. `layers`: their places, "3-10,15"."""
-        run, _, record = self._run(query)
-        statistic = query.get("statistic", "")
-        if statistic not in record.statistics or statistic == PARAMETERS:
-            raise RequestError(f"the run {run} has no statistic {statistic or '(none named)'}", 404)
+        _, _, record = self._run(query)
+        matrix = _asked_matrix(record, query)
         places = _places(query.get("layers", ""), len(record.names))
-        part = window(of_names(record.matrix(statistic), places), _step(query, "from"), _step(query, "to"))
+        part = _part(of_names(matrix, places), query)
         numbers = part.low[part.states == MEASURED]
         few = {} if not len(numbers) else {"min": numbers.min(), "median": np.median(numbers), "max": numbers.max()}
         return {
@@ -194,14 +187,11 @@ class Api:
     def map(self, query: Mapping[str, str]) -> bytes:
         """A statistic of all layers; of the whole run also the summary of each."""
         run, listing, record = self._run(query)
-        statistic = query.get("statistic", "")
-        if statistic not in record.statistics or statistic == PARAMETERS:
-            raise RequestError(f"the run {run} has no statistic {statistic or '(none named)'}", 404)
-        matrix = record.matrix(statistic)
-        first, last = _step(query, "from"), _step(query, "to")
-        about, arrays = _drawn(window(matrix, first, last), _columns(query))
-        if first is None and last is None and len(matrix.first):
-            arrays |= _summary(matrix, run_text(self._source, run, listing, record.sessions)["alerts"])
+        matrix = _asked_matrix(record, query)
+        about, arrays = _drawn(_part(matrix, query), _columns(query))
+        if not query.get("from") and not query.get("to") and len(matrix.first):
+            alerts = run_text(self._source, run, listing, record.sessions)["alerts"]
+            arrays |= summary(matrix, onsets_of(alerts, matrix.names))
         return pack_arrays({**about, "all": matrix.records}, arrays)
 
     def layer(self, query: Mapping[str, str]) -> bytes:
@@ -218,19 +208,17 @@ class Api:
                 continue
             matrix = _row(record.matrix(statistic), place)
             if np.isin(matrix.states, (MEASURED, NOT_A_NUMBER, INFINITE)).any():
-                part = window(matrix, _step(query, "from"), _step(query, "to"))
-                drawn[statistic], found = _drawn(part, columns)
-                arrays |= {f"{statistic} {name}": array for name, array in found.items()}
+                drawn[statistic], found = _drawn(_part(matrix, query), columns, f"{statistic} ")
+                arrays |= found
         own = []
         parameters = record.parameters_of(layer) if PARAMETERS in record.statistics else []
         for number, (name, shape) in enumerate(parameters):
-            whole = record.matrix(PARAMETERS)
+            whole, prefix = record.matrix(PARAMETERS), f"parameter {number} "
             matrix = _row(whole, whole.names.index(name))
-            part = window(matrix, _step(query, "from"), _step(query, "to"))
-            about, found = _drawn(part, columns)
+            about, found = _drawn(_part(matrix, query), columns, prefix)
             own.append({"name": name, "shape": shape, **about})
-            found |= summary(matrix) if len(matrix.first) else {}
-            arrays |= {f"parameter {number} {kind}": array for kind, array in found.items()}
+            few = summary(matrix) if len(matrix.first) else {}
+            arrays |= found | {prefix + kind: array for kind, array in few.items()}
         return pack_arrays({"statistics": drawn, "parameters": own}, arrays)
 
     def steps(self, query: Mapping[str, str]) -> bytes:
@@ -240,11 +228,9 @@ class Api:
         arrays: dict[str, NDArray[Any]] = {}
         for name in STEP_NUMBERS:
             matrix = record.number(name)
-            if not matrix.records:
-                continue
-            part = window(matrix, _step(query, "from"), _step(query, "to"))
-            drawn[name], found = _drawn(part, _columns(query))
-            arrays |= {f"{name} {kind}": array for kind, array in found.items()}
+            if matrix.records:
+                drawn[name], found = _drawn(_part(matrix, query), _columns(query), f"{name} ")
+                arrays |= found
         return pack_arrays({"numbers": drawn}, arrays)
 
     def _run(self, query: Mapping[str, str]) -> tuple[str, RunTags, RunRecord]:
@@ -255,8 +241,23 @@ class Api:
         return run, listing, self._cache.record(self._source, run, listing)
 
 
-def _drawn(matrix: Matrix, columns: int) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
-    """`matrix` in at most `columns` columns; arrays are [names, columns], `high` only where it differs from `low`."""
+def _asked_matrix(record: RunRecord, query: Mapping[str, str]) -> Matrix:
+    """The statistic that is asked for."""
+    statistic = query.get("statistic", "")
+    if statistic not in record.statistics or statistic == PARAMETERS:
+        raise RequestError(f"the run {query['run']} has no statistic {statistic or '(none named)'}", 404)
+    return record.matrix(statistic)
+
+
+def _part(matrix: Matrix, query: Mapping[str, str]) -> Matrix:
+    """The steps that are asked for."""
+    return window(matrix, _step(query, "from"), _step(query, "to"))
+
+
+def _drawn(matrix: Matrix, columns: int, prefix: str = "") -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
+    """`matrix` in at most `columns` columns. The names of the arrays begin with `prefix`; they are [names, columns],
+    `high` only where it differs from `low`.
+    """
     screen = pooled(matrix, columns)
     arrays: dict[str, NDArray[Any]] = {
         "from": screen.first.astype(np.float64),
@@ -266,7 +267,8 @@ def _drawn(matrix: Matrix, columns: int) -> tuple[dict[str, Any], dict[str, NDAr
     }
     if screen is not matrix:
         arrays["high"] = screen.high.T
-    return {"records": matrix.records, "pooled": screen is not matrix}, arrays
+    about = {"records": matrix.records, "pooled": screen is not matrix}
+    return about, {prefix + name: array for name, array in arrays.items()}
 
 
 def _row(matrix: Matrix, place: int) -> Matrix:
@@ -278,8 +280,11 @@ def _row(matrix: Matrix, place: int) -> Matrix:
     return Matrix((matrix.names[place],), first, last, counted(states), numbers, numbers, states)
 
 
-def _summary(matrix: Matrix, alerts: Sequence[Mapping[str, Any]]) -> dict[str, NDArray[Any]]:
-    return summary(matrix, onsets_of(alerts, matrix.names))
+def _usual(matrix: Matrix, alerts: Sequence[Mapping[str, Any]]) -> NDArray[Any]:
+    """What each name's number is usually, NaN where it has none: shape [names]."""
+    if not len(matrix.first):
+        return np.full(len(matrix.names), np.nan, dtype=np.float32)
+    return summary(matrix, onsets_of(alerts, matrix.names))["usual"]
 
 
 def _places(text: str, most: int) -> list[int]:
@@ -292,11 +297,6 @@ def _places(text: str, most: int) -> list[int]:
     if not found:
         raise RequestError(f"layers={text}: give places of layers, such as 3-10,15")
     return sorted(found)
-
-
-def _worst(text: Mapping[str, Any]) -> str:
-    loud = [alert["severity"] for alert in text["alerts"] if alert["severity"] != "notice"]
-    return loud[0] if loud else "healthy" if text["verdict"] else "open"
 
 
 def _levels(losses: Matrix, nan: Matrix) -> list[float | None] | None:

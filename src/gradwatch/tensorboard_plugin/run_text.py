@@ -43,8 +43,13 @@ def health_of(source: TensorBoardData, run: str, listing: RunTags) -> str:
     texts = _texts(source, run, listing, kinds=("alerts", "verdict"))
     verdict = texts["verdict"][-1][1] if texts["verdict"] else None
     alerts = verdict["incidents"] if verdict else texts["alerts"][-1][1]["alerts"] if texts["alerts"] else ()
-    loud = [alert["severity"] for alert in as_they_stand(alerts) if alert["severity"] != Severity.NOTICE.value]
-    return loud[0] if loud else "healthy" if verdict else "open"
+    return health(as_they_stand(alerts), ended=verdict is not None)
+
+
+def health(alerts: Iterable[Mapping[str, Any]], *, ended: bool) -> str:
+    """The first severity above a notice; without one "healthy", or "open" where nothing was found so far."""
+    loud = [alert["severity"] for alert in alerts if alert["severity"] != Severity.NOTICE.value]
+    return loud[0] if loud else "healthy" if ended else "open"
 
 
 def as_they_stand(alerts: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

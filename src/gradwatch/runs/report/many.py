@@ -40,10 +40,11 @@ class RunLine:
     found: str
     steps: int
     began: float
+    """Seconds since the epoch; 0 where it is not known."""
     loss: str
     curve: str
-    rates: tuple[float, float, float] | None
-    """The first learning rate, the highest and the last."""
+    rate: str
+    """The learning rate: the first, the highest and the last."""
     settings: dict[str, str]
     picture: str
 
@@ -73,7 +74,7 @@ def line_of(data: RunData, path: Path, name: str, rates: tuple[float, float, flo
         float(started) if isinstance(started, int | float) else 0.0,
         loss,
         curve,
-        rates,
+        _rate(rates),
         {str(key): str(text) for key, text in about.items()},
         picture,
     )
@@ -98,21 +99,10 @@ def page_of_many(lines: Sequence[RunLine], *, out: Path, source: str, notes: Ite
         settings=settings,
         lines=[
             {
-                "name": line.name,
+                "run": line,
                 "report": _report(line.path, out),
-                "kind": line.health
-                if line.health in ("error", "warning")
-                else "ok"
-                if line.health == "healthy"
-                else "",
-                "health": line.health,
-                "found": line.found,
-                "loss": line.loss,
-                "curve": line.curve,
-                "rate": _rate(line.rates),
+                "kind": {"error": "error", "warning": "warning", "healthy": "ok"}.get(line.health, ""),
                 "settings": [_cut(line.settings.get(name, "-")) for name in settings],
-                "picture": line.picture,
-                "steps": f"{line.steps:,}",
                 "began": time.strftime("%Y-%m-%d %H:%M", time.localtime(line.began)) if line.began else "",
             }
             for line in ordered
