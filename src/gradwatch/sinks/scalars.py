@@ -32,22 +32,21 @@ class Scalars:
             self._alerts = {}
             self._due = DueHeadlines(self.every_n_steps or run.log_every_n_steps)
         self._run = run
-        self._served = [logger for logger in run.loggers if not is_tensorboard_logger(logger)]
+        others = [logger for logger in run.loggers if not is_tensorboard_logger(logger)]
+        self._working = [logger for logger in others if id(logger) not in self._failed]
 
     def block(self, block: Block) -> None:
         if self._run is None:
             return
-        if not self._working() and self._run.metrics is None:
-            self._raise_failures()
-            return
         alerts = (*self._alerts.values(),)
         if self._run.metrics is not None:
             self._run.metrics().update(_as_tensors(headlines(block, alerts)))
-        if not self._working():
-            return
-        for row, due in self._due.extend(block, alerts).items():
-            for logger in self._working():
-                self._log(logger, due, int(block.axis[row]))
+        elif not self._working:
+            self._raise_failures()
+        if self._working:
+            for row, due in self._due.extend(block, alerts).items():
+                for logger in self._working:
+                    self._log(logger, due, int(block.axis[row]))
 
     def alert(self, alert: Alert) -> None:
         self._alerts[alert.rule, alert.step] = alert
@@ -56,10 +55,6 @@ class Scalars:
         self._run = None
         self._raise_failures()
 
-    def _working(self) -> list[object]:
-        """The loggers that have not failed."""
-        return [logger for logger in self._served if id(logger) not in self._failed]
-
     def _log(self, logger: object, numbers: dict[str, float], axis: int) -> None:
         assert self._run is not None
         try:
@@ -67,6 +62,7 @@ class Scalars:
             logger.log_metrics(dict(numbers), step=axis)  # type: ignore[attr-defined]
         except Exception as error:
             self._failed[id(logger)] = logger, error
+            self._working = [other for other in self._working if other is not logger]
 
     def _raise_failures(self) -> None:
         if not self._failed:

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tensorboard.data.provider import RunTagFilter  # type: ignore[import-untyped]
+
 from gradwatch.sinks.record import run_metadata, schema
 from gradwatch.sinks.record.record_format import PLUGIN, RECORD_TAG_PREFIX, TagDescription, parse_metadata
 
@@ -54,8 +56,9 @@ class TensorBoardData:
 
     def runs(self, run: str | None = None) -> dict[str, RunTags]:
         """Run -> what it has; of one `run` or of all."""
+        chosen = RunTagFilter(runs=None if run is None else [run])
         found = self._provider.list_tensors(
-            self._context, experiment_id=self.experiment, plugin_name=PLUGIN, run_tag_filter=_run_tag_filter(run, None)
+            self._context, experiment_id=self.experiment, plugin_name=PLUGIN, run_tag_filter=chosen
         )
         return {name: _listing(series) for name, series in found.items()}
 
@@ -70,19 +73,13 @@ class TensorBoardData:
                 experiment_id=self.experiment,
                 plugin_name=PLUGIN,
                 downsample=ALL_EVENTS,
-                run_tag_filter=_run_tag_filter(run, tags),
+                run_tag_filter=RunTagFilter(runs=[run], tags=tags),
             )
         except (ValueError, TypeError, MemoryError):  # a tensor's shape is not that of its numbers, for example
             if len(tags) == 1:
                 return {}
             return {tag: data for each in tags for tag, data in self.read(run, [each]).items()}
         return found.get(run, {})  # type: ignore[no-any-return]
-
-
-def _run_tag_filter(run: str | None, tags: Sequence[str] | None) -> Any:
-    from tensorboard.data import provider  # type: ignore[import-untyped]
-
-    return provider.RunTagFilter(runs=None if run is None else [run], tags=tags)
 
 
 def _listing(series: Mapping[str, Any]) -> RunTags:

@@ -40,9 +40,9 @@ class Comparison:
         if rates is not None and rates.step <= self.first_step:
             found.append(("learning rate", f"{rates.a:.3g}", f"{rates.b:.3g}"))
         for part in ("about", "environment"):
-            a, b = (dict(run.meta.get(part, {})) for run in self.runs)
+            a, b = (run.meta.get(part, {}) for run in self.runs)
             names = [name for name in dict.fromkeys([*a, *b]) if a.get(name) != b.get(name)]
-            found += [(str(name), _shown(a.get(name)), _shown(b.get(name))) for name in names]
+            found += [(name, _shown(a.get(name)), _shown(b.get(name))) for name in names]
         return tuple(found)
 
     @property
@@ -141,9 +141,9 @@ class Comparison:
         return [f"{where[0].upper()}{where[1:]}."]
 
 
-def _shown(text: object) -> str:
+def _shown(text: str | None) -> str:
     """A setting for a sentence; one that a run does not have is "none"."""
-    found = "none" if text is None else " ".join(str(text).split())
+    found = "none" if text is None else " ".join(text.split())
     return found if len(found) <= 60 else f"{found[:57]}..."
 
 

@@ -41,7 +41,7 @@ def card(data: RunData, *, source: str = "") -> str:
     top = 34 + 24 * len(lines) + 24
     map_height, loss_height = MAP_HEIGHT if picture else 0, LOSS_HEIGHT if loss else 0
     facts = [f"{verdict.layers:,} layers", f"{verdict.steps:,} steps", f"overhead {100 * verdict.overhead:.1f} %"]
-    model = str(dict(data.meta.get("about", {})).get("model", ""))
+    model = data.meta.get("about", {}).get("model", "")
     return render(
         "card.svg",
         title=visible(said),

@@ -63,19 +63,17 @@ def line_of(data: RunData, path: Path, name: str, rates: tuple[float, float, flo
         lost = len(high) > 0 and not np.isfinite(high[-1, 0])
         loss = f"{format_number(first, 7)} → {'not finite' if lost else format_number(last, 7)}"
     health = str(loud[0].severity) if loud else "no end" if not data.ended else "stuck" if verdict.stuck else "healthy"
-    about = {**dict(data.meta.get("about", {})), **dict(data.meta.get("environment", {}))}
-    started = data.meta.get("started")
     return RunLine(
         path,
         name,
         health,
         data.status.partition(": ")[2] if loud else verdict.stuck or "none",
         verdict.steps,
-        float(started) if isinstance(started, int | float) else 0.0,
+        data.meta.get("started", 0.0),
         loss,
         curve,
         _rate(rates),
-        {str(key): str(text) for key, text in about.items()},
+        {**data.meta.get("about", {}), **data.meta.get("environment", {})},
         picture,
     )
 

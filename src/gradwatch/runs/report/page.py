@@ -68,7 +68,7 @@ def page(data: RunData, *, source: str = "") -> str:
         made_from="the record of the run",
         source=source,
         card=base64.b64encode(card(data, source=Path(source).name).encode()).decode(),
-        started=time.strftime("%Y-%m-%d %H:%M", time.localtime(started)) if isinstance(started, int | float) else "",
+        started=time.strftime("%Y-%m-%d %H:%M", time.localtime(started)) if started is not None else "",
         kind=serious[0]["severity"] if serious else "ok" if verdict.steps else "none",
         headline=first,
         loud=serious,
@@ -81,7 +81,7 @@ def page(data: RunData, *, source: str = "") -> str:
         table=_table(data),
         meanings=_meanings(data),
         untrained=_untrained(verdict),
-        environment={str(name): str(text) for name, text in dict(data.meta.get("environment", {})).items()},
+        environment=data.meta.get("environment", {}),
     )
 
 
@@ -187,15 +187,14 @@ def _status(seen: bool, code: int, faults: Sequence[RowFault]) -> tuple[str, str
 
 def _meanings(data: RunData) -> dict[str, str]:
     """The meaning of the numbers of the page, by their names."""
-    labels = {str(name): str(text) for name, text in dict(data.meta.get("labels", {})).items() if text}
-    about = {str(name): str(text) for name, text in dict(data.meta.get("about", {})).items() if text}
+    labels, about = data.meta.get("labels", {}), data.meta.get("about", {})
     every = data.meta.get("log_every_n_steps")
     apart = f"{every} steps" if every != 1 else "step"
     return {
-        **{TITLES.get(name, name).lower(): text for name, text in labels.items()},
+        **{TITLES.get(name, name).lower(): text for name, text in labels.items() if text},
         **({"other statistics": f"recorded every {apart} at most"} if every else {}),
         "overhead": f"{100 * data.verdict.overhead:.2f} % of the step time, measured by GradWatch itself",
-        **about,
+        **{name: text for name, text in about.items() if text},
     }
 
 
@@ -226,7 +225,7 @@ def _since(alert: Alert) -> str:
 def _duration(meta: Mapping[str, Any]) -> str:
     """From the first step to the end."""
     begun, over = meta.get("started"), meta.get("finished")
-    if not isinstance(begun, int | float) or not isinstance(over, int | float) or over < begun:
+    if begun is None or over is None or over < begun:
         return ""
     seconds = round(over - begun)
     hours, minutes = seconds // 3600, seconds // 60 % 60

@@ -185,9 +185,9 @@ def _untrained(verdict: Verdict, limits: Limits) -> list[dict[str, Any]]:
     return [{"reason": _cut(reason, limits.text), "parameters": _names(names, limits)} for reason, names in found]
 
 
-def _texts(texts: Any, limits: Limits) -> dict[str, str]:
-    found = dict(texts).items()
-    return {_cut(str(name), limits.name): _cut(str(text), limits.text) for name, text in [*found][: limits.settings]}
+def _texts(texts: Mapping[str, str], limits: Limits) -> dict[str, str]:
+    found = [*texts.items()][: limits.settings]
+    return {_cut(name, limits.name): _cut(text, limits.text) for name, text in found}
 
 
 def _course(run: RunArrays, name: str, levels: tuple[float, float] | None) -> dict[str, Any] | None:
@@ -277,8 +277,8 @@ def _medians(numbers: NDArray[np.float32]) -> list[float | None]:
     return found
 
 
-def _moment(seconds: Any) -> str | None:
-    if not isinstance(seconds, int | float):
+def _moment(seconds: float | None) -> str | None:
+    if seconds is None:
         return None
     return datetime.fromtimestamp(seconds, timezone.utc).isoformat(timespec="seconds")
 

@@ -27,14 +27,14 @@ BAND = ("gradient norm of the layers, log10: median, p10 to p90", "grad_norm_log
 """Chart, tag, and the middle, lower and upper line of its band."""
 
 
-def charts(blocks: Iterable[tuple[str, Sequence[str]]] = (), *, optimizers: int = 1) -> dict[str, dict[str, Any]]:
+def charts(blocks: Iterable[tuple[str, Sequence[str]]], *, optimizers: int) -> dict[str, dict[str, Any]]:
     """The argument of `SummaryWriter.add_custom_scalars`. `blocks`: name -> tags of layers that share a chart.
 
     TensorBoard matches lines as regular expressions from the start, and bands as literal tags.
     """
     of_headlines: dict[str, list[Any]] = {}
     title, tag, bounds = BAND
-    for number in range(max(1, optimizers)):
+    for number in range(optimizers):
         own = f"_optimizer{number}" if number else ""
         of_headlines[title + f", optimizer {number}" * bool(number)] = [
             "Margin",

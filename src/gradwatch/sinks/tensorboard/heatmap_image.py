@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,6 @@ from gradwatch.core.alert import Alert
 from gradwatch.core.printable import printable
 from gradwatch.sinks.colormap import MISSING, NONFINITE, ZERO, ColourScale, format_power_of_ten, palette, scale_of
 from gradwatch.sinks.downsampling import Logs
-from gradwatch.sinks.record.incident_spans import Key, Span
 from gradwatch.sinks.run_summary import RunSummary
 
 if TYPE_CHECKING:
@@ -93,7 +92,13 @@ def heatmap_of(summary: RunSummary, alerts: Sequence[Alert], *, headline: str) -
     row_of_site = {site.name: row_of[site.layer] for site in layout.sites if site.layer in row_of}
     (first, last), (low, high) = course.axis, course.extremes()
     axis = Axis(first, last, course.stride * len(course))
-    marks = marks_of(alerts, row_of_site, summary.positions.spans(alerts), axis)
+    spans, marks = summary.positions.spans(alerts), []
+    for alert in alerts:
+        begin, end, _ = spans[alert.rule, alert.step]
+        where = tuple(sorted({row_of_site[site] for site in alert.sites if site in row_of_site}))
+        if begin is not None:
+            until = 1.0 if end is None else axis.share(end)
+            marks.append(Mark(alert.rule, where, axis.share(begin), max(until, axis.share(begin))))
     names = layout.names(layout.layers)
     return draw_heatmap(names, low[:, rows], high[:, rows], axis, marks, headline=headline), last
 
@@ -304,20 +309,3 @@ def _short(name: str) -> str:
     """The end of `name`, without characters that the font lacks."""
     name = printable(name)
     return name if len(name) <= MAX_NAME_LENGTH else f"...{name[3 - MAX_NAME_LENGTH :]}"
-
-
-def marks_of(
-    alerts: Iterable[Any],
-    rows: Mapping[str, int],
-    spans: Mapping[Key, Span],
-    axis: Axis,
-) -> list[Mark]:
-    """`alerts` on the map. `rows`: site -> its row. `spans`: (rule, step) -> begin and end on `axis`."""
-    found = []
-    for alert in alerts:
-        begin, end, _ = spans.get((alert.rule, alert.step), Span())
-        where = tuple(sorted({rows[site] for site in alert.sites if site in rows}))
-        if begin is not None:
-            until = 1.0 if end is None else axis.share(end)
-            found.append(Mark(alert.rule, where, axis.share(begin), max(until, axis.share(begin))))
-    return found
