@@ -82,41 +82,37 @@ class FlightRecorder:
         Returns "incident_file" and "checkpoint", paths or empty, for the alerts that need one; an empty dict where none
         does. Raises OSError.
         """
-        wanted = ranked(alert for alert in alerts if self.wants(alert))
-        if not wanted or self._run is None or not self._writes_on_this_rank(history):
+        wanted, run = ranked(alert for alert in alerts if self.wants(alert)), self._run
+        if not wanted or run is None:
             return {}
-        loop = self._run.loop
+        loop, rank = run.loop, run.loop.rank if run.loop else 0
+        if rank and not (self.keep_batch and history[-1].scalars.get("rank") == rank):
+            return {}  # rank 0 writes, and so does the rank of a failing batch that is to be kept
         checkpoint = loop.checkpoint(lambda steps: _was_unhealthy(steps, history, verdict)) if loop else None
-        folder, path, pointer = self._folder(), "", checkpoint[0] if checkpoint else ""
+        folder = self.folder or (Path(loop.folder) / "gradwatch" if loop and loop.folder else None)
+        path, pointer = "", checkpoint[0] if checkpoint else ""
         if folder is not None and self._written < self.limit:
             self._written += 1
-            path, pointer = self._write(folder, wanted[0], history, verdict, checkpoint)
+            path, pointer = self._write(folder, run, wanted[0], history, verdict, checkpoint)
         return {"incident_file": path, "checkpoint": pointer}
 
     def wants(self, alert: Alert) -> bool:
         """Whether `alert` needs an incident file and has none."""
         return (alert.severity is Severity.ERROR or alert.rule == "nonfinite") and not alert.saved_files
 
-    def _writes_on_this_rank(self, history: History) -> bool:
-        """True on rank 0, and on the rank of a failing batch that is to be kept."""
-        own = self._run.loop.rank if self._run and self._run.loop else 0
-        return own == 0 or (self.keep_batch and history[-1].scalars.get("rank") == own)
-
-    def _folder(self) -> Path | None:
-        if self.folder is not None:
-            return Path(self.folder)
-        assert self._run is not None
-        loop = self._run.loop
-        return Path(loop.folder) / "gradwatch" if loop and loop.folder else None
-
     def _write(
-        self, folder: Path, alert: Alert, history: History, verdict: Verdict, checkpoint: tuple[str, int] | None
+        self,
+        folder: Path,
+        run: Run,
+        alert: Alert,
+        history: History,
+        verdict: Verdict,
+        checkpoint: tuple[str, int] | None,
     ) -> tuple[str, str]:
         """Write the file; returns its path and the checkpoint's, or empty."""
         from gradwatch.sinks import incident_file
 
-        assert self._run is not None
-        loop, latest = self._run.loop, history[-1]
+        loop, latest = run.loop, history[-1]
         failing = {name: int(latest.scalars[name]) for name in ("batch", "epoch", "rank") if name in latest.scalars}
         own = loop.rank if loop else 0
         failing.setdefault("rank", own)
@@ -144,7 +140,7 @@ class FlightRecorder:
             "checkpoint": {"path": pointer, "steps": checkpoint[1], "saved_as": checkpoint[0]} if checkpoint else None,
             "settings": loop.settings() if loop else {"notes": {}},
             "environment": incident_file.versions_and_platform(),
-            "labels": dict(self._run.labels),
+            "labels": dict(run.labels),
             "records": incident_file.record_columns(lambda back: history[-1 - back], min(self.steps, len(history))),
         }
         incident_file.write_incident(content, path)

@@ -181,13 +181,6 @@ def _plain(value: Any, where: str) -> Any:
     return value
 
 
-def _texts(value: Any, where: str) -> Any:
-    """A dict of texts, with texts as keys."""
-    if type(value) is not dict or not all(type(part) is str for pair in value.items() for part in pair):
-        raise schema.InvalidError(f"{where} is {schema.shortened(value)}; texts by their names were expected")
-    return value
-
-
 def _array(dtype: str, *, axes: int) -> schema.Check:
     """A tensor of that dtype and number of axes, with numbers that can be read and each in the file."""
 
@@ -237,6 +230,7 @@ def _reasons(value: Any, where: str) -> Any:
     return value
 
 
+_TEXTS = schema.mapping_of(schema.text, schema.PARAMETERS_MAX)
 _SITE_NAMES = schema.list_of(schema.name, 2 * schema.PARAMETERS_MAX)
 
 RECORDS = schema.fields(
@@ -260,7 +254,7 @@ RNG = schema.fields(
 )
 """The form of random states; `RngState.check` asks the generators."""
 
-BATCH = schema.fields(data=_plain, notes=_texts)
+BATCH = schema.fields(data=_plain, notes=_TEXTS)
 
 ALERT = schema.fields(**ALERT_FIELDS)
 
@@ -274,8 +268,8 @@ CONTENT = schema.fields(
     batch=_batch,
     checkpoint=schema.maybe(schema.fields(path=schema.text, steps=schema.step, saved_as=schema.text)),
     settings=_plain,
-    environment=_texts,
-    labels=_texts,
+    environment=_TEXTS,
+    labels=_TEXTS,
     records=_records,
 )
 """What a file has to be; docs/report.md describes it."""
