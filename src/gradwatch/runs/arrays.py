@@ -208,9 +208,8 @@ class _ThinnedRows:
 
 def _scalars(parts: Sequence[_Rows]) -> dict[str, NDArray[np.float64]]:
     """Those that any row has."""
-    names = sorted({name for part in parts for name in part.scalars})
     found = {}
-    for name in names:
+    for name in sorted({name for part in parts for name in part.scalars}):
         numbers = [part.scalars.get(name, np.full(len(part.heads), np.nan)) for part in parts]
         found[name] = np.concatenate(numbers)
     return {name: numbers for name, numbers in found.items() if not np.isnan(numbers).all()}

@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gradwatch.core.alert import Severity
-from gradwatch.core.record import Floats
 from gradwatch.runs.compare.aligned import HIGHEST, LOWEST, key_of
 from gradwatch.runs.compare.comparison import WORDS, Comparison, format_ratio, format_size
 from gradwatch.runs.pages import render
@@ -64,7 +62,8 @@ def _picture(result: Comparison) -> str:
     mine_logs, other_logs = a.logs[mine], b.logs[other]
     apart = np.clip(other_logs - mine_logs, -MAX_DECADES, MAX_DECADES)
     apart[(mine_logs >= HIGHEST) != (other_logs >= HIGHEST)] = np.inf
-    course = _course(a.steps[mine], apart)
+    course = Downsampling(1 + len(result.pair.layers))
+    course.extend(a.steps[mine], 10.0 ** np.pad(apart, ((0, 0), (1, 0))))  # the first row stands for the total
     severities = {point.layer: Severity.WARNING for point in result.divergence_points}
     layers = result.pair.layers
     marks: list[IncidentMark] = []
@@ -79,13 +78,6 @@ def _picture(result: Comparison) -> str:
     if marks:
         note += " Marks: where layers diverge, numbered as below; one that diverges soon after another has none."
     return heatmap(course, layers, severities=severities, marks=marks, title="B against A", note=note, diverging=True)
-
-
-def _course(steps: NDArray[np.int64], decades: Floats) -> Downsampling:
-    """The course of ratios, of which the first row stands for the total."""
-    course = Downsampling(decades.shape[1] + 1)
-    course.extend(steps, 10.0 ** np.pad(decades, ((0, 0), (1, 0))))
-    return course
 
 
 def _points(result: Comparison) -> list[dict[str, Any]]:

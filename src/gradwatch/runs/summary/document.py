@@ -206,12 +206,12 @@ def _layers(run: RunArrays, limits: Limits) -> tuple[list[list[Any]], int]:
     words = _words(run)
     marked = [row for row, place in enumerate(layers) if words.get(run.layout.sites[place].name)]
     chosen = select_rows(len(layers), marked, limits.layers)
-    numbers = _numbers(run, [layers[row] for row in chosen])
     rows = []
-    for place, own in zip([layers[row] for row in chosen], numbers, strict=True):
+    for place in [layers[row] for row in chosen]:
         site = run.layout.sites[place]
         said = ", ".join(words.get(site.name, ())) or _missing(run, place) or "ok"
-        rows.append([_cut(site.name, limits.name), _cut(site.module, 60), _cut(said, limits.text), *own])
+        about = [_cut(site.name, limits.name), _cut(site.module, 60), _cut(said, limits.text)]
+        rows.append([*about, *_numbers(run, place)])
     return rows, len(layers) - len(chosen)
 
 
@@ -237,44 +237,27 @@ def _missing(run: RunArrays, place: int) -> str:
     return Missing(int(codes[-1])).reason
 
 
-def _numbers(run: RunArrays, places: list[int]) -> list[list[Any]]:
-    """The numbers of the layers at `places`, in the order of `COLUMNS`."""
-    nothing = np.full((0, len(places)), np.nan, dtype=np.float32)
+def _numbers(run: RunArrays, place: int) -> list[Any]:
+    """The numbers of the layer at `place`, in the order of `COLUMNS`."""
 
-    def of(statistic: str) -> NDArray[np.float32]:
-        return run.values[statistic].numbers[:, places] if statistic in run.values else nothing
+    def known(statistic: str) -> NDArray[np.float32]:
+        if statistic not in run.values:
+            return nothing
+        numbers = run.values[statistic].numbers[:, place]
+        return numbers[~np.isnan(numbers)]
 
-    norms = of("grad_norm")
-    measured = run.codes[:, places] == int(Missing.MEASURED) if len(norms) else np.zeros(norms.shape, dtype=bool)
-    rest = [_last(of("weight_norm")), *(_medians(of(statistic)) for statistic in MEDIANS.values())]
-    rows = []
-    for layer in range(len(places)):
-        own, known = norms[measured[:, layer], layer], norms[measured[:, layer] & np.isfinite(norms[:, layer]), layer]
-        few = [own[0], np.median(known), known.min(), known.max(), own[-1]] if len(known) else [None] * 5
-        counts = [int(np.count_nonzero(own == 0)), int(np.count_nonzero(~np.isfinite(own)))]
-        rows.append([*(_one(value) for value in few), *counts, *(_one(values[layer]) for values in rest)])
-    return rows
-
-
-def _one(value: Any) -> float | int | str | None:
-    return None if value is None else number(float(value))
-
-
-def _last(numbers: NDArray[np.float32]) -> list[float | None]:
-    """The last number of each column that is one."""
-    found: list[float | None] = []
-    for column in numbers.T:
-        known = column[~np.isnan(column)]
-        found.append(float(known[-1]) if len(known) else None)
-    return found
-
-
-def _medians(numbers: NDArray[np.float32]) -> list[float | None]:
-    found: list[float | None] = []
-    for column in numbers.T:
-        known = column[np.isfinite(column)]
-        found.append(float(np.median(known)) if len(known) else None)
-    return found
+    nothing = norms = np.empty(0, dtype=np.float32)
+    if "grad_norm" in run.values:  # here a NaN may be what was measured
+        norms = run.values["grad_norm"].numbers[run.codes[:, place] == int(Missing.MEASURED), place]
+    finite, weights = norms[np.isfinite(norms)], known("weight_norm")
+    few = [norms[0], np.median(finite), finite.min(), finite.max(), norms[-1]] if len(finite) else [None] * 5
+    counts = [int(np.count_nonzero(norms == 0)), int(np.count_nonzero(~np.isfinite(norms)))]
+    rest = [weights[-1] if len(weights) else None]
+    for statistic in MEDIANS.values():
+        numbers = known(statistic)
+        numbers = numbers[np.isfinite(numbers)]
+        rest.append(np.median(numbers) if len(numbers) else None)
+    return [*map(number, few), *counts, *map(number, rest)]
 
 
 def _moment(seconds: float | None) -> str | None:
