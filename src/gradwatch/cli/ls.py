@@ -9,14 +9,11 @@ from typing import Any
 from gradwatch.cli.command import OK, complain, help_text
 from gradwatch.core.printable import printable
 
-STYLES = {"error": "bold red", "warning": "yellow", "notice": "dim", "healthy": "green"}
-
 UNWRAPPED_WIDTH = 10_000
 """Columns outside terminals: a path in a pipe or file is not wrapped."""
 
 NARROW_WIDTH = 60
 """Terminal columns below which the time of a run is not shown. Judgement."""
-
 
 MAX_FAULTS = 12
 """Rules that are named of a run, at most. Judgement."""
@@ -45,15 +42,16 @@ def add(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     import os
-    import time
 
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     from gradwatch.runs.files import Unreadable, runs_below
+    from gradwatch.runs.names import moment
     from gradwatch.runs.reader import read_run
     from gradwatch.sinks.incident_line import loud
+    from gradwatch.sinks.terminal.console import STYLES
 
     folder: Path = options.folder
     if not folder.is_dir():
@@ -77,13 +75,13 @@ def run(options: argparse.Namespace) -> int:
         found += 1
         name = str(place.relative_to(folder)) if place != folder else "."
         incidents = run.verdict.incidents
-        worst = str(incidents[0].severity) if incidents else "healthy"
-        state = Text(worst if run.finished is not None else f"{worst}, no end", style=STYLES[worst])
+        worst = incidents[0].severity if incidents else None
+        end = "" if run.finished is not None else ", no end"
+        state = Text(f"{worst or 'healthy'}{end}", style=STYLES[worst] if worst else "green")
         rules = [*dict.fromkeys(alert.rule for alert in loud(incidents))]
         more = " ..." * (len(rules) > MAX_FAULTS)
         alerts = Text(printable(", ".join(rules[:MAX_FAULTS]) or "-") + more)
-        began = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.began))
-        cells = [Text(printable(name)), Text(f"{run.steps:,}"), state, alerts, Text(began)]
+        cells = [Text(printable(name)), Text(f"{run.steps:,}"), state, alerts, Text(moment(run.began))]
         table.add_row(*cells[: len(table.columns)])
     for message in unread:
         complain("ls", message)

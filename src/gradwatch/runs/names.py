@@ -1,7 +1,8 @@
-"""Names of layers and runs in what people read: a long one keeps both ends, and no character acts on its neighbours."""
+"""Names and times in what people read: a long name keeps both ends, and no character acts on its neighbours."""
 
 from __future__ import annotations
 
+import time
 import unicodedata
 from collections.abc import Iterable
 from dataclasses import replace
@@ -39,6 +40,11 @@ def shortened(name: str, most: int = LONGEST) -> str:
 def listed(names: Iterable[str]) -> str:
     """Names for a sentence, as `short_list` has them, each shortened."""
     return short_list([*map(shortened, names)])
+
+
+def moment(seconds: float) -> str:
+    """A time in seconds since the epoch, to the minute."""
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
 
 
 def with_short_names(alert: Alert) -> Alert:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from urllib.parse import quote
 
 import numpy as np
 
+from gradwatch.runs.names import moment
 from gradwatch.runs.pages import figure, render
 from gradwatch.runs.report.heatmap import small_map
 from gradwatch.runs.report.loss_curve import HEIGHT, path_of
@@ -101,7 +101,7 @@ def page_of_many(lines: Sequence[RunLine], *, out: Path, source: str, notes: Ite
                 "report": _report(line.path, out),
                 "kind": {"error": "error", "warning": "warning", "healthy": "ok"}.get(line.health, ""),
                 "settings": [_cut(line.settings.get(name, "-")) for name in settings],
-                "began": time.strftime("%Y-%m-%d %H:%M", time.localtime(line.began)) if line.began else "",
+                "began": moment(line.began) if line.began else "",
             }
             for line in ordered
         ],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import numpy as np
 from gradwatch.core.alert import Alert, Severity, Verdict, short_list
 from gradwatch.core.record import Missing
 from gradwatch.core.statistics import CATALOGUE
-from gradwatch.runs.names import with_short_names
+from gradwatch.runs.names import moment, with_short_names
 from gradwatch.runs.pages import render
 from gradwatch.runs.report.card import card
 from gradwatch.runs.report.heatmap import IncidentMark, heatmap
@@ -68,7 +67,7 @@ def page(data: RunData, *, source: str = "") -> str:
         made_from="the record of the run",
         source=source,
         card=base64.b64encode(card(data, source=Path(source).name).encode()).decode(),
-        started=time.strftime("%Y-%m-%d %H:%M", time.localtime(started)) if started is not None else "",
+        started=moment(started) if started is not None else "",
         kind=serious[0]["severity"] if serious else "ok" if verdict.steps else "none",
         headline=first,
         loud=serious,

@@ -43,7 +43,7 @@ class AxisPositions:
         self._latest = block
         every = slice(-self._steps % self._every, None, self._every)
         self._points += zip(block.steps[every].tolist(), block.axis[every].tolist(), strict=True)
-        self._steps += len(block)
+        self._steps += len(block.steps)
         self._last = int(block.steps[-1]), int(block.axis[-1])
         while len(self._points) > MAX_POINTS:
             self._points, self._every = self._points[::2], 2 * self._every
