@@ -17,13 +17,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradwatch
 from fake_devices import HERE, HOST, OTHER, ByOperators, Kernels, landing_at_once
-from gradwatch import AdaptiveClip, SkipNonFinite, Watch
+from gradwatch import SkipNonFinite, Watch
 from gradwatch.engine.diagnosis import Diagnosis
 from gradwatch.engine.interventions import gradient_hooks, signal_hooks
 from gradwatch.engine.interventions.batchnorm_buffers import BatchNormBuffers
 from gradwatch.engine.interventions.gates import Gates
 from gradwatch.engine.interventions.gradient_hooks import GradientHooks, HookedAction, apply_action
 from gradwatch.engine.interventions.signal_hooks import SignalHooks
+from gradwatch.interventions import adaptive
 from gradwatch.interventions.contract import Editing, ParameterScope, Scaling
 from gradwatch.measure import devices, parameter_hooks, reductions, tensor_taps
 from gradwatch.measure.device_buffer import DeviceBuffer, RowBlock
@@ -312,7 +313,7 @@ def tapped(gradient: Tensor) -> None:
     [
         lambda t: gradient_hooks.norm_of(t),
         lambda t: tapped(t),
-        lambda t: AdaptiveClip()._edit(t, t, None, 0),
+        lambda t: adaptive._Units(0.01, 1e-3).edit(t, t, None, 0),
         lambda t: norm_into(t, torch.zeros((), dtype=torch.float64, device=HERE)),
         lambda t: exact_norm(t),
     ],
