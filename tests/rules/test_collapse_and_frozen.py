@@ -7,9 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
+from gradwatch import Watch
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
 from gradwatch.core.record import Missing
@@ -275,6 +278,45 @@ def test_what_is_off_on_purpose_between_others(
 ) -> None:
     rows = [{"codes": dict.fromkeys(off, Missing.FROZEN)}] * 60
     assert silent(judge_steps(Frozen(), shaped(sizes, flow), rows))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.rest, self.sum = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+
+
+class Stack(nn.Module):
+    """Blocks of which each takes something from the input of the next (N-BEATS, Oreshkin et al. 2020)."""
+
+    def __init__(self, *, all_used: bool) -> None:
+        super().__init__()
+        self.all_used = all_used
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.blocks[-1].rest.requires_grad_(False)  # type: ignore[union-attr]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros(len(x), 4)
+        for block in self.blocks:
+            inside = block.body(x).relu()
+            x, total = x - block.rest(inside), total + block.sum(inside)
+        return total + x[:, :4] if self.all_used else total
+
+
+@pytest.mark.parametrize("used", [True, False])
+def test_a_layer_of_whose_output_nothing_is_made_is_off_on_purpose(used: bool) -> None:
+    torch.manual_seed(0)
+    model = Stack(all_used=used)
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], 1e-3)
+    with Watch(model, sinks=()) as watch:
+        for _ in range(60):
+            x = torch.randn(32, 8)
+            loss = (model(x) - x[:, :4]).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            watch.step(optimizer, loss=loss)
+            optimizer.step()
+    assert [(alert.rule, alert.layer) for alert in watch.alerts] == [("frozen", "blocks.3.rest")] * used
 
 
 def test_the_last_of_their_make_that_are_off() -> None:

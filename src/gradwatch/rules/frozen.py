@@ -113,9 +113,7 @@ class Frozen:
         known = history.window("signal_norm", 1) is not None
         if known:
             # a target network or a teacher is in no optimizer on purpose: nothing flows back to it
-            there = forward_order(layout)[still_in_model(history)]
-            latest = sampled(history, "signal_norm", sites=there)[-SIGNAL_SAMPLES:]
-            reached = (history.at("signal_norm", latest)[:, owners] > 0).any(axis=0)
+            reached = _is_reached(history, owners)
             parameters, owners = parameters[reached], owners[reached]
         if not len(parameters):
             return []
@@ -225,6 +223,7 @@ class Frozen:
         layout, codes = history.layout, history.codes(1)[0]
         sites = _behind_trained(layout, codes.tobytes())
         sites = sites[(history.codes(self.still_records)[:, sites] == FROZEN).all(axis=0)] if len(sites) else sites
+        sites = _used(history, sites)
         spreads = history.window("frozen_rms", len(history))
         if not len(sites) or spreads is None:
             return []
@@ -261,6 +260,7 @@ class Frozen:
         layout, codes = history.layout, history.codes(1)[0]
         sites, alike = _switched_off(layout, codes.tobytes())
         sites = sites[(history.codes(self.still_records)[:, sites] == FROZEN).all(axis=0)] if len(sites) else sites
+        sites = _used(history, sites)
         order = forward_order(layout)[still_in_model(history)]
         if not len(sites) or self._thaws(history, order, codes[order] == FROZEN):
             return []
@@ -293,6 +293,24 @@ def _streak(history: History, sites: Sites, code: int) -> int:
     """
     other = (history.codes(len(history))[:, sites] != code)[::-1]
     return int(np.where(other.any(axis=0), other.argmax(axis=0), len(other)).max())
+
+
+def _is_reached(history: History, layers: Sites) -> Mask:
+    """Whether a backward signal has come to each of `layers` in the last samples."""
+    there = forward_order(history.layout)[still_in_model(history)]
+    latest = sampled(history, "signal_norm", sites=there)[-SIGNAL_SAMPLES:]
+    return np.asarray((history.at("signal_norm", latest)[:, layers] > 0).any(axis=0))
+
+
+def _used(history: History, layers: Sites) -> Sites:
+    """`layers` without those of whose output nothing is made: layers that train feed them, and no signal comes back.
+
+    Switched off on purpose, as in the last block of N-BEATS: they could not train.
+    """
+    if history.layout.edges is None or history.window("signal_norm", 1) is None or not len(layers):
+        return layers
+    fed = np.isin(layers, [after for _, after in history.layout.edges])
+    return layers[~fed | _is_reached(history, layers)]
 
 
 def _outside_since(history: History, parameters: Sites) -> tuple[int, bool]:
