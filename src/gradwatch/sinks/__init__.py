@@ -1,4 +1,4 @@
-"""Sinks: where records and alerts go. The contract; each sink is a file beside this one."""
+"""Sinks: where records and alerts go. The contract; the smallest sink is `memory.py`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from gradwatch.core.record import Record, Run
 
 
 class AnySink(Protocol):
-    """The methods that all sinks have, which are called on rank 0, in order. If one raises, the error is reported once
-    and the sink is dropped.
+    """The methods that all sinks have, called in order, on rank 0; of `Scalars` and `FlightRecorder` on every rank. If
+    one raises, the error is reported once and the sink is dropped.
     """
 
     def open(self, run: Run) -> None:

@@ -29,7 +29,7 @@ STATISTICS_MAX = 128
 """Statistics of a run, and numbers of a whole step. The catalogue has 33."""
 
 ROWS_MAX = 4096
-"""Rows of an event. GradWatch writes 32."""
+"""Rows of an event. GradWatch writes 64 at most."""
 
 STEP_MAX = 2**53
 """Steps and places on the x-axis: what a float64, JavaScript's number, holds exactly."""

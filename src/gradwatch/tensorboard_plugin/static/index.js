@@ -3,7 +3,7 @@
 import { alertList } from "./alerts.js";
 import { Refused } from "./api.js";
 import { el, fill } from "./dom.js";
-import { jump, pin, turnModule, view } from "./hands.js";
+import { jump, pin, turnModule, view } from "./view_changes.js";
 import { heatmap } from "./heatmap.js";
 import { connect, followTheme } from "./host.js";
 import { layerPage } from "./layer.js";
@@ -19,7 +19,7 @@ import { layerTable } from "./table.js";
 import { toolbar } from "./toolbar.js";
 import { described, tooltip } from "./tooltip.js";
 import { verdictOf } from "./verdict.js";
-import { wantedRuns } from "./wanted.js";
+import { wantedRuns } from "./chosen_runs.js";
 
 const REST = 120; // milliseconds without a further zoom before finer numbers are fetched
 

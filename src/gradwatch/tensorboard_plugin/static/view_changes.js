@@ -1,4 +1,4 @@
-// What a person's hand on a map changes in what is chosen: the view, open modules, the pinned step.
+// What a person changes on a map: the view, open modules, the pinned step.
 
 import { began } from "./format.js";
 import { choose, state } from "./state.js";
