@@ -30,8 +30,8 @@ class AxisPositions:
     """The positions of optimizer steps on the x-axis. The sinks of a run have one in common: `RunSummary.positions`."""
 
     def __init__(self) -> None:
-        self._points: list[tuple[int, int]] = []
-        """(step, position on the x-axis) of every `_every`-th step."""
+        self._points = np.empty((0, 2), dtype=np.int64)
+        """Step and position on the x-axis of every `_every`-th step: shape [points, 2]."""
         self._every, self._steps = 1, 0
         self._last = -1, 0
         self._latest: Block | None = None
@@ -42,18 +42,18 @@ class AxisPositions:
             return
         self._latest = block
         every = slice(-self._steps % self._every, None, self._every)
-        self._points += zip(block.steps[every].tolist(), block.axis[every].tolist(), strict=True)
+        self._points = np.concatenate([self._points, np.stack([block.steps[every], block.axis[every]], axis=1)])
         self._steps += len(block.steps)
         self._last = int(block.steps[-1]), int(block.axis[-1])
         while len(self._points) > MAX_POINTS:
-            self._points, self._every = self._points[::2], 2 * self._every
+            self._points, self._every = self._points[::2].copy(), 2 * self._every
 
     def spans(self, alerts: Iterable[Alert]) -> dict[Key, Span]:
         """Incident -> its span. A step that is still to come has the position of the last one."""
-        steps, axis = np.array([*self._points, self._last]).T
+        steps, axis = np.concatenate([self._points, [self._last]]).T
 
         def place(step: int | None) -> int | None:
-            if step is None or not self._points or step < steps[0]:  # the step of an earlier session
+            if step is None or not len(self._points) or step < steps[0]:  # the step of an earlier session
                 return None
             return round(float(np.interp(step, steps, axis)))
 
