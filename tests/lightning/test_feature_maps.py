@@ -335,6 +335,7 @@ def test_nothing_is_kept_after_the_fit() -> None:
     gc.collect()
     assert kept() is None
     assert pickle.loads(pickle.dumps(maps))._options == maps._options
+    assert maps.__reduce__()[1:] == ((), maps._options), "no name but that of the class"
 
 
 @pytest.mark.parametrize("package", quick.cases(PACKAGES, PACKAGES[:1]))

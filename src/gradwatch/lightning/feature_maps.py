@@ -95,7 +95,11 @@ class FeatureMaps(PackageAware, Callback):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy, deep or pickled, is a new callback with the same options."""
-        return _with_options, (plain_class(type(self)), self._options)
+        # only this class by name, as a loader with a list of allowed classes may see
+        return plain_class(type(self)), (), self._options
+
+    def __setstate__(self, options: dict[str, Any]) -> None:
+        FeatureMaps.__init__(self, **options)
 
     # ---- the Trainer's events
 
@@ -257,7 +261,3 @@ class _Fit:
     classes: tuple[int, ...] | None = None
     """Of each image; None where the batch has no tensor of integers [N]."""
     layers: ChosenLayers | None = None
-
-
-def _with_options(cls: type[FeatureMaps], options: dict[str, Any]) -> FeatureMaps:
-    return cls(**options)
