@@ -48,6 +48,8 @@ class SamplingSchedule:
 
     def __init__(self, every_n_steps: int | Literal["auto"], budget: float | None) -> None:
         self._every, self._budget = every_n_steps, budget
+        self._apart = 1 if every_n_steps == "auto" else every_n_steps
+        """Steps between those that may be sampled."""
         self.every_step = every_n_steps == 1
         """Whether every step is measured."""
         self.interval = FIXED_INTERVAL
@@ -77,12 +79,12 @@ class SamplingSchedule:
 
     def measures_everything(self, index: int) -> bool:
         """Whether the sampled step `index` measures what no rule needs at each sample, too: all the early ones do."""
-        first = index // (1 if self._every == "auto" else self._every)
+        first = index // self._apart
         return first <= max(EARLY_STEPS) or first // self.interval % INTERVALS_APART == 0
 
     def next_sampled(self, index: int) -> int:
         """The first sampled step from `index` on."""
-        every = 1 if self._every == "auto" else self._every
+        every = self._apart
         first = ceil(index / every)  # only measured steps are sampled: the same choice among those
         if first < FIRST_STEPS:
             return first * every
