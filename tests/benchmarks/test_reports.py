@@ -22,7 +22,7 @@ RULES = {rule.name for rule in default_rules()}
 
 QUICK = ("layers_in_a_list", "labels_of_another_shape", "adapters_with_a_head_left_frozen", "images_rounded_to_zero")
 """Those that the quick tests train: what is found by no other test."""
-MOST = 80
+MOST = 40
 """Micro-batches of the others: what is particular to a report is there from the first step on."""
 
 

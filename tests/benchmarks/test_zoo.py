@@ -105,6 +105,7 @@ def test_a_case_with_a_fault_raises_its_alert(outcome_with_fault: Outcome) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("outcome_with_fault", sorted({*quick.ZOO} & {*QUICK_UNHEALTHY}), indirect=True)
 def test_a_case_learns_worse_with_its_fault_than_without(outcome_with_fault: Outcome) -> None:
     name = outcome_with_fault.task.case
     fit = CASES[name].build(0, fixed=True)

@@ -8,7 +8,6 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
-from unittest.mock import patch
 
 from gradwatch import GradWatch
 from gradwatch.core.alert import Alert
@@ -59,15 +58,10 @@ class Outcome:
 
 
 def outcome(example: str) -> Outcome:
-    """Run `examples/<example>.py` from its first line to its last.
-
-    Samples come every 25 steps, as with `budget=None`: how many a budget allows depends on how busy the machine is.
-    """
+    """Run `examples/<example>.py` from its first line to its last."""
     sys.path.insert(0, str(EXAMPLES))  # where Python looks when it is given a script
-    defaults = GradWatch.__init__.__kwdefaults__
-    assert defaults is not None
     try:
-        with patch.dict(defaults, budget=None), redirect_stdout(StringIO()) as printed:
+        with redirect_stdout(StringIO()) as printed:
             names = runpy.run_path(str(EXAMPLES / f"{example}.py"), run_name="__main__")
     finally:
         sys.path.remove(str(EXAMPLES))

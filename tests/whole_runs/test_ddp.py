@@ -54,10 +54,8 @@ def test_true_and_harmless(variant: str) -> None:
     assert second["reported"] == 0
     assert second["lines"] == []
     for one, other in zip(first["records"], second["records"], strict=True):
-        # which steps are sampled follows each rank's own clock
-        for statistic in SHARED:
-            if not any(np.isnan(record["values"][statistic]["total"]) for record in (one, other)):
-                assert repr(one["values"][statistic]) == repr(other["values"][statistic])
+        for statistic in SHARED:  # NaN at the same steps, too: all ranks sample alike
+            assert repr(one["values"][statistic]) == repr(other["values"][statistic])
     if variant == "default":
         shown = [record["values"]["grad_norm"]["total"] for record in first["records"]]
         for one, own, other in zip(shown, first["own"], second["own"], strict=True):
