@@ -70,7 +70,7 @@ def step_info_of(trainer: Any, optimizer: Any, *, scaled: bool, scale: Tensor | 
     `examples`: in each micro-batch, 0 if that is not known.
     """
     scalars = {"batch": float(trainer.fit_loop.batch_idx), "epoch": float(trainer.current_epoch)}
-    if trainer.lightning_module.automatic_optimization and (whole := trainer.accumulate_grad_batches) > 1:
+    if (whole := trainer.accumulate_grad_batches) > 1 and trainer.lightning_module.automatic_optimization:
         scalars["accumulate"] = float(whole)
     if examples:
         scalars["examples"] = float(examples)
