@@ -5,8 +5,8 @@ RUNTIME := .venv/.runtime
 STAMP := .venv/.installed
 # tests that share a training stand beside each other, and so mostly in one process
 WORKERS ?= --numprocesses auto --dist worksteal
-# the slow ones wait for processes and browsers half of their time
-SLOW_WORKERS ?= --numprocesses $$(( $$(getconf _NPROCESSORS_ONLN) * 2 )) --dist worksteal
+# the slow ones wait for processes and browsers part of their time
+SLOW_WORKERS ?= --numprocesses $$(( $$(getconf _NPROCESSORS_ONLN) * 3 / 2 )) --dist worksteal
 # compiling what no test imports takes a minute
 INSTALL := $(BIN)/python -m pip install -qq --no-compile -c constraints.txt
 

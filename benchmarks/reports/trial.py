@@ -6,7 +6,7 @@ import logging
 import re
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 
 import torch
@@ -103,10 +103,8 @@ def work(name: str, seed: int) -> Outcome:
     return Outcome(report, seed, train(report, seed, fixed=False), train(report, seed, fixed=True))
 
 
-def train(report: Report, seed: int, *, fixed: bool, most: int | None = None) -> Run:
-    """`most`: micro-batches after which the training ends, where it is not to be whole."""
+def train(report: Report, seed: int, *, fixed: bool) -> Run:
     fit = report.build(seed, fixed=fixed)
-    fit = replace(fit, batches=fit.batches[:most])
     before = fit.yardstick()
     # after the seed, and as a user has it but for the sinks
     from gradwatch import GradWatch

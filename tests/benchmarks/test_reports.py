@@ -21,9 +21,7 @@ from gradwatch.rules import default_rules
 RULES = {rule.name for rule in default_rules()}
 
 QUICK = ("layers_in_a_list", "labels_of_another_shape", "adapters_with_a_head_left_frozen", "images_rounded_to_zero")
-"""Those that the quick tests train: what is found by no other test."""
-MOST = 40
-"""Micro-batches of the others: what is particular to a report is there from the first step on."""
+"""Those that are trained here: what is found by no other test. `python -m benchmarks.reports` trains all."""
 
 
 def test_each_report_has_an_address_a_cause_and_a_fix() -> None:
@@ -80,10 +78,10 @@ def test_the_docs_have_a_place_for_it() -> None:
     assert page.index(BEGIN) < page.index(END)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in REPORTS])
+@pytest.mark.parametrize("name", QUICK)
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_the_fixed_training_raises_no_alert(name: str) -> None:
-    assert train(REPORTS[name], 0, fixed=True, most=None if name in QUICK else MOST).loud == ()
+    assert train(REPORTS[name], 0, fixed=True).loud == ()
 
 
 @pytest.mark.parametrize("name", QUICK)
