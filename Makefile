@@ -19,7 +19,7 @@ help:  ## this list
 demo: $(RUNTIME)  ## two small trainings on real data, and what GradWatch says of each
 	@$(BIN)/gradwatch demo
 
-test: $(STAMP)  ## the quick tests: three minutes on two cores
+test: $(STAMP)  ## the quick tests: three to six minutes on two cores
 	@$(BIN)/python -m pytest $(WORKERS) --hypothesis-profile=quick -m 'not slow'
 
 test-slow: $(STAMP)  ## all other tests: ranks, browser, whole catalogues
