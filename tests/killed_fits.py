@@ -102,9 +102,8 @@ def ended(pid: int) -> int | None:
 
 if __name__ == "__main__":
     place, fits = Path(sys.argv[1]), int(sys.argv[2])
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # a shell has it ignored in what it starts in the background
+    # a shell has it ignored in what it starts in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     logging.getLogger("gradwatch").propagate = False

@@ -14,7 +14,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from benchmarks.gpu import cost, page
+from benchmarks.gpu import cost, page, ranks
 from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.check import ROOT, Check, hold, run
 from benchmarks.gpu.list_of_checks import CHECKS
@@ -140,3 +140,12 @@ def test_models_are_of_the_size_that_is_said() -> None:
     assert [round(size / 1e6, 1) for size in sizes] == [124.4, 354.8, 25.6]
     out = cost.resnet50()(torch.randn(2, 3, 64, 64))
     assert out.shape == (2, 1000)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # as the command does
+def test_two_ranks_that_need_no_gpu() -> None:
+    """One of the checks that start ranks, each of which takes half a minute; `make gpu` runs all of them."""
+    sharded = next(check for check in CHECKS if check.run is ranks.fsdp)
+    result = run(sharded, CPU, deadline=monotonic() + 60)
+    assert result.status == "passed", result.why
