@@ -8,6 +8,7 @@ import resource
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -88,9 +89,11 @@ def states(log_dir: Path) -> list[bool]:
 def limited(size: int) -> Iterator[None]:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    sys.dont_write_bytecode = True  # Python would cut the file of a module that is imported within
     try:
         yield
     finally:
+        sys.dont_write_bytecode = False
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
@@ -102,7 +105,6 @@ def limited(size: int) -> Iterator[None]:
     ("kind", "limit", "steps"),
     [
         ("tensorboard", 50_000, 150),
-        ("tensorboard", 200_000, 300),
         ("csv", 50_000, 150),
     ],
 )
@@ -128,7 +130,7 @@ def test_a_limit_that_the_users_own_files_do_not_reach_is_not_reached(
 def test_a_limit_that_they_reach_ends_the_run_where_it_ends_it_without_us(tmp_path: Path) -> None:
     logged = []
     for watches in ([GradWatch()], []):
-        with limited(8_000):
+        with limited(2_000):
             log_dir, error = logs_of_fit(tmp_path / str(len(logged)), "csv", 400, *watches, saves=False)
         assert isinstance(error, OSError)
         logged.append((log_dir / "metrics.csv").read_bytes())
