@@ -156,7 +156,9 @@ def copies_under_load(device: torch.device) -> None:
         value.fill_(-1.0)
         if len(sent) == 100:
             for expected, copy in enumerate(sent, number - 99):
-                hold((copy.wait()["value"] == expected).all(), f"copy {expected} holds {copy.wait()['value']}")
+                held = copy.wait()["value"]
+                if not (held == expected).all():
+                    hold(False, f"copy {expected} holds {held}")
             sent.clear()
 
 

@@ -246,7 +246,7 @@ def test_lightnings_pruning(tmp_path: Any) -> None:
         run = LightningRun("lightning.pytorch", tmp_path / str(watched), watched)
         torch.manual_seed(0)
         module = run.module()
-        run.fit(ModelPruning("l1_unstructured", amount=0.2), module=module, max_epochs=30)
+        run.fit(ModelPruning("l1_unstructured", amount=0.2), module=module, max_epochs=12)
         ends.append(bits(module))
     assert ends[0] == ends[1]
     (watch,) = run.watches

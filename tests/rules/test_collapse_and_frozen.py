@@ -108,10 +108,10 @@ def test_what_a_collapse_says_of_rates(half_life: float) -> None:
         rows = [{"weights": USUAL, "lr": 0.1}] * 30 + falling
         return findings(judge_steps(Collapse(), net(4), rows))[0]
 
-    assert "a weight_decay of " in said(0.1).message
-    assert "a weight_decay of " not in said(0.1, 0.1, 0.2).message
-    assert "jumped" not in said(0.1).message + said(0.1, 0.1, 0.2).message
-    jumped = said(3.0)
+    steady, doubled, jumped = said(0.1), said(0.1, 0.1, 0.2), said(3.0)
+    assert "a weight_decay of " in steady.message
+    assert "a weight_decay of " not in doubled.message
+    assert "jumped" not in steady.message + doubled.message
     assert "At step 30, the learning rate jumped 30 times, to 3." in jumped.message
     assert jumped.remedy == "an lr_scheduler in configure_optimizers that does not jump from lr=0.1 to lr=3."
 

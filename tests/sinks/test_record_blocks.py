@@ -26,9 +26,10 @@ from gradwatch.sinks.record.record_writer import steps_between_rows
 from gradwatch.sinks.record.recorder import Recorder
 from gradwatch.sinks.record.schema import InvalidError, OtherVersionError
 from gradwatch.sinks.record.tfrecord import frames
+from quick import examples
 from sink_inputs import HEALTHY, blocks_in, feed_together, layout_of, record_of
 
-FEW = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FEW = settings(examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 CODES = st.sampled_from([0, 0, 0, Missing.FROZEN, Missing.OTHER_OPTIMIZER, Missing.NOT_SAMPLED])
 
