@@ -2,6 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 RUNTIME := .venv/.runtime
+STYLE := .venv/.style
 STAMP := .venv/.installed
 # tests that share a training stand beside each other, and so mostly in one process
 WORKERS ?= --numprocesses auto --dist worksteal
@@ -28,14 +29,14 @@ test-slow: $(STAMP)  ## all other tests: ranks, browser, whole catalogues
 test-all: $(STAMP)  ## every test
 	@$(BIN)/python -m pytest $(WORKERS) --hypothesis-profile=full
 
-style: $(STAMP)
+style: $(STYLE)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 # what people read: pages, docstrings, messages, examples
 PROSE := README.md CONTRIBUTING.md CHANGELOG.md SECURITY.md docs src examples
-prose: $(STAMP)  ## spelling, and words to avoid (docs/plain_words.txt)
+prose: $(STYLE)  ## spelling, and words to avoid (docs/plain_words.txt)
 	$(BIN)/codespell --dictionary - --dictionary docs/plain_words.txt --ignore-words-list conet,foundin,lits,wieght \
 		--skip '*.svg,*.png,docs/plain_words.txt' Makefile tests benchmarks $(PROSE)
 	@$(BIN)/proselint check $$(find $(PROSE) -not -path 'docs/pictures/*' '(' -name '*.md' -o -name '*.py' ')') || { echo "see proselint's remarks above"; exit 1; }
@@ -80,7 +81,12 @@ $(RUNTIME): pyproject.toml constraints.txt
 	@$(INSTALL) -e . scikit-learn
 	@touch $@
 
-$(STAMP): $(RUNTIME)
-	@echo "Installing the development tools"
+$(STYLE): $(RUNTIME)
+	@echo "Installing what checks style, types and prose"
+	@$(INSTALL) --group style
+	@touch $@
+
+$(STAMP): $(STYLE)
+	@echo "Installing the other development tools"
 	@$(INSTALL) --group dev
 	@touch $@
