@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from gradwatch import GradWatch, Watch
 from gradwatch.core.alert import Alert, Verdict
-from gradwatch.core.block import Block, block_of
+from gradwatch.core.block import Block
 from gradwatch.core.record import Record, Run
 from models import module_of
+from synthetic_records import block_of
 from training import quiet_trainer
 
 

@@ -12,11 +12,11 @@ import numpy as np
 from hypothesis import strategies as st
 
 from gradwatch.core.alert import Alert, Severity, Verdict
-from gradwatch.core.block import block_of
 from gradwatch.core.record import Layout, Missing, Record, Run, Site
 from gradwatch.sinks import BlockSink, Sink
 from gradwatch.sinks.record.record_format import RecordedBlock, unpack
 from models import module_of
+from synthetic_records import block_of, record_at
 from training import quiet_trainer
 
 AWKWARD = ("blocks[0]", "a|b", "__init__", "x_*y*_z", "<b>bold</b>")
@@ -44,8 +44,8 @@ def record_of(layout: Layout, step: int, norms: Any, *, codes: Any = None, **mor
 
     whole = {name: number for name, number in more.items() if isinstance(number, float)}
     values = {name: spread(numbers) for name, numbers in {"grad_norm": norms, **more}.items() if name not in whole}
-    codes = np.zeros(len(layout), dtype=np.int8) if codes is None else np.array([0, *codes, *codes], dtype=np.int8)
-    return Record(step, axis, optimizer, layout, values, whole, codes)
+    codes = None if codes is None else np.array([0, *codes, *codes], dtype=np.int8)
+    return record_at(step, layout, values, whole, codes, axis=axis, optimizer=optimizer)
 
 
 def alert_of(rule: str, *layers: str, step: int = 3, severity: Severity = Severity.WARNING, **more: Any) -> Alert:

@@ -6,10 +6,10 @@ from typing import Any, TypeVar
 import numpy as np
 
 from gradwatch.core.alert import Finding
-from gradwatch.core.block import block_of
 from gradwatch.core.history import History
-from gradwatch.core.record import Layout, Missing, Record, Site
+from gradwatch.core.record import Layout, Missing, Site
 from gradwatch.rules import Rule
+from synthetic_records import block_of, record_at
 
 T = TypeVar("T")
 
@@ -40,8 +40,7 @@ def append(
     codes: Any,
 ) -> None:
     """Append one record, with what was measured before its step; `history.amend` adds to it."""
-    place = step if axis is None else axis
-    history.extend(block_of([Record(step, place, optimizer, history.layout, values, scalars, codes)]))
+    history.extend(block_of([record_at(step, history.layout, values, scalars, codes, axis=axis, optimizer=optimizer)]))
 
 
 def record(

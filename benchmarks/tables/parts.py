@@ -62,31 +62,29 @@ def rules_table(quick: bool) -> Table:
 
 def healthy_block(layout: Layout, begin: int, spread: np.random.Generator, *, sampled: bool) -> Block:
     """Healthy records from the step `begin` on; `sampled`: with everything that a sampled step has at the first."""
-    from gradwatch.core.block import block_of
-    from gradwatch.core.record import Missing, Record
+    from gradwatch.core.block import Block
+    from gradwatch.core.record import Missing
 
-    codes = np.full(len(layout), int(Missing.MEASURED), dtype=np.int8)
+    shape = (BLOCK, len(layout))
 
     def about(value: float) -> Floats:
-        return value * np.exp(0.1 * spread.standard_normal(len(layout)))
+        return value * np.exp(0.1 * spread.standard_normal(shape))
 
-    def record(step: int, *, sampled: bool) -> Record:
-        values = {"grad_norm": about(1e-2), "grad_norm_clipped": about(1e-2)}
-        if sampled:
-            usual = {
-                "weight_norm": 5.0,
-                "update_ratio": 1e-3,
-                "signal_norm": 1e-2,
-                "signal_rms": 1e-4,
-                "output_rms": 1.0,
-            }
-            values |= {statistic: about(value) for statistic, value in {**usual, "output_max": 4.0}.items()}
-            values["zero_fraction"] = np.zeros(len(layout))
-            values["run_order"] = np.full(len(layout), np.nan)
-            values["run_order"][layout.layers] = np.arange(len(layout.layers))
-        return Record(step, step, 0, layout, values, {"loss": 2.0 * 0.999**step, "lr": 1e-3}, codes)
-
-    return block_of([record(step, sampled=sampled and step == begin) for step in range(begin, begin + BLOCK)])
+    steps = np.arange(begin, begin + BLOCK)
+    always = {"grad_norm": about(1e-2), "grad_norm_clipped": about(1e-2)}
+    measured = dict.fromkeys(always, np.full(BLOCK, True))
+    first: dict[str, Floats] = {}
+    if sampled:
+        usual = {"weight_norm": 5.0, "update_ratio": 1e-3, "signal_norm": 1e-2, "signal_rms": 1e-4, "output_rms": 1.0}
+        first = {statistic: about(value) for statistic, value in {**usual, "output_max": 4.0}.items()}
+        first |= {"zero_fraction": np.zeros(shape), "run_order": np.full(shape, np.nan)}
+        first["run_order"][:, layout.layers] = np.arange(len(layout.layers))
+        for numbers in first.values():
+            numbers[1:] = np.nan
+        measured |= dict.fromkeys(first, steps == begin)
+    scalars = {"loss": 2.0 * 0.999**steps, "lr": np.full(BLOCK, 1e-3)}
+    codes = np.full(shape, int(Missing.MEASURED), dtype=np.int8)
+    return Block(layout, steps, steps, np.zeros(BLOCK, dtype=np.int64), always | first, scalars, codes, measured)
 
 
 IMPORT = """

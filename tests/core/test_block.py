@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from gradwatch.core.block import Block, block_of
+from gradwatch.core.block import Block
 from gradwatch.core.record import Layout, Missing, Record, Site
+from synthetic_records import block_of
 
 LAYOUT = Layout((Site("total", "total", "Net", 0, 8, "float32"), Site("a", "layer", "Linear", 1, 8, "float32")))
 
@@ -26,7 +27,7 @@ def same(one: Record, other: Record) -> bool:
         other.optimizer,
         dict(other.scalars),
     )
-    names = [name for name in {*one.values, *other.values} if one.has(name) or other.has(name)]
+    names = [name for name in {*one.values, *other.values} if name in one.fresh or name in other.fresh]
     return (
         heads
         and one.fresh == other.fresh

@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwatch.core.block import AFTER_STEP, block_of
+from gradwatch.core.block import AFTER_STEP
 from gradwatch.core.history import History
 from gradwatch.core.record import Layout, Missing, Record, Site
 from quick import examples
 from synthetic_history import append
+from synthetic_records import block_of, record_at
 
 
 def layout_of(layers: int) -> Layout:
@@ -140,13 +141,13 @@ def test_default_capacity_fits_the_memory(layers: int) -> None:
 def test_memory_of_a_default_run_is_bounded(layers: int, most: int) -> None:
     """MiB, with two statistics of every record and eighteen that are sampled at one of 46."""
     layout = layout_of(layers)
-    history, highest, row, codes = History(layout), 0, np.ones(len(layout)), measured(layout)
+    history, highest, row = History(layout), 0, np.ones(len(layout))
     always = {"grad_norm": row, "grad_norm_clipped": row}
     sampled = {**always, **{f"sampled_{number}": row for number in range(18)}}
     steps = 3 * history.capacity // 64 * 64
     for first in range(0, steps, 64):
         values = [sampled if step % 46 == 0 else always for step in range(first, first + 64)]
-        history.extend(block_of([Record(first, 0, 0, layout, numbers, {}, codes) for numbers in values]))
+        history.extend(block_of([record_at(first, layout, numbers) for numbers in values]))
         highest = max(highest, history.nbytes)
     assert len(history) == history.capacity
     assert len(history.layout) * 8 * history.capacity * 2 < highest <= most * 2**20
@@ -339,7 +340,7 @@ def made(count: int, *, seed: int, layout: Layout) -> list[Record]:
         scalars = {"loss": step / 7, **({"skipped": 1.0} if rng.random() < 0.2 else {})}
         codes = rng.integers(0, 3, len(layout)).astype(np.int8)
         codes[0] = Missing.MEASURED
-        records.append(Record(step, 2 * step, step % 2, layout, values, scalars, codes))
+        records.append(record_at(step, layout, values, scalars, codes, axis=2 * step, optimizer=step % 2))
     return records
 
 

@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 
 from gradwatch.core.alert import Alert
-from gradwatch.core.block import AFTER_STEP, block_of
+from gradwatch.core.block import AFTER_STEP
 from gradwatch.core.record import Layout, Record, Run
 from gradwatch.engine.diagnosis import Diagnosis
 from gradwatch.rules import default_rules
 from quick import cases
 from recorded_runs import RUNS, RecordedRun, recorded
+from synthetic_records import block_of
 
 QUICK = ("spikes", "divergence", "dead", "two optimizers")
 """Runs whose rows are cut in the quick tests."""
@@ -56,7 +57,7 @@ def row_by_row(run: RecordedRun) -> Judged:
     for record in run.records:
         judged.relayout(record.layout)
         early, late = parts(record)
-        judged.diagnosis.judge(block_of([replace(record, values=early[0], scalars=early[1], fresh=None)]))
+        judged.diagnosis.judge(block_of([replace(record, values=early[0], scalars=early[1])]))
         judged.diagnosis.amend(*late)
     return judged
 

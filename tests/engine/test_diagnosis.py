@@ -16,13 +16,14 @@ import pytest
 
 import gradwatch
 from gradwatch.core.alert import Finding, Severity
-from gradwatch.core.block import Block, block_of
+from gradwatch.core.block import Block
 from gradwatch.core.history import History
 from gradwatch.core.record import Mask, Run
 from gradwatch.engine.diagnosis import Diagnosis
 from gradwatch.rules import Rule, Spike, default_rules
 from gradwatch.rules.evidence.recent_rows import RecentRows
 from synthetic_history import net, record
+from synthetic_records import block_of
 
 
 def opened(rules: Sequence[Rule], sinks: Sequence[Any] = ()) -> Diagnosis:

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from gradwatch.core.block import block_of
 from gradwatch.core.record import Layout, Run, Site
 from gradwatch.engine.diagnosis import Diagnosis
 from gradwatch.rules import default_rules
 from synthetic_history import net, noise, record
+from synthetic_records import block_of
 
 
 def diagnosis(layout: Layout | None) -> Diagnosis:

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 import gradwatch.engine.history_state
 from gradwatch.core.alert import Alert
-from gradwatch.core.block import block_of
 from gradwatch.core.history import OPENING, History
 from gradwatch.core.record import Layout, Missing, Run, Site
 from gradwatch.engine.diagnosis import Diagnosis
@@ -22,6 +21,7 @@ from gradwatch.engine.history_state import NEWEST_RECORDS, STATE_BYTES, packed, 
 from gradwatch.rules import default_rules
 from quick import examples
 from synthetic_history import append, layout, net, noise, record
+from synthetic_records import block_of
 
 EXPERTS = [f"experts.{i}" for i in range(6)]
 SHAPE = layout(EXPERTS, order=EXPERTS[:-1])
@@ -154,7 +154,7 @@ def diagnosed(
         record(scratch, **row)
         made = scratch[-1]
         values = {name: made.values[name] for name in made.values if name == "grad_norm" or name[:-5] + "s" in row}
-        diagnosis.judge(block_of([replace(made, step=step, axis=step, values=values, fresh=None)]))
+        diagnosis.judge(block_of([replace(made, step=step, axis=step, values=values)]))
     assert not diagnosis.notes
     return diagnosis.incidents.alerts
 

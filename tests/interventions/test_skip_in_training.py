@@ -17,10 +17,10 @@ import quick
 import ranks
 import sharded_training
 from gradwatch import Clip, GradWatch, SkipNonFinite, Stop
-from gradwatch.core.block import block_of
 from gradwatch.interventions import Intervention
 from gradwatch.sinks.headline_scalars import headlines
 from reference import bits, names
+from synthetic_records import block_of
 from training import quiet_trainer
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 
 from gradwatch.core.alert import Alert, Severity, Verdict
-from gradwatch.core.block import Block, block_of
+from gradwatch.core.block import Block
 from gradwatch.core.record import Layout, Record, Run
 from gradwatch.sinks.dispatcher import Dispatcher
+from synthetic_records import block_of, record_at
 
 VERDICT = Verdict((), 0, 0, 0.0, {})
 LAYOUT = Layout(())
@@ -48,7 +48,7 @@ class Failing(OneByOne):
 
 
 def record(step: int, layout: Layout = LAYOUT) -> Record:
-    return Record(step, step, 0, layout, {}, {}, np.zeros(0, dtype=np.int8))
+    return record_at(step, layout, {})
 
 
 def block(*steps: int) -> Block:

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from gradwatch.core.block import block_of
 from gradwatch.sinks.downsampling import MAX_COLUMNS, Downsampling
 from gradwatch.sinks.run_summary import RunSummary
 from gradwatch.tensorboard_plugin.matrix import NOT_A_NUMBER, Matrix, summary
 from quick import examples
 from sink_inputs import NORMS, layout_of, record_of
+from synthetic_records import block_of
 
 
 def course_of(norms: Any, measured: Any = None, *, cuts: Any = (), first: int = 0, **options: Any) -> Downsampling:
@@ -154,9 +154,11 @@ def test_sites_that_come_later_have_no_past() -> None:
 def test_a_summary_has_the_layers_as_they_were_last() -> None:
     layout = layout_of("a", "b")
     summary = RunSummary()
-    records = [record_of(layout, step, [1.0 + step, 5.0], codes=[0, step == 3]) for step in range(4)]
-    records[1].values["zero_fraction"] = np.array([0.25, 0.5, np.nan, np.nan, np.nan])
-    records[2].values["update_ratio"] = np.full(5, 0.01)
+    more = {1: {"zero_fraction": [0.5, np.nan]}, 2: {"update_ratio": [0.01, 0.01]}}
+    records = [
+        record_of(layout, step, [1.0 + step, 5.0], codes=[0, step == 3], **more.get(step, {})) for step in range(4)
+    ]
+    records[1].values["zero_fraction"][0], records[2].values["update_ratio"][0] = 0.25, 0.01
     summary.block(block_of(records[:2]))
     summary.block(block_of(records[2:]))
     assert summary.names == ("total", "a", "b")

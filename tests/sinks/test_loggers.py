@@ -18,11 +18,11 @@ from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger
 from torch.utils.data import DataLoader
 
 from gradwatch import GradWatch
-from gradwatch.core.block import block_of
 from gradwatch.runs.arrays import read
 from gradwatch.sinks.headline_scalars import headlines
 from models import module_of
 from sink_inputs import scalars_in
+from synthetic_records import block_of
 from training import fit, quiet_trainer
 
 HEADLINE = "gradwatch/grad_norm_log10_total"

@@ -26,8 +26,8 @@ from contextlib import nullcontext
 import numpy as np
 
 from gradwatch.core.alert import Alert, Severity, Verdict
-from gradwatch.core.block import block_of
-from gradwatch.core.record import Layout, Record, Run, Site
+from gradwatch.core.block import Block
+from gradwatch.core.record import Layout, Run, Site
 from gradwatch.sinks import log
 from gradwatch.sinks.terminal import console
 from gradwatch.sinks.terminal import progress_bars
@@ -42,6 +42,12 @@ ALERT = Alert(
     headline="the signal [bold] is 10^5.2 times weaker at the input",
 )
 VERDICT = Verdict((), 10, 2, 0.01, {})
+
+
+def block(step):
+    steps, norms = np.array([step]), np.array([[1.0, 0.5, 0.2]])
+    measured = {"grad_norm": np.array([True])}
+    return Block(LAYOUT, steps, steps, np.array([0]), {"grad_norm": norms}, {}, np.zeros((1, 3), np.int8), measured)
 """
 
 HAPPENED = "all 2 layers: the signal [bold] is 10^5.2 times weaker at the input"
@@ -84,9 +90,8 @@ class ByHand(pl.Callback):
     def on_before_optimizer_step(self, trainer, pl_module, optimizer):
         time.sleep(0.03)
         step = trainer.global_step
-        values = {"grad_norm": np.array([1.0, 0.5, 0.2])}
         for sink in self.sinks:
-            sink.block(block_of([Record(step, step, 0, LAYOUT, values, {}, np.zeros(3, dtype=np.int8))]))
+            sink.block(block(step))
             if step == 4:
                 sink.alert(ALERT)
 
@@ -202,7 +207,7 @@ sink, table = log.Log(), console.Console()
 sink.open(Run(LAYOUT, ""))
 table.open(Run(LAYOUT, ""))
 for step in tqdm(range(10), mininterval=0):
-    table.block(block_of([Record(step, step, 0, LAYOUT, {"grad_norm": np.ones(3)}, {}, np.zeros(3, dtype=np.int8))]))
+    table.block(block(step))
     if step == 4:
         sink.alert(ALERT)
 table.close(VERDICT)

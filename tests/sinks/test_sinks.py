@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from gradwatch.core.alert import Effect, Severity, Verdict
-from gradwatch.core.block import block_of
 from gradwatch.core.record import Layout, Missing, Record, Run
 from gradwatch.sinks.headline_scalars import DueHeadlines, headlines, log_quantiles
 from gradwatch.sinks.log import Log, alert_lines
@@ -39,6 +38,7 @@ from sink_inputs import (
     record_of,
     scalars_in,
 )
+from synthetic_records import block_of
 
 # ---- headlines
 
@@ -304,9 +304,8 @@ def test_loggers_get_the_headlines_at_the_trainers_steps() -> None:
     sink = Scalars()
     sink.open(Run(layout, "run", log_every_n_steps=10, loggers=(logger,)))
     for step in range(25):
-        record = record_of(layout, step, [10.0**step, 1.0], axis=step + 100)
-        if step == 12:
-            record.values["update_ratio"] = np.full(len(layout), 0.01)
+        more = {"update_ratio": [0.01, 0.01]} if step == 12 else {}
+        record = record_of(layout, step, [10.0**step, 1.0], axis=step + 100, **more)
         if step == 15:
             sink.alert(alert_of("vanishing", "b", step=15))
         feed(sink, record)
@@ -326,7 +325,6 @@ STEPS = st.fixed_dictionaries(
         "ratios": st.none() | st.none() | PAIRS,
         "optimizer": st.sampled_from([0, 0, 1]),
         "noise_scale": st.sampled_from([0.0, 3.0, math.nan]),
-        "known": st.sampled_from([True, True, False]),
     }
 )
 """What one step may bring."""
@@ -337,10 +335,7 @@ def step_of(layout: Layout, step: int, drawn: dict[str, Any]) -> Record:
     more = {name: numbers for name, numbers in more.items() if numbers is not None}
     if drawn["noise_scale"]:
         more["noise_scale"] = drawn["noise_scale"]
-    record = record_of(layout, step, drawn["norms"], overhead=0.01, optimizer=drawn["optimizer"], **more)
-    return replace(
-        record, fresh=frozenset(name for name in record.values if record.has(name)) if drawn["known"] else None
-    )
+    return record_of(layout, step, drawn["norms"], overhead=0.01, optimizer=drawn["optimizer"], **more)
 
 
 @examples(300)

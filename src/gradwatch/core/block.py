@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -65,20 +65,3 @@ class Block:
         scalars = {name: number for name, rows in self.scalars.items() if (number := float(rows[row])) == number}
         step, axis, optimizer = int(self.steps[row]), int(self.axis[row]), int(self.optimizers[row])
         return Record(step, axis, optimizer, self.layout, values, scalars, self.codes[row], fresh)
-
-
-def block_of(records: Sequence[Record]) -> Block:
-    """`records`, at least one and all of one layout, as a block."""
-    layout = records[0].layout
-    names = list(dict.fromkeys(name for record in records for name in record.values))
-    numbers = list(dict.fromkeys(name for record in records for name in record.scalars))
-    return Block(
-        layout,
-        np.array([record.step for record in records], dtype=np.int64),
-        np.array([record.axis for record in records], dtype=np.int64),
-        np.array([record.optimizer for record in records], dtype=np.int64),
-        {name: np.stack([record.values.get(name, layout.nan_row) for record in records]) for name in names},
-        {name: np.array([record.scalars.get(name, np.nan) for record in records]) for name in numbers},
-        np.stack([record.codes for record in records]),
-        {name: np.array([record.has(name) for record in records]) for name in names},
-    )

@@ -225,16 +225,8 @@ class Record:
     """Numbers of the whole step: `loss`, `lr`, `batch`, `accumulated` (micro-batches added up) of `accumulate`, ..."""
     codes: NDArray[np.int8]
     """A `Missing` for each site, the reason why it has no gradient norm; shape [sites]."""
-    fresh: frozenset[str] | None = None
-    """The statistics measured at this step; None where that is unknown."""
-
-    def has(self, statistic: str) -> bool:
-        """Whether `statistic` was measured at this step; a gradient norm that is NaN counts as measured."""
-        if self.fresh is not None and statistic in self.fresh:
-            return True
-        if statistic == "grad_norm":
-            return statistic in self.values and bool((self.codes == int(Missing.MEASURED)).any())
-        return self.fresh is None and statistic in self.values and has_numbers(self.values[statistic])
+    fresh: frozenset[str]
+    """The statistics measured at this step; a gradient norm that is NaN counts as measured."""
 
     @property
     def nonfinite(self) -> tuple[str, ...]:
