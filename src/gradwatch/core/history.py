@@ -93,22 +93,9 @@ class History:
 
     def __getitem__(self, position: int) -> Record:
         row = self._row(position)
-        step, axis, optimizer = self._keys[row].tolist()
-        count = self._count - (self._end - 1 - row)
-        known = frozenset(name for name in self._columns if self._measured(name, count, count)[0])
-        values = {
-            name: column.window(count, count, known=count, sites=ALL_SITES)[0].copy()
-            if name in known or name == "grad_norm"
-            else self.layout.nan_row
-            for name, column in self._columns.items()
-            if self._has(name)
-        }
-        scalars = {
-            name: number
-            for name, column in self._scalars.items()
-            if count <= self._last(name) and (number := float(column[row])) == number
-        }
-        return Record(step, axis, optimizer, self.layout, values, scalars, self._codes[row].copy(), known)
+        (record,) = self._block(slice(row, row + 1)).records()
+        values = {name: record.values.get(name, self.layout.nan_row) for name in self._columns if self._has(name)}
+        return replace(record, values=values)
 
     def until(self, position: int) -> History:
         """The history as rules judge the record at `position`: it is the latest record, and its own numbers of
@@ -127,26 +114,7 @@ class History:
 
     def block(self, n: int) -> Block:
         """The last `n` records, copied."""
-        rows = self._rows(n)
-        first, last = self._numbers(rows)
-        values, measured = dict[str, Floats](), dict[str, Mask]()
-        for name, column in self._columns.items():
-            numbers, found = column.between(first, last)
-            if len(numbers):
-                values[name] = np.full((last + 1 - first, len(self.layout)), np.nan)
-                values[name][numbers - first] = found
-                measured[name] = self._measured(name, first, last)
-        scalars = {name: column[rows].copy() for name, column in self._scalars.items()}
-        return Block(
-            self.layout,
-            self._keys[rows, 0].copy(),
-            self._keys[rows, 1].copy(),
-            self._keys[rows, 2].copy(),
-            values,
-            {name: numbers for name, numbers in scalars.items() if not np.isnan(numbers).all()},
-            self._codes[rows].copy(),
-            measured,
-        )
+        return self._block(self._rows(n))
 
     @property
     def steps(self) -> list[int]:
@@ -445,6 +413,30 @@ class History:
             there[column.between(first, min(last, self._last(statistic)))[0] - first] = True
         return there
 
+    def _block(self, rows: slice) -> Block:
+        """The records of `rows`, copied."""
+        first, last = self._numbers(rows)
+        values, measured = dict[str, Floats](), dict[str, Mask]()
+        for name, column in self._columns.items():
+            numbers, found = column.between(first, min(last, self._last(name)))
+            if len(numbers):
+                values[name] = np.full((last + 1 - first, len(self.layout)), np.nan)
+                values[name][numbers - first] = found
+                measured[name] = self._measured(name, first, last)
+        scalars = {name: column[rows].copy() for name, column in self._scalars.items()}
+        for name in self._hidden & scalars.keys():
+            scalars[name][max(0, self._last(name) + 1 - first) :] = np.nan
+        return Block(
+            self.layout,
+            self._keys[rows, 0].copy(),
+            self._keys[rows, 1].copy(),
+            self._keys[rows, 2].copy(),
+            values,
+            {name: numbers for name, numbers in scalars.items() if not np.isnan(numbers).all()},
+            self._codes[rows].copy(),
+            measured,
+        )
+
     def _view(self) -> History:
         """A history that shares all records with this one."""
         view = object.__new__(History)
@@ -452,8 +444,8 @@ class History:
         return view
 
     def _numbers(self, rows: slice) -> tuple[int, int]:
-        """The numbers of the first and the last record of `rows`, which end with the latest one."""
-        return self._count - (rows.stop - rows.start) + 1, self._count
+        """The numbers of the first and the last record of `rows`."""
+        return self._count + 1 - (self._end - rows.start), self._count - (self._end - rows.stop)
 
     def _open(self, totals: list[float]) -> None:
         """Extend `_openings` by the total gradient norms of the next records."""
