@@ -80,8 +80,7 @@ class Frozen:
         if len(history) < self.records:
             return None
         still = self._still(history)
-        off = self._untrained(history) or self._between(history)
-        found = [*self._unowned(history), *self._outside(history), *(still or ()), *off]
+        found = [*self._unowned(history), *self._outside(history), *(still or ()), *self._off(history)]
         nothing_stood = len(history) < self.still_records
         return found if found or still is not None or nothing_stood else None
 
@@ -214,69 +213,41 @@ class Frozen:
         before = history.at("update_ratio", ago)[:, moving]
         return bool((before == 0).any())
 
-    def _untrained(self, history: History) -> Sequence[Finding]:
-        """Switched off by requires_grad behind layers that train, with the weights of a random start: a new head that
-        was frozen, or left out of the modules of an adapted model that train.
+    def _off(self, history: History) -> Sequence[Finding]:
+        """Switched off by requires_grad: a new head that was frozen, or left out of the modules of an adapted model
+        that train; or few of many of a make, after some of those and before others that train, a notice where they have
+        no such make, but lie between layers that train.
         """
-        if len(history) < self.still_records or not (history.codes(1)[0, history.layout.layers] == FROZEN).any():
-            return []
         layout, codes = history.layout, history.codes(1)[0]
-        sites = _behind_trained(layout, codes.tobytes())
-        sites = sites[(history.codes(self.still_records)[:, sites] == FROZEN).all(axis=0)] if len(sites) else sites
-        sites = _used(history, sites)
-        spreads = history.window("frozen_rms", len(history))
-        if not len(sites) or spreads is None:
+        if len(history) < self.still_records or not (codes[layout.layers] == FROZEN).any():
             return []
-        known, order = np.fmax.reduce(spreads), forward_order(layout)[still_in_model(history)]
-        off = order[codes[order] == FROZEN]
-        random = np.array([site for site in off if _starts_random(layout, int(site), known)], dtype=np.intp)
-        sites, sizes = sites[np.isin(sites, random)], np.array([site.numel for site in layout.sites])
-        # adapters of a model that was never trained: all of it is random
-        adapted = sizes[off].sum() > sizes[order].sum() / 2
-        if not len(sites) or (adapted and 2 * len(random) > len(off)):
-            return []
-        if self._thaws(history, order, codes[order] == FROZEN):
+        long = (history.codes(self.still_records) == FROZEN).all(axis=0)
+        order = forward_order(layout)[still_in_model(history)]
+        off = codes[order] == FROZEN
+        behind, (between, alike) = _behind_trained(layout, codes.tobytes()), _switched_off(layout, codes.tobytes())
+        new = _untrained(history, _used(history, behind[long[behind]]), order, off)
+        sites = new if len(new) else _used(history, between[long[between]])
+        if not len(sites) or self._thaws(history, order, off):
             return []
         names = layout.names(sites)
         verb, its, it = ("is", "its", "it") if len(names) == 1 else ("are", "their", "them")
-        message = (
-            f"{capitalized(name_text(names))} {verb} frozen (requires_grad is False) behind layers that train, and "
-            f"{its} weights have the spread of a random start: no training has changed {it}."
-        )
-        remedy = (
-            f"requires_grad_(True) for layer {names[-1]}; with PEFT, "
-            f"modules_to_save=[{names[-1].rpartition('.')[2]!r}]."
-        )
+        message = f"{capitalized(name_text(names))} {verb} frozen (requires_grad is False)"
+        if len(new):
+            message += (
+                f" behind layers that train, and {its} weights have the spread of a random start: no training has "
+                f"changed {it}."
+            )
+            module = names[-1].rpartition(".")[2]
+            remedy = f"requires_grad_(True) for layer {names[-1]}; with PEFT, modules_to_save=[{module!r}]."
+            headline = "it is frozen with the weights of a random start, behind layers that train"
+        else:
+            make = "most of the same make train, as layers before and after do"
+            others = make if alike else "layers before and after train"
+            message += f", while {others}: most often a pattern of names that fits more than was meant."
+            remedy = f"requires_grad_(True) for layer {names[0]}, and match whole names when layers are frozen."
+            headline = "requires_grad is False, while others train"
+        severity = Severity.WARNING if len(new) or alike else Severity.NOTICE
         back, limit = _streak(history, sites, FROZEN), float(self.still_records)
-        headline = "it is frozen with the weights of a random start, behind layers that train"
-        return [Finding(self.name, Severity.WARNING, names[0], names, limit, limit, message, remedy, back, headline)]
-
-    def _between(self, history: History) -> Sequence[Finding]:
-        """Switched off by requires_grad, few of many of a make, after some of those and before others that train; a
-        notice where they have no such make, but lie between layers that train.
-        """
-        if len(history) < self.still_records:
-            return []
-        layout, codes = history.layout, history.codes(1)[0]
-        sites, alike = _switched_off(layout, codes.tobytes())
-        sites = sites[(history.codes(self.still_records)[:, sites] == FROZEN).all(axis=0)] if len(sites) else sites
-        sites = _used(history, sites)
-        order = forward_order(layout)[still_in_model(history)]
-        if not len(sites) or self._thaws(history, order, codes[order] == FROZEN):
-            return []
-        names = layout.names(sites)
-        verb = "is" if len(names) == 1 else "are"
-        others = (
-            "most of the same make train, as layers before and after do" if alike else "layers before and after train"
-        )
-        message = (
-            f"{capitalized(name_text(names))} {verb} frozen (requires_grad is False), while {others}: most often a "
-            "pattern of names that fits more than was meant."
-        )
-        remedy = f"requires_grad_(True) for layer {names[0]}, and match whole names when layers are frozen."
-        severity = Severity.WARNING if alike else Severity.NOTICE
-        back, limit = _streak(history, sites, FROZEN), float(self.still_records)
-        headline = "requires_grad is False, while others train"
         return [Finding(self.name, severity, names[0], names, limit, limit, message, remedy, back, headline)]
 
     def _thaws(self, history: History, order: Sites, off: Mask) -> bool:
@@ -311,6 +282,20 @@ def _used(history: History, layers: Sites) -> Sites:
         return layers
     fed = np.isin(layers, [after for _, after in history.layout.edges])
     return layers[~fed | _is_reached(history, layers)]
+
+
+def _untrained(history: History, layers: Sites, order: Sites, off: Mask) -> Sites:
+    """Those of `layers` that have the weights of a random start; none where most of the weights of the model, whose
+    layers are `order`, are `off` and random: adapters of a model that was never trained.
+    """
+    spreads, layout = history.window("frozen_rms", len(history)), history.layout
+    if not len(layers) or spreads is None:
+        return layers[:0]
+    known = np.fmax.reduce(spreads)
+    random = np.array([site for site in order[off] if _starts_random(layout, int(site), known)], dtype=np.intp)
+    sizes = np.array([layout.sites[site].numel for site in order])
+    adapted = sizes[off].sum() > sizes.sum() / 2
+    return layers[:0] if adapted and 2 * len(random) > off.sum() else layers[np.isin(layers, random)]
 
 
 def _outside_since(history: History, parameters: Sites) -> tuple[int, bool]:
