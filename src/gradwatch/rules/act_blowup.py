@@ -104,7 +104,7 @@ class ActBlowup:
         value, query, key = max(unhealthy)
         sites = layout.names(sorted({site for _, *pair in unhealthy for site in pair}))
         layer, other = layout.names([query, key])
-        back = int(streak_starts((levels[:, query] * levels[:, key] >= self.logits)[:, None], ago)[0])
+        back = int(streak_starts(levels[:, query] * levels[:, key] >= self.logits, ago))
         shock = None if is_first_record(history, back) else shock_before(history, back)
         message = (
             f"The outputs of layers {layer} and {other} have root mean squares whose product is {value:.3g}, for "

@@ -77,7 +77,7 @@ class BadHead:
         near = in_run_order(history, layers[values[-1, layers] > 0])
         # without a name for the parameters (sharded ones), the last layer that ran
         layer = int((near if len(near) else in_run_order(history, layers))[-1])
-        return layer, float(values[-1, 0]), int(streak_starts(found[0][:, :1] > 0, found[1])[0])
+        return layer, float(values[-1, 0]), int(streak_starts(found[0][:, 0] > 0, found[1]))
 
     def _doubled(self, history: History, squash: str) -> Finding | None:
         found = self._in_graph(history, f"{squash}_head")
@@ -116,7 +116,7 @@ class BadHead:
         squash = "sigmoid" if activation.module == "Sigmoid" else "softmax"
         what = f"the {activation.module} {activation.name}"
         loss = 2 if squash == "sigmoid" else 1
-        back = int(streak_starts(found[0][:, [site]] < self.misfit, found[1])[0])
+        back = int(streak_starts(found[0][:, site] < self.misfit, found[1]))
         layer, measured = layer_before(history, site), (misfits[-1, site], self.misfit)
         return self._finding(history, layer, squash, what, loss, measured, back)
 

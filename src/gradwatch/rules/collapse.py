@@ -16,7 +16,7 @@ from gradwatch.rules.evidence.baseline import LEVEL_RECORDS
 from gradwatch.rules.evidence.one_record import number_of, row_of
 from gradwatch.rules.evidence.own_records import is_own, own_losses, own_records
 from gradwatch.rules.evidence.recent_rows import ROUNDING, RecentRows
-from gradwatch.rules.evidence.samples import RECENT_RECORDS, lasted, own_samples, samples, streak_starts
+from gradwatch.rules.evidence.samples import RECENT_RECORDS, lasted, own_samples, samples, streak_lengths, streak_starts
 from gradwatch.rules.evidence.shocks import shock_before
 from gradwatch.rules.evidence.wording import name_text
 from gradwatch.rules.rule import require_positive
@@ -106,9 +106,9 @@ class Collapse:
         levels, ago = found
         for after, group in groups:
             outputs = levels[:, group].max(axis=1)
-            small: Mask = (outputs <= self.code_rms)[:, None]
+            small: Mask = outputs <= self.code_rms
             shrunk = outputs[-1] <= self.code_shrunk_share * outputs[0]
-            if not shrunk or not lasted(small, ago, samples=self.code_samples, records=self.code_records)[0]:
+            if not shrunk or not lasted(small, ago, samples=self.code_samples, records=self.code_records):
                 continue
             names, rms = layout.names(group), float(outputs[-1])
             message = (
@@ -124,7 +124,7 @@ class Collapse:
             headline = (
                 f"outputs with a term of their own in the loss have shrunk to {rms:.2g}: a posterior collapses so"
             )
-            back = int(streak_starts(small, ago)[0])
+            back = int(streak_starts(small, ago))
             return [
                 Finding(
                     self.name, Severity.WARNING, names[0], names, rms, self.code_rms, message, remedy, back, headline
@@ -199,8 +199,7 @@ class Collapse:
             halvings = np.median(np.log2(norms[:-1] / norms[1:]), axis=1)
         fast = (np.diff(norms, axis=0) < 0).all(axis=1) & ~(halvings < SLOWEST_SHARE * np.diff(own) / self.half_life)
         fast[known:] = True
-        streak = int(np.cumprod(fast[::-1]).sum())
-        return int(ago[len(ago) - streak])
+        return int(ago[len(ago) - streak_lengths(fast)])
 
     def _wanted(self, history: History, layers: int, since: int) -> float:
         """Of how many `layers` it must be so, as they have shrunk for `since` records.

@@ -16,7 +16,7 @@ from gradwatch.core.record import MEASURED, UNMEASURABLE, Floats, Layout, Mask, 
 from gradwatch.rules.evidence.one_record import number_of, row_of
 from gradwatch.rules.evidence.paths import paths
 from gradwatch.rules.evidence.recent_rows import RecentRows
-from gradwatch.rules.evidence.samples import RECENT_RECORDS, forward_order, sampled, still_in_model
+from gradwatch.rules.evidence.samples import RECENT_RECORDS, forward_order, sampled, still_in_model, streak_lengths
 from gradwatch.rules.evidence.weights import update_samples, zeroed_by_interventions
 from gradwatch.rules.evidence.wording import capitalized, name_text
 from gradwatch.rules.rule import require_positive
@@ -262,8 +262,7 @@ def _streak(history: History, sites: Sites, code: int) -> int:
     """The position, from the end of the history, of the first record of those in a row that have `code`, up to the
     latest, at the site for which that is earliest.
     """
-    other = (history.codes(len(history))[:, sites] != code)[::-1]
-    return int(np.where(other.any(axis=0), other.argmax(axis=0), len(other)).max())
+    return int(streak_lengths(history.codes(len(history))[:, sites] == code).max())
 
 
 def _is_reached(history: History, layers: Sites) -> Mask:

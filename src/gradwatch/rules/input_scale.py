@@ -119,7 +119,7 @@ class InputScale:
             "so are features that are masked or loaded wrongly."
         )
         remedy = f"x.float() / 255 before layer {layer}, and a look at a batch as the DataLoader returns it."
-        back = int(streak_starts(levels[:, :1] == 0, ago)[0])
+        back = int(streak_starts(levels[:, 0] == 0, ago))
         headline = "all inputs are exactly 0"
         return [Finding(self.name, Severity.WARNING, layer, (layer,), 0.0, 0.0, message, remedy, back, headline)]
 
@@ -149,7 +149,7 @@ class InputScale:
         every = _residuals(history, head, found[1])
         # where a residual is not known, it is no smaller
         small = (every <= self.rms) | (every < self.beyond * found[0][:, head])
-        back = int(streak_starts(~small[:, None], found[1])[0])
+        back = int(streak_starts(~small, found[1]))
         return [Finding(self.name, Severity.WARNING, layer, (layer,), value, self.rms, message, remedy, back, headline)]
 
     def _sensitive(self, history: History, sites: Sites) -> Sites:

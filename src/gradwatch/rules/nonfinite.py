@@ -20,7 +20,7 @@ from gradwatch.rules.evidence.one_record import number_of, row_of
 from gradwatch.rules.evidence.own_records import is_own, own_records
 from gradwatch.rules.evidence.paths import paths
 from gradwatch.rules.evidence.recent_rows import RecentRows
-from gradwatch.rules.evidence.samples import forward_order
+from gradwatch.rules.evidence.samples import forward_order, streak_lengths, streak_starts
 from gradwatch.rules.evidence.wording import batch_text, capitalized, name_text, ratio_text, uncapitalized
 from gradwatch.rules.rule import require_positive
 
@@ -158,22 +158,21 @@ class Nonfinite:
 
     def _spoiled(self, history: History) -> int:
         """Records in a row, up to the latest, whose gradient is not finite: one at least."""
-        norms = history.window("grad_norm", self.skipped_steps)
+        norms = history.window("grad_norm", self.skipped_steps, sites=0)
         assert norms is not None, "its layers were measured"
-        fine = np.flatnonzero(np.isfinite(norms[:-1, 0]))
-        return len(norms) - 1 - (int(fine[-1]) if len(fine) else -1)
+        return 1 + int(streak_lengths(~np.isfinite(norms[:-1])))
 
     def _streak(self, history: History) -> int:
         """The position, from the end of the history, of the first of the steps in a row that the fp16 scaler skips; 1
         without one: each record is judged, and those before were finite.
         """
         n = SKIPPED_STEP_LOOKBACK
-        own = np.flatnonzero(is_own(history, n))
-        skipped, norms = history.scalar("skipped", n), history.window("grad_norm", n)
+        skipped, norms = history.scalar("skipped", n), history.window("grad_norm", n, sites=0)
         if skipped is None or norms is None:
             return 1
-        fine = np.flatnonzero((skipped[own[:-1]] != 1) | np.isfinite(norms[own[:-1], 0]))
-        return len(norms) - int(own[int(fine[-1]) + 1 if len(fine) else 0])
+        own, lost = np.flatnonzero(is_own(history, n)), (skipped == 1) & ~np.isfinite(norms)
+        lost[-1] = True
+        return int(streak_starts(lost[own], len(lost) - 1 - own))
 
     def _scaler_searches(self, history: History) -> bool:
         """Whether the fp16 scaler skips this step, and has not skipped too many in a row."""

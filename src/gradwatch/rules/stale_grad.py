@@ -14,6 +14,7 @@ from gradwatch.core.history import History
 from gradwatch.core.record import TOTAL, Mask
 from gradwatch.rules.evidence.onsets import in_trainer
 from gradwatch.rules.evidence.recent_rows import RecentRows
+from gradwatch.rules.evidence.samples import streak_lengths
 from gradwatch.rules.evidence.wording import ratio_text
 from gradwatch.rules.rule import require_positive
 
@@ -47,18 +48,21 @@ class StaleGrad:
         return rows.nowhere if stale is None else stale >= self.old_share
 
     def __call__(self, history: History) -> Sequence[Finding] | None:
-        stale = history.scalar("stale", LOOKBACK_RECORDS + self.records)
+        stale = history.scalar("stale", len(history))
         if stale is None or np.isnan(stale[-1]):
             return None
         if not stale[-1] >= self.old_share:
             return []
-        measured = np.flatnonzero(~np.isnan(stale) & _moved(history, len(stale)))[-self.records :]
-        if len(measured) < self.records or not (stale[measured] >= self.old_share).all():
+        ago = len(stale) - 1 - np.flatnonzero(~np.isnan(stale) & _moved(history, len(stale)))
+        times = int(streak_lengths(stale[-1 - ago] >= self.old_share))
+        if times < self.records or ago[-self.records] >= LOOKBACK_RECORDS + self.records:
             return []
-        return [self._finding(history, float(stale[-1]))]
+        return [self._finding(history, float(stale[-1]), 1 + int(ago[-times]), times)]
 
-    def _finding(self, history: History, stale: float) -> Finding:
-        back, times = self._since(history)
+    def _finding(self, history: History, stale: float, back: int, times: int) -> Finding:
+        """`back`: the position of the first record at which old gradients were there, and were at each one since that
+        is known; `times`: the number of those.
+        """
         ratio = ratio_text(np.log10(stale))
         message = (
             f"Gradients are not cleared between steps: {times} times in a row, those already used were still there "
@@ -72,17 +76,6 @@ class StaleGrad:
         )
         headline = f"gradients of old steps stay, {ratio} times the new ones"
         return Finding(self.name, Severity.ERROR, TOTAL, (), stale, self.old_share, message, remedy, back, headline)
-
-    def _since(self, history: History) -> tuple[int, int]:
-        """The position of the first record at which old gradients were there, and were at each one since that is known;
-        and the number of those.
-        """
-        stale = history.scalar("stale", len(history))
-        assert stale is not None, "it is known at the latest record"
-        known = np.flatnonzero(~np.isnan(stale) & _moved(history, len(stale)))[::-1]
-        there = stale[known] >= self.old_share
-        times = len(there) if there.all() else int(np.argmin(there))
-        return len(stale) - int(known[times - 1]), times
 
 
 def _moved(history: History, records: int) -> NDArray[np.bool_]:

@@ -15,7 +15,7 @@ from gradwatch.rules.evidence.baseline import LEVEL_RECORDS, first_and_last_loss
 from gradwatch.rules.evidence.one_record import number_of
 from gradwatch.rules.evidence.onsets import in_trainer, is_first_record
 from gradwatch.rules.evidence.recent_rows import RecentRows
-from gradwatch.rules.evidence.samples import samples
+from gradwatch.rules.evidence.samples import samples, streak_lengths
 from gradwatch.rules.rule import require_positive
 
 SMALLEST_FLOAT16 = 2.0**-24
@@ -70,7 +70,7 @@ class Underflow:
         unhealthy = bottom.sum(axis=1) >= self.layer_share * (~np.isnan(zeros)).sum(axis=1)
         if not unhealthy[-1]:
             return []
-        streak = int(np.cumprod(unhealthy[::-1]).sum())
+        streak = int(streak_lengths(unhealthy))
         lasted = ago[len(ago) - streak]
         under_scaler = number_of(history, "scaled") == 1
         if streak < self.samples or (under_scaler and lasted < self.scaled_records - 1):

@@ -10,21 +10,18 @@ from gradwatch.core.record import MEASURED
 from gradwatch.rules.evidence.baseline import LEVEL_RECORDS, first_and_last_loss
 from gradwatch.rules.evidence.own_records import own_records
 from gradwatch.rules.evidence.recent_rows import ROUNDING
+from gradwatch.rules.evidence.samples import streak_starts
 
 
 def gradient_zero_since(history: History, site: int) -> int | None:
     """Since when the gradient of `site` has been exactly 0, of the records of this optimizer that have it; None where
     it is not 0 at the latest.
     """
-    own = own_records(history)[::-1]
-    norms = history.window("grad_norm", len(history))
-    if norms is None:
+    own, norms = own_records(history), history.window("grad_norm", len(history), sites=site)
+    if norms is None or history.codes(1)[0, site] != MEASURED or norms[-1] != 0:
         return None
     own = own[history.codes(len(history))[-own, site] == MEASURED]
-    if not len(own) or own[0] != 1 or norms[-1, site] != 0:
-        return None
-    zero = norms[-own, site] == 0
-    return int(own[len(own) - 1 if zero.all() else int(np.argmin(zero)) - 1])
+    return int(streak_starts(norms[-own] == 0, own - 1))
 
 
 def is_first_record(history: History, back: int) -> bool:

@@ -115,7 +115,7 @@ def _is_steep(history: History, ago: Sites, dex: float) -> Mask:
 
 def _begun(shown: Mask, ago: Sites) -> int:
     """The position, from the end, of the first of the samples in a row, up to the latest, at which any is `shown`."""
-    return int(streak_starts(np.asarray(shown.any(axis=1))[:, None], ago)[0])
+    return int(streak_starts(np.asarray(shown.any(axis=1)), ago))
 
 
 def _stuck(history: History) -> tuple[float, float] | None:

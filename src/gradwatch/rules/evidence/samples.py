@@ -54,13 +54,19 @@ def throughout(found: Mask, samples: int) -> Mask:
     return np.asarray(found[-samples:].all(axis=0) & (len(found) >= samples))
 
 
-def streak_starts(found: Mask, ago: Sites) -> Sites:
-    """For each site, the position from the end of the history of the first of the latest samples at which `found`,
-    shape [samples, sites], is true without a break; the latest sample where it is not true there. `ago`: records since
-    each sample, 0 for the latest.
+def streak_lengths(found: Mask) -> Sites:
+    """At how many of the latest samples `found`, shape [samples] or [samples, sites], is true without a break: shape []
+    or [sites].
     """
-    streak = np.cumprod(found[::-1], axis=0).sum(axis=0)
-    return np.asarray(ago[::-1][np.maximum(streak - 1, 0)] + 1)
+    broken = np.concatenate([~found[::-1], np.ones((1, *found.shape[1:]), dtype=bool)])
+    return np.asarray(broken.argmax(axis=0))
+
+
+def streak_starts(found: Mask, ago: Sites) -> Sites:
+    """The position from the end of the history of the first of these samples; the latest sample where it is not true
+    there. `ago`: records since each sample, 0 for the latest.
+    """
+    return np.asarray(ago[::-1][np.maximum(streak_lengths(found) - 1, 0)] + 1)
 
 
 def lasted(found: Mask, ago: Sites, *, samples: int, records: int) -> Mask:
