@@ -15,8 +15,8 @@ from gradwatch.core.record import Floats, Layout, Mask, Sites
 from gradwatch.rules.evidence.baseline import LEVEL_RECORDS
 from gradwatch.rules.evidence.layer_levels import weights_of
 from gradwatch.rules.evidence.onsets import began_text, is_first_record
-from gradwatch.rules.evidence.own_records import is_own
 from gradwatch.rules.evidence.recent_rows import RecentRows
+from gradwatch.rules.evidence.records import is_own
 from gradwatch.rules.evidence.samples import FIRST_SAMPLES, RECENT_RECORDS, in_run_order, samples, streak_starts
 from gradwatch.rules.evidence.shocks import shock_before
 from gradwatch.rules.evidence.weights import has_norm_layers

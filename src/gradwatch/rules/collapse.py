@@ -13,9 +13,8 @@ from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
 from gradwatch.core.record import MEASURED, Floats, Layout, Mask, Sites
 from gradwatch.rules.evidence.baseline import LEVEL_RECORDS
-from gradwatch.rules.evidence.one_record import number_of, row_of
-from gradwatch.rules.evidence.own_records import is_own, own_losses, own_records
 from gradwatch.rules.evidence.recent_rows import ROUNDING, RecentRows
+from gradwatch.rules.evidence.records import is_own, number_of, own_losses, own_records, row_of
 from gradwatch.rules.evidence.samples import RECENT_RECORDS, lasted, own_samples, samples, streak_lengths, streak_starts
 from gradwatch.rules.evidence.shocks import shock_before
 from gradwatch.rules.evidence.wording import name_text

@@ -13,11 +13,10 @@ from gradwatch.core.history import History
 from gradwatch.core.record import MEASURED, Floats, Mask, Site, Sites
 from gradwatch.rules.evidence.deaths import dead_since, death_of, fed_zeros, layers_text, starved_by
 from gradwatch.rules.evidence.layer_levels import bias_text
-from gradwatch.rules.evidence.one_record import row_of
 from gradwatch.rules.evidence.onsets import gradient_zero_since
-from gradwatch.rules.evidence.own_records import is_own
 from gradwatch.rules.evidence.paths import paths
 from gradwatch.rules.evidence.recent_rows import RecentRows
+from gradwatch.rules.evidence.records import is_own, row_of
 from gradwatch.rules.evidence.samples import (
     FIRST_SAMPLES,
     forward_order,

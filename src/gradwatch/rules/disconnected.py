@@ -12,8 +12,8 @@ import numpy as np
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
 from gradwatch.core.record import MEASURED, Codes, Floats, Layout, Mask, Missing, Sites
-from gradwatch.rules.evidence.one_record import row_of
 from gradwatch.rules.evidence.recent_rows import RecentRows
+from gradwatch.rules.evidence.records import row_of
 from gradwatch.rules.evidence.samples import forward_order
 from gradwatch.rules.evidence.wording import capitalized, name_text
 from gradwatch.rules.rule import require_positive

@@ -15,9 +15,8 @@ from gradwatch.rules.evidence.applied_gradients import summed_passes
 from gradwatch.rules.evidence.baseline import LEVEL_RECORDS, first_steps, was_learnt
 from gradwatch.rules.evidence.gradient_jump import EFFECT_RECORDS, gradient_jump
 from gradwatch.rules.evidence.learning_rates import better_rate, rate_jump, rate_text
-from gradwatch.rules.evidence.one_record import number_of
-from gradwatch.rules.evidence.own_records import is_own, own_losses, own_records
 from gradwatch.rules.evidence.recent_rows import ROUNDING, RecentRows
+from gradwatch.rules.evidence.records import is_own, number_of, own_losses, own_records
 from gradwatch.rules.evidence.samples import RECENT_RECORDS, own_samples
 from gradwatch.rules.evidence.weights import (
     WEIGHT_FLOOR_SHARE,

@@ -24,9 +24,9 @@ from gradwatch.rules.evidence.depth import (
 )
 from gradwatch.rules.evidence.layer_levels import LARGE_RATIO, factor_text, weights_over_usual
 from gradwatch.rules.evidence.learning_rates import better_rate
-from gradwatch.rules.evidence.one_record import row_of
 from gradwatch.rules.evidence.paths import NO_LAYER, Paths, paths
 from gradwatch.rules.evidence.recent_rows import RecentRows
+from gradwatch.rules.evidence.records import row_of
 from gradwatch.rules.evidence.recurrent_gradients import grown_through_time
 from gradwatch.rules.evidence.weights import has_norm_layers, sensitivity
 from gradwatch.rules.evidence.wording import ratio_text

@@ -13,9 +13,9 @@ import numpy as np
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
 from gradwatch.core.record import MEASURED, UNMEASURABLE, Floats, Layout, Mask, Missing, Sites
-from gradwatch.rules.evidence.one_record import number_of, row_of
 from gradwatch.rules.evidence.paths import paths
 from gradwatch.rules.evidence.recent_rows import RecentRows
+from gradwatch.rules.evidence.records import number_of, row_of
 from gradwatch.rules.evidence.samples import RECENT_RECORDS, forward_order, sampled, still_in_model, streak_lengths
 from gradwatch.rules.evidence.weights import update_samples, zeroed_by_interventions
 from gradwatch.rules.evidence.wording import capitalized, name_text

@@ -11,8 +11,8 @@ import numpy as np
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import OPENING, History
 from gradwatch.core.record import Floats, Layout, Mask, Sites
-from gradwatch.rules.evidence.one_record import row_of
 from gradwatch.rules.evidence.recent_rows import ROUNDING, RecentRows
+from gradwatch.rules.evidence.records import row_of
 from gradwatch.rules.evidence.samples import RECENT_RECORDS, in_run_order, samples, streak_starts
 from gradwatch.rules.rule import require_positive
 

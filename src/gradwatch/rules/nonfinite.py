@@ -16,10 +16,9 @@ from gradwatch.rules.evidence.depth import profile
 from gradwatch.rules.evidence.gradient_jump import gradient_jump
 from gradwatch.rules.evidence.learning_rates import better_rate, rate_jump
 from gradwatch.rules.evidence.nonfinite_forward import NonfiniteForward, first_nonfinite_output, from_replay
-from gradwatch.rules.evidence.one_record import number_of, row_of
-from gradwatch.rules.evidence.own_records import is_own, own_records
 from gradwatch.rules.evidence.paths import paths
 from gradwatch.rules.evidence.recent_rows import RecentRows
+from gradwatch.rules.evidence.records import is_own, number_of, own_records, row_of
 from gradwatch.rules.evidence.samples import forward_order, streak_lengths, streak_starts
 from gradwatch.rules.evidence.wording import batch_text, capitalized, name_text, ratio_text, uncapitalized
 from gradwatch.rules.rule import require_positive

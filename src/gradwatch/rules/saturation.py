@@ -13,9 +13,9 @@ from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
 from gradwatch.core.record import Floats, Mask, Sites
 from gradwatch.rules.evidence.layer_levels import LARGE_RATIO, bias_text, latest, series_of, weights_over_usual
-from gradwatch.rules.evidence.one_record import row_of
 from gradwatch.rules.evidence.onsets import began_text, is_first_record
 from gradwatch.rules.evidence.recent_rows import RecentRows
+from gradwatch.rules.evidence.records import row_of
 from gradwatch.rules.evidence.samples import (
     FIRST_SAMPLES,
     in_run_order,

@@ -15,8 +15,8 @@ from gradwatch.rules.evidence.applied_gradients import clipping_limit
 from gradwatch.rules.evidence.baseline import per_full_accumulation
 from gradwatch.rules.evidence.gradient_jump import LARGE_UPDATE, largest_update
 from gradwatch.rules.evidence.learning_rates import SANE_SHARE, better_rate, rate_jump
-from gradwatch.rules.evidence.own_records import is_alone, is_own
 from gradwatch.rules.evidence.recent_rows import RecentRows
+from gradwatch.rules.evidence.records import is_alone, is_own
 from gradwatch.rules.evidence.samples import FIRST_SAMPLES
 from gradwatch.rules.evidence.weights import relative_updates, update_samples
 from gradwatch.rules.evidence.wording import batch_text, capitalized, name_text, ratio_text

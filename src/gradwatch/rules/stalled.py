@@ -13,8 +13,8 @@ from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import OPENING, History
 from gradwatch.core.record import MEASURED, TOTAL, Floats, Layout, Mask, Sites
 from gradwatch.rules.evidence.baseline import LEVEL_RECORDS, is_stuck
-from gradwatch.rules.evidence.own_records import is_own
 from gradwatch.rules.evidence.recent_rows import RecentRows
+from gradwatch.rules.evidence.records import is_own
 from gradwatch.rules.evidence.samples import RECENT_RECORDS, sampled
 from gradwatch.rules.evidence.weights import relative_updates, update_is_new, update_samples, zeroed_by_interventions
 from gradwatch.rules.evidence.wording import name_text, ratio_text

@@ -24,9 +24,9 @@ from gradwatch.rules.evidence.depth import (
     recent_profiles,
 )
 from gradwatch.rules.evidence.layer_levels import bias_text, biases_of, factor_text, latest, weights_over_usual
-from gradwatch.rules.evidence.own_records import is_alone
 from gradwatch.rules.evidence.paths import NO_LAYER, paths
 from gradwatch.rules.evidence.recent_rows import RecentRows
+from gradwatch.rules.evidence.records import is_alone
 from gradwatch.rules.evidence.recurrent_gradients import faded_through_time, fades_are_due
 from gradwatch.rules.evidence.samples import forward_order
 from gradwatch.rules.evidence.weights import has_norm_layers, sensitivity, starts_from_zero

@@ -8,8 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from gradwatch.core.history import History
-from gradwatch.rules.evidence.one_record import number_of
-from gradwatch.rules.evidence.own_records import is_own
+from gradwatch.rules.evidence.records import is_own, number_of
 
 CLIPPED_RECORDS = 100
 """Records in which clipping is looked for. Judgement."""

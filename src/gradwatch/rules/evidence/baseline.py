@@ -6,7 +6,7 @@ import numpy as np
 
 from gradwatch.core.history import OPENING, History
 from gradwatch.core.record import Floats, Mask
-from gradwatch.rules.evidence.own_records import is_alone, is_own, own_losses, own_records
+from gradwatch.rules.evidence.records import is_alone, is_own, own_losses, own_records
 from gradwatch.rules.evidence.samples import streak_starts
 
 LEVEL_RECORDS = 5

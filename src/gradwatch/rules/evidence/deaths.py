@@ -11,10 +11,9 @@ from gradwatch.core.history import History
 from gradwatch.core.record import MEASURED, Sites
 from gradwatch.rules.evidence.layer_levels import bias_text, biases_of, latest, series_of, weights_of
 from gradwatch.rules.evidence.learning_rates import measured_rate
-from gradwatch.rules.evidence.one_record import row_of
 from gradwatch.rules.evidence.onsets import began_text, gradient_zero_since, is_first_record, unlearnt
-from gradwatch.rules.evidence.own_records import own_records
 from gradwatch.rules.evidence.paths import paths
+from gradwatch.rules.evidence.records import own_records, row_of
 from gradwatch.rules.evidence.samples import forward_order
 from gradwatch.rules.evidence.shocks import shock_before
 from gradwatch.rules.evidence.wording import name_text

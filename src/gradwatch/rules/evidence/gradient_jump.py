@@ -8,8 +8,7 @@ import numpy as np
 
 from gradwatch.core.history import History
 from gradwatch.rules.evidence.applied_gradients import clipping_limit
-from gradwatch.rules.evidence.one_record import row_of
-from gradwatch.rules.evidence.own_records import is_own
+from gradwatch.rules.evidence.records import is_own, row_of
 from gradwatch.rules.evidence.wording import batch_text, ratio_text
 
 EFFECT_RECORDS = 5

@@ -6,7 +6,7 @@ import numpy as np
 
 from gradwatch.core.history import History
 from gradwatch.core.record import Floats
-from gradwatch.rules.evidence.own_records import own_records
+from gradwatch.rules.evidence.records import own_records
 
 BIAS_RATIO = 0.5
 """Root mean square of a layer's biases over that of its outputs from which the biases make the outputs. Judgement."""

@@ -9,8 +9,7 @@ import numpy as np
 from gradwatch.core.history import History
 from gradwatch.rules.evidence.applied_gradients import clipping_limit, summed_passes, usual_norm
 from gradwatch.rules.evidence.gradient_jump import EFFECT_RECORDS
-from gradwatch.rules.evidence.one_record import number_of
-from gradwatch.rules.evidence.own_records import is_own, own_records
+from gradwatch.rules.evidence.records import is_own, number_of, own_records
 from gradwatch.rules.evidence.samples import RECENT_RECORDS
 from gradwatch.rules.evidence.weights import relative_updates, update_samples
 from gradwatch.rules.evidence.wording import ratio_text

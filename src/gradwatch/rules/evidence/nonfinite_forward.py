@@ -8,8 +8,7 @@ import numpy as np
 
 from gradwatch.core.history import History, NonfiniteOrigin
 from gradwatch.core.record import MEASURED, TOTAL, Floats, Layout, Sites
-from gradwatch.rules.evidence.one_record import row_of
-from gradwatch.rules.evidence.own_records import own_records
+from gradwatch.rules.evidence.records import own_records, row_of
 from gradwatch.rules.evidence.samples import in_run_order
 from gradwatch.rules.evidence.wording import batch_text, capitalized, name_text, ratio_text
 

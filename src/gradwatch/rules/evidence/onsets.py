@@ -8,8 +8,8 @@ from gradwatch.core.history import History
 from gradwatch.core.loss_levels import LOWER_LOSS_SHARE
 from gradwatch.core.record import MEASURED
 from gradwatch.rules.evidence.baseline import LEVEL_RECORDS, first_and_last_loss
-from gradwatch.rules.evidence.own_records import own_records
 from gradwatch.rules.evidence.recent_rows import ROUNDING
+from gradwatch.rules.evidence.records import own_records
 from gradwatch.rules.evidence.samples import streak_starts
 
 

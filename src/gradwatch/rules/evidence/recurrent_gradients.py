@@ -11,7 +11,7 @@ from gradwatch.core.history import History
 from gradwatch.core.record import Floats, Layout, Mask, Sites
 from gradwatch.rules.evidence.baseline import first_and_last_loss
 from gradwatch.rules.evidence.depth import ABRUPT_SHARE, STREAK_SAMPLES
-from gradwatch.rules.evidence.own_records import own_losses
+from gradwatch.rules.evidence.records import own_losses
 from gradwatch.rules.evidence.samples import RECENT_RECORDS, own_samples, streak_starts
 from gradwatch.rules.evidence.wording import ratio_text
 

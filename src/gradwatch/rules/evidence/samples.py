@@ -8,7 +8,7 @@ import numpy as np
 
 from gradwatch.core.history import History
 from gradwatch.core.record import UNMEASURABLE, Floats, Layout, Mask, Sites
-from gradwatch.rules.evidence.own_records import is_own
+from gradwatch.rules.evidence.records import is_own
 
 RECENT_RECORDS = 4096
 """Records in which samples are searched: four samples at the longest interval of 1,000 (`schedule.py`)."""

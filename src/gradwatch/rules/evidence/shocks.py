@@ -10,8 +10,7 @@ from gradwatch.core.history import History
 from gradwatch.rules.evidence.applied_gradients import CLIPPED_SHARE
 from gradwatch.rules.evidence.gradient_jump import EFFECT_RECORDS, gradient_jump
 from gradwatch.rules.evidence.learning_rates import rate_jump
-from gradwatch.rules.evidence.one_record import row_of
-from gradwatch.rules.evidence.own_records import own_records
+from gradwatch.rules.evidence.records import own_records, row_of
 from gradwatch.rules.evidence.wording import ratio_text
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from gradwatch.core.history import History
 from gradwatch.core.record import Floats, Layout, Mask, Sites
-from gradwatch.rules.evidence.one_record import row_of
+from gradwatch.rules.evidence.records import row_of
 from gradwatch.rules.evidence.samples import RECENT_RECORDS, own_samples, sampled
 
 NEAR_ZERO_SHARE = 1e-3

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from gradwatch.core.alert import short_list
 from gradwatch.core.history import History
-from gradwatch.rules.evidence.one_record import number_of
+from gradwatch.rules.evidence.records import number_of
 
 
 def ratio_text(dex: float) -> str:

@@ -1,4 +1,7 @@
-"""The records of the latest record's optimizer: where several take turns, each is judged by its own."""
+"""Records of a history: the numbers of one of them, and which are of the latest record's optimizer.
+
+Where several optimizers take turns, each is judged by its own records.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,18 @@ import numpy as np
 
 from gradwatch.core.history import History
 from gradwatch.core.record import Floats, Mask, Sites
+
+
+def number_of(history: History, name: str, *, back: int = 1) -> float:
+    """A number of the whole step (`loss`, `lr`, ...) at the record `back` from the end."""
+    numbers = history.scalar(name, back)
+    return float("nan") if numbers is None else float(numbers[0])
+
+
+def row_of(history: History, statistic: str, *, back: int = 1) -> Floats:
+    """`statistic` at all sites at the record `back` from the end: shape [sites]."""
+    row: Floats = history.at(statistic, np.array([back - 1]))[0]
+    return row
 
 
 def is_own(history: History, n: int) -> Mask:
