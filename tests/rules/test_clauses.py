@@ -23,8 +23,8 @@ from gradwatch.rules import (
     Stalled,
     Vanishing,
 )
+from gradwatch.rules.dead import Death, death_of
 from gradwatch.rules.evidence.baseline import first_steps, was_learnt
-from gradwatch.rules.evidence.deaths import Death, death_of
 from gradwatch.rules.evidence.gradient_jump import gradient_jump
 from gradwatch.rules.evidence.layer_levels import bias_text, factor_text
 from gradwatch.rules.evidence.learning_rates import better_rate, rate_text

@@ -11,12 +11,12 @@ import numpy as np
 from gradwatch.core.alert import Effect, Finding, Severity
 from gradwatch.core.history import History
 from gradwatch.core.record import MEASURED, Floats, Mask, Site, Sites
-from gradwatch.rules.evidence.deaths import dead_since, death_of, fed_zeros, layers_text, starved_by
-from gradwatch.rules.evidence.layer_levels import bias_text
-from gradwatch.rules.evidence.onsets import gradient_zero_since
+from gradwatch.rules.evidence.layer_levels import bias_text, biases_of, latest, series_of, weights_of
+from gradwatch.rules.evidence.learning_rates import measured_rate
+from gradwatch.rules.evidence.onsets import began_text, gradient_zero_since, is_first_record, unlearnt
 from gradwatch.rules.evidence.paths import paths
 from gradwatch.rules.evidence.recent_rows import RecentRows
-from gradwatch.rules.evidence.records import is_own, row_of
+from gradwatch.rules.evidence.records import is_own, own_records, row_of
 from gradwatch.rules.evidence.samples import (
     FIRST_SAMPLES,
     forward_order,
@@ -27,6 +27,7 @@ from gradwatch.rules.evidence.samples import (
     samples,
     streak_starts,
 )
+from gradwatch.rules.evidence.shocks import shock_before
 from gradwatch.rules.evidence.wording import name_text
 from gradwatch.rules.rule import require_positive
 
@@ -35,6 +36,9 @@ GRADIENT_LOOKBACK = 200
 
 VANISHED_SHARE = 1e-6
 """A gradient below this share of the strongest layer's that becomes zero has vanished: no dead units. Judgement."""
+
+BIAS_GROWTH = 2.0
+"""Times by which the biases have grown while the units died to be named. Judgement."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,19 +116,19 @@ class Dead:
         return norms is not None and len(norms) == self.samples and bool((norms[:, layer] == 0).all())
 
     def _silent(self, history: History, sites: Sites, zeros: Floats, ago: Sites) -> Finding:
-        fed = np.array([fed_zeros(history, layer_before(history, site)) for site in sites.tolist()])
+        fed = np.array([_fed_zeros(history, layer_before(history, site)) for site in sites.tolist()])
         sites, follow = (sites, sites[:0]) if fed.all() else (sites[~fed], sites[fed])
         activation, layer, back = _origin(history, sites, zeros == 1, ago)
         layers, names = layers_before(history, sites), history.layout.names
         after = np.setdiff1d(layers_before(history, follow), layers)
         dead = np.concatenate([layers, after])
-        starved = starved_by(history, dead)
+        starved = _starved_by(history, dead)
         biased = names(one for one in np.sort(layers) if bias_text(history, int(one)))
         death = death_of(history, layer, back, biased=biased)
-        before = names(np.setdiff1d(starved_by(history, np.array([layer])), dead))
+        before = names(np.setdiff1d(_starved_by(history, np.array([layer])), dead))
         passes = "no gradient passes it"
         if gradient_zero_since(history, layer) is not None:
-            also = f" and {layers_text(before)} get" if before else " gets"
+            also = f" and {_before_text(before)} get" if before else " gets"
             passes += f": layer {death.layer}{also} none"
         message = (
             f"The {activation.module} {activation.name} after layer {death.layer} gives nothing but zeros, and "
@@ -231,10 +235,10 @@ class Dead:
         assert since is not None, "it is 0 at the latest record"
         death = death_of(history, site, since)
         name, after = death.layer, history.layout.sites[nearest].name
-        too = f"layer {name}, and of {layers_text(history.layout.names(starved))}," if len(starved) else f"layer {name}"
+        too = f", and of {_before_text(history.layout.names(starved))}," if len(starved) else ""
         message = (
-            f"The gradient of {too} has been exactly 0 for {self.records} steps or more, while layer {after} after it "
-            f"gets one: most often no unit after layer {name} fires any more. {death.cause}"
+            f"The gradient of layer {name}{too} has been exactly 0 for {self.records} steps or more, while layer "
+            f"{after} after it gets one: most often no unit after layer {name} fires any more. {death.cause}"
         )
         headline = f"it gets no gradient any more{death.headline(len(starved))}"
         sites, effects = history.layout.names(np.sort(dead)), _effects(history, starved=starved)
@@ -260,6 +264,85 @@ def _origin(
         layer, start = layer_before(history, site), int(starts[site])
         loud = ago[~silent[:, site]]
         last = int(loud[-1]) + 1 if len(loud) else None
-        found.append((dead_since(history, layer, start, last) if gradients else start, layer, site))
+        found.append((_dead_since(history, layer, start, last) if gradients else start, layer, site))
     back, layer, site = max(found, key=lambda one: one[0])
     return history.layout.sites[site], layer, back
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """What is known of how the units after a layer died."""
+
+    layer: str
+    back: int
+    """The position, from the end, of the first record at which they were dead."""
+    cause: str
+    """What the record tells of the time before, of the steps just before, and of the layer: sentences."""
+    remedy: str
+    when: str
+    """When or by what, as the end of a clause: " since the first step"; empty where neither is known."""
+
+    def headline(self, starved: int = 0) -> str:
+        """When, why, or what it does to the `starved` layers before, as the end of a clause."""
+        if self.when or not starved:
+            return self.when
+        return f"; {starved} layer{'s' * (starved > 1)} before get{'s' * (starved == 1)} no gradient"
+
+
+def death_of(history: History, layer: int, back: int, *, biased: Sequence[str] = ()) -> Death:
+    """How the units after `layer` (a site) died; the record `back` from the end is the first at which they were.
+
+    `biased`: all dead layers whose biases make most of their outputs, where there are more than this one.
+    """
+    from_start = is_first_record(history, back)
+    shock = None if from_start else shock_before(history, back)
+    reason, remedy = _reason(history, layer, back, biased, from_start=from_start)
+    when = " since the first step" if from_start else f": {shock.short}" if shock else ""
+    cause = f"{began_text(history, back)}{shock.sentence if shock else ''}{reason}{unlearnt(history)}".strip()
+    return Death(history.layout.sites[layer].name, back, cause, shock.remedy if shock else remedy, when)
+
+
+def _reason(history: History, layer: int, back: int, biased: Sequence[str], *, from_start: bool) -> tuple[str, str]:
+    """What the weights and biases of `layer` say, as a sentence, and what to change."""
+    name = history.layout.sites[layer].name
+    if latest(weights_of(history, layer)) == 0:
+        remedy = f"nn.init.kaiming_uniform_ for the weights of layer {name}, which are all zero."
+        return f" The weights of layer {name} are all zero.", remedy
+    made, leaky = bias_text(history, layer), f"nn.LeakyReLU after layer {name}."
+    if from_start and made:
+        which = f"bias{'es' * (len(biased) > 1)} of {name_text(biased or [name])}"
+        return made, f"nn.init.zeros_ for the {which}, or {leaky}"
+    if from_start:
+        return "", f"nn.init.kaiming_uniform_ for the weights of layer {name}, or {leaky}"
+    biases = biases_of(history, layer)
+    bias, before = latest(biases), latest(biases[own_records(history) > back])
+    if bias >= BIAS_GROWTH * before:
+        made = f" The biases of layer {name} grew meanwhile, from a root mean square of {before:.2g} to {bias:.2g}."
+    return made, measured_rate(history, back) or f"a smaller lr in configure_optimizers, with warm-up, or {leaky}"
+
+
+def _dead_since(history: History, layer: int, silent: int, loud: int | None) -> int:
+    """Since when the units after `layer` have been dead: its gradient has been exactly 0 since, if that began after the
+    sample at which they last fired. `silent`: position of the first sample at which they did not; `loud`: of that one.
+    """
+    zero = gradient_zero_since(history, layer)
+    return silent if zero is None or (loud is not None and zero >= loud) else zero
+
+
+def _starved_by(history: History, dead: Sites) -> Sites:
+    """The layers before those of `dead` whose gradient is exactly 0 as well at the latest record."""
+    order = forward_order(history.layout)
+    before = paths(history.layout, order).above(np.isin(order, dead))
+    none = (row_of(history, "grad_norm")[order] == 0) & (history.codes(1)[0, order] == MEASURED)
+    return np.setdiff1d(order[before & none], dead)
+
+
+def _fed_zeros(history: History, layer: int) -> bool:
+    """Whether `layer` gets nothing but zeros: its outputs are exactly 0, its weights are not."""
+    outputs = latest(series_of(history, "output_rms", layer))
+    return outputs == 0 and latest(weights_of(history, layer)) > 0
+
+
+def _before_text(names: Sequence[str]) -> str:
+    """'the 24 layers before it' or 'layer fc0 before it', for the middle of a sentence."""
+    return f"the {len(names)} layers before it" if len(names) > 1 else f"layer {names[0]} before it"
