@@ -146,20 +146,11 @@ def _remedy(history: History, *, under_scaler: bool) -> str:
         # the Trainer's own float16 has a scaler
         return "dtype=torch.bfloat16 in torch.autocast, which needs no scale, or a torch.amp.GradScaler for float16."
     if in_trainer(history):
-        other = 'Trainer(precision="bf16-mixed"), which needs no scale.'
-        first = (
-            "a larger init_scale for the GradScaler"
-            if under_scaler
-            else ('Trainer(precision="16-mixed"), which scales the loss')
-        )
+        scaled, other = 'Trainer(precision="16-mixed")', 'Trainer(precision="bf16-mixed")'
     else:
-        other = "torch.bfloat16, which needs no scale."
-        first = (
-            "a larger init_scale for the GradScaler"
-            if under_scaler
-            else ("torch.amp.GradScaler, which scales the loss")
-        )
-    return f"{first}, or {other}"
+        scaled, other = "torch.amp.GradScaler", "torch.bfloat16"
+    first = "a larger init_scale for the GradScaler" if under_scaler else f"{scaled}, which scales the loss"
+    return f"{first}, or {other}, which needs no scale."
 
 
 def _percent(share: float) -> str:
