@@ -26,10 +26,10 @@ from gradwatch.rules import (
 from gradwatch.rules.dead import Death, death_of
 from gradwatch.rules.evidence.baseline import first_steps, was_learnt
 from gradwatch.rules.evidence.gradient_jump import gradient_jump
+from gradwatch.rules.evidence.jumps import beginning
 from gradwatch.rules.evidence.layer_levels import bias_text, factor_text
 from gradwatch.rules.evidence.learning_rates import better_rate, rate_text
 from gradwatch.rules.evidence.onsets import began_text, unlearnt
-from gradwatch.rules.evidence.shocks import shock_before
 from synthetic_history import INF, NAN, USUAL, judge_rows, judge_steps, layout, net, only, record, steps
 
 GROWING = 10 ** np.linspace(4.9, 0, 8)
@@ -267,29 +267,28 @@ def test_a_gradient_that_was_growing_is_no_jump() -> None:
     assert gradient_jump(played((30, {"loss": 1.0}), {"gradients": 100.0, "loss": 1.0})) is not None
 
 
-def test_a_shock_is_of_the_steps_just_before() -> None:
+def test_a_jump_counts_in_the_steps_just_before() -> None:
     def before(back: int, **row: float) -> Any:
-        return shock_before(played((40, {"lr": 0.1}), {"lr": 0.1, **row}, (10, {"lr": row.get("lr", 0.1)})), back)
+        return beginning(played((40, {"lr": 0.1}), {"lr": 0.1, **row}, (10, {"lr": row.get("lr", 0.1)})), back)
 
     rate = before(8, lr=3.0)
     assert rate.sentence == " At step 40, the learning rate jumped 30 times, to 3."
-    assert before(2, lr=3.0) is None, "long before"
+    assert before(2, lr=3.0).sentence == "", "long before"
     gradient = before(9, gradients=100.0)
-    assert gradient.sentence == " At step 40, the gradient was 100 times the highest of the steps before."
-    assert gradient.short == "a gradient 100 times those before"
-    assert before(9) is None
+    assert gradient.sentence == " At step 40, the gradient was 100 times the highest before."
+    assert gradient.headline == ": the gradient was 100 times the highest before"
+    assert before(2, gradients=100.0).sentence == "", "long before"
+    assert before(9).sentence == ""
 
 
 def test_where_gradients_were_clipped_clipping_is_not_proposed() -> None:
     def remedy(clipped: float | None) -> str:
         history = net(2)
-        shocked = steps(1, gradients=100.0, **({} if clipped is None else {"clipped": clipped}))
-        judge_steps(Spike(), history, [*steps(40), *shocked, *steps(3)])
-        found = shock_before(history, 3)
-        assert found is not None
-        return found.remedy
+        large = steps(1, gradients=100.0, **({} if clipped is None else {"clipped": clipped}))
+        judge_steps(Spike(), history, [*steps(40), *large, *steps(3)])
+        return beginning(history, 3).remedy
 
-    assert remedy(None) == "Trainer(gradient_clip_val=1.4), the highest norm of the steps before."
+    assert remedy(None) == "Trainer(gradient_clip_val=1.4), the highest norm before it."
     assert remedy(1.0) == "a smaller lr in configure_optimizers."
 
 

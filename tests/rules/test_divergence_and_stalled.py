@@ -40,7 +40,7 @@ def test_a_large_step_that_did_no_harm(losses: list[float]) -> None:
     assert silent(judge_steps(Divergence(), net(3), [*steps(5), *steps(1, updates=4.0), *after]))
 
 
-def test_a_shock_before_a_norm_that_passes() -> None:
+def test_a_large_step_before_a_norm_whose_effect_passes() -> None:
     alone, all_of_it = [1e-3, 4.0, 1e-3], [4.0, 4.0, 1e-3]
 
     def after(losses: list[float], updates: list[float]) -> Any:

@@ -10,10 +10,10 @@ import pytest
 from gradwatch.core.history import History
 from gradwatch.core.record import Missing
 from gradwatch.rules.dead import death_of
+from gradwatch.rules.evidence.jumps import beginning
 from gradwatch.rules.evidence.layer_levels import bias_text, biases_of, weights_of, weights_over_usual
 from gradwatch.rules.evidence.onsets import gradient_zero_since, is_first_record, unlearnt
 from gradwatch.rules.evidence.samples import streak_starts
-from gradwatch.rules.evidence.shocks import shock_before
 from synthetic_history import NAN, USUAL, net, record
 
 
@@ -70,22 +70,23 @@ STEADY = [{"lr": 0.1, "weights": USUAL}] * 30
 
 
 @pytest.mark.parametrize(
-    ("rows", "clause"),
+    ("rows", "what"),
     [
         ([*STEADY, {"lr": 3.0}, *[{"lr": 3.0}] * 4], "the learning rate jumped 30 times, to 3"),
         ([*STEADY, *[{"lr": 3.0}] * 20], None),  # too long ago
         ([*STEADY, {"lr": 0.4}, {"lr": 0.4}], None),
         ([*STEADY, {"lr": 0.0}, {"lr": 0.1}, {}], None),  # a restart
-        ([*STEADY, {"lr": 0.1, "gradients": 50.0}, {}], "the gradient was 50 times the highest of the steps before"),
+        ([*STEADY, {"lr": 0.1, "gradients": 50.0}, {}], "the gradient was 50 times the highest before"),
         ([*STEADY, {"lr": 0.1, "gradients": 5.0}, {}], None),
         ([*STEADY, {"optimizer": 1, "lr": 9.0}, {"lr": 0.1}, {"lr": 0.1}], None),
     ],
 )
-def test_what_stood_out_just_before(rows: list[dict[str, Any]], clause: str | None) -> None:
-    shock = shock_before(history(rows), 1)
-    assert (shock and shock.clause) == clause
-    if shock is not None:
-        assert shock.sentence == f" At step 30, {clause}."
+def test_what_stood_out_just_before(rows: list[dict[str, Any]], what: str | None) -> None:
+    found = beginning(history(rows), 1)
+    assert found.began == " It was not so before."
+    assert found.sentence == ("" if what is None else f" At step 30, {what}.")
+    assert found.headline == ("" if what is None else f": {what}")
+    assert bool(found.remedy) == (what is not None)
 
 
 def test_a_gradient_that_was_clipped_gets_no_advice_to_clip() -> None:
@@ -93,11 +94,14 @@ def test_a_gradient_that_was_clipped_gets_no_advice_to_clip() -> None:
     clipped.amend({"grad_norm_clipped": np.full(len(clipped.layout), 0.1)})
     for made in (plain, clipped):
         record(made)
-    first, second = shock_before(plain, 1), shock_before(clipped, 1)
-    assert first is not None
-    assert second is not None
-    assert first.remedy == "Trainer(gradient_clip_val=1.7), the highest norm of the steps before."
-    assert second.remedy == "a smaller lr in configure_optimizers."
+    assert beginning(plain, 1).remedy == "Trainer(gradient_clip_val=1.7), the highest norm before it."
+    assert beginning(clipped, 1).remedy == "a smaller lr in configure_optimizers."
+
+
+def test_what_is_so_from_the_first_step_on_has_nothing_before_it() -> None:
+    found = beginning(history([{"lr": 0.1}] * 3), 3)
+    assert (found.began, found.sentence) == (" It is so from the first step on.", "")
+    assert (found.headline, found.remedy) == (" since the first step", "")
 
 
 def test_how_units_died_says_only_what_is_known() -> None:

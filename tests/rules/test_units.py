@@ -195,7 +195,7 @@ def test_a_rate_that_jumped_is_the_cause(at: int) -> None:
     alert = only([one for one in incidents_of(mlp(), steps=at + 60, before=jump) if one.rule == "dead"])
     assert alert.step == at + 1
     assert f"It was not so before. At step {at}, the learning rate jumped 30 times, to 0.3." in alert.message
-    assert alert.headline == "its ReLU gives only zeros: the learning rate jumped 30 times"
+    assert alert.headline == "its ReLU gives only zeros: the learning rate jumped 30 times, to 0.3"
     assert alert.remedy == "an lr_scheduler in configure_optimizers that does not jump from lr=0.01 to lr=0.3."
 
 

@@ -13,12 +13,11 @@ from gradwatch.core.alert import Finding, Severity, short_list
 from gradwatch.core.history import History
 from gradwatch.core.record import Floats, Layout, Mask, Sites
 from gradwatch.rules.evidence.baseline import LEVEL_RECORDS
+from gradwatch.rules.evidence.jumps import beginning
 from gradwatch.rules.evidence.layer_levels import weights_of
-from gradwatch.rules.evidence.onsets import began_text, is_first_record
 from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.records import is_own
 from gradwatch.rules.evidence.samples import FIRST_SAMPLES, RECENT_RECORDS, in_run_order, samples, streak_starts
-from gradwatch.rules.evidence.shocks import shock_before
 from gradwatch.rules.evidence.weights import has_norm_layers
 from gradwatch.rules.evidence.wording import name_text, ratio_text
 from gradwatch.rules.rule import require_positive
@@ -105,15 +104,15 @@ class ActBlowup:
         sites = layout.names(sorted({site for _, *pair in unhealthy for site in pair}))
         layer, other = layout.names([query, key])
         back = int(streak_starts(levels[:, query] * levels[:, key] >= self.logits, ago))
-        shock = None if is_first_record(history, back) else shock_before(history, back)
+        how = beginning(history, back)
         message = (
             f"The outputs of layers {layer} and {other} have root mean squares whose product is {value:.3g}, for "
             f"{self.samples} samples or more; up to {self.logits:.3g} is normal. Even divided by the "
             "root of the width, such products make a softmax pick one place alone, and next to no gradient passes it."
-            f"{began_text(history, back)}{shock.sentence if shock else ''}"
+            f"{how.began}{how.sentence}"
         )
-        remedy = f"nn.LayerNorm over each head's queries and keys after layers {short_list(sites)}, or a smaller lr."
-        remedy = remedy if shock is None else shock.remedy
+        norm = f"nn.LayerNorm over each head's queries and keys after layers {short_list(sites)}, or a smaller lr."
+        remedy = how.remedy or norm
         headline = f"queries times keys are {value:.3g} in size, {self.logits:.3g} is normal"
         return [Finding(self.name, Severity.WARNING, layer, sites, value, self.logits, message, remedy, back, headline)]
 
@@ -168,19 +167,17 @@ class ActBlowup:
 
 def _growth(history: History, site: int, back: int) -> tuple[str, str]:
     """What the record tells of why the outputs of the layer `site` grew, and what to change."""
-    layer, shock = history.layout.sites[site].name, shock_before(history, back)
+    layer, how = history.layout.sites[site].name, beginning(history, back)
     weights = weights_of(history, site)
     weights = weights[~np.isnan(weights)]
     norms = has_norm_layers(history.layout)
-    cause = "" if shock is None else shock.sentence
+    cause = how.sentence
     if len(weights) and weights[-1] >= GROWN_RATIO * weights[0] > 0:
         cause += f" Its weights grew {ratio_text(float(np.log10(weights[-1] / weights[0])))} times meanwhile."
     if history.layout.modules and not norms:
         cause += " The model has no norm."
-    if shock is not None:
-        return cause, shock.remedy
     lower = "a smaller lr in configure_optimizers"
-    return cause, f"{lower}." if norms else f"{lower}, or nn.LayerNorm before layer {layer}."
+    return cause, how.remedy or (f"{lower}." if norms else f"{lower}, or nn.LayerNorm before layer {layer}.")
 
 
 @lru_cache(maxsize=8)

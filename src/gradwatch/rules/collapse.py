@@ -13,10 +13,10 @@ from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
 from gradwatch.core.record import MEASURED, Floats, Layout, Mask, Sites
 from gradwatch.rules.evidence.baseline import LEVEL_RECORDS
+from gradwatch.rules.evidence.jumps import beginning
 from gradwatch.rules.evidence.recent_rows import ROUNDING, RecentRows
 from gradwatch.rules.evidence.records import is_own, number_of, own_losses, own_records, row_of
 from gradwatch.rules.evidence.samples import RECENT_RECORDS, lasted, own_samples, samples, streak_lengths, streak_starts
-from gradwatch.rules.evidence.shocks import shock_before
 from gradwatch.rules.evidence.wording import name_text
 from gradwatch.rules.rule import require_positive
 
@@ -212,15 +212,15 @@ def _why(history: History, names: tuple[str, ...], back: int, *, lower: int) -> 
     """What is known of why the weights of `names` have shrunk since the record `back` from the end, as sentences, and
     what to change. `lower`: the position of the first record with smaller weights.
     """
-    shock = shock_before(history, lower)
+    how = beginning(history, lower)
     lost, rate = _lost_each_step(history, names, back)
-    known = "" if shock is None else shock.sentence
+    known = how.sentence
     if lost > 0:
         known += (
             f" Each step takes {_percent(lost)} of them; at lr={rate:.2g} a weight_decay of {lost / rate:.2g} "
             "in SGD or AdamW takes as much."
         )
-    return known, _less_decay(history, lost, rate) if shock is None else shock.remedy
+    return known, how.remedy or _less_decay(history, lost, rate)
 
 
 def _lost_each_step(history: History, names: tuple[str, ...], back: int) -> tuple[float, float]:

@@ -11,9 +11,10 @@ import numpy as np
 from gradwatch.core.alert import Effect, Finding, Severity
 from gradwatch.core.history import History
 from gradwatch.core.record import MEASURED, Floats, Mask, Site, Sites
+from gradwatch.rules.evidence.jumps import beginning
 from gradwatch.rules.evidence.layer_levels import bias_text, biases_of, latest, series_of, weights_of
 from gradwatch.rules.evidence.learning_rates import measured_rate
-from gradwatch.rules.evidence.onsets import began_text, gradient_zero_since, is_first_record, unlearnt
+from gradwatch.rules.evidence.onsets import gradient_zero_since, is_first_record, unlearnt
 from gradwatch.rules.evidence.paths import paths
 from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.records import is_own, own_records, row_of
@@ -27,7 +28,6 @@ from gradwatch.rules.evidence.samples import (
     samples,
     streak_starts,
 )
-from gradwatch.rules.evidence.shocks import shock_before
 from gradwatch.rules.evidence.wording import name_text
 from gradwatch.rules.rule import require_positive
 
@@ -294,12 +294,10 @@ def death_of(history: History, layer: int, back: int, *, biased: Sequence[str] =
 
     `biased`: all dead layers whose biases make most of their outputs, where there are more than this one.
     """
-    from_start = is_first_record(history, back)
-    shock = None if from_start else shock_before(history, back)
+    how, from_start = beginning(history, back), is_first_record(history, back)
     reason, remedy = _reason(history, layer, back, biased, from_start=from_start)
-    when = " since the first step" if from_start else f": {shock.short}" if shock else ""
-    cause = f"{began_text(history, back)}{shock.sentence if shock else ''}{reason}{unlearnt(history)}".strip()
-    return Death(history.layout.sites[layer].name, back, cause, shock.remedy if shock else remedy, when)
+    cause = f"{how.began}{how.sentence}{reason}{unlearnt(history)}".strip()
+    return Death(history.layout.sites[layer].name, back, cause, how.remedy or remedy, how.headline)
 
 
 def _reason(history: History, layer: int, back: int, biased: Sequence[str], *, from_start: bool) -> tuple[str, str]:

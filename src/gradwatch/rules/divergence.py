@@ -13,8 +13,9 @@ from gradwatch.core.history import OPENING, History
 from gradwatch.core.record import MEASURED, TOTAL, Floats, Mask, Sites
 from gradwatch.rules.evidence.applied_gradients import summed_passes
 from gradwatch.rules.evidence.baseline import LEVEL_RECORDS, first_steps, was_learnt
-from gradwatch.rules.evidence.gradient_jump import EFFECT_RECORDS, gradient_jump
-from gradwatch.rules.evidence.learning_rates import better_rate, rate_jump, rate_text
+from gradwatch.rules.evidence.gradient_jump import EFFECT_RECORDS
+from gradwatch.rules.evidence.jumps import last_jump
+from gradwatch.rules.evidence.learning_rates import RateJump, better_rate, rate_jump, rate_text
 from gradwatch.rules.evidence.recent_rows import ROUNDING, RecentRows
 from gradwatch.rules.evidence.records import is_own, number_of, own_losses, own_records
 from gradwatch.rules.evidence.samples import RECENT_RECORDS, own_samples
@@ -28,12 +29,12 @@ from gradwatch.rules.evidence.weights import (
 from gradwatch.rules.evidence.wording import capitalized, name_text, ratio_text
 from gradwatch.rules.rule import require_positive
 
-LOSSES_AFTER_SHOCK = 4
-"""Losses in a row, all but one of which are raised after a shock that lasts. Measured: tiny weights before a norm
-recover in two, and the loss of a transformer that diverges may dip once."""
+LOSSES_AFTER_STEP = 4
+"""Losses in a row, all but one of which are raised after a large step whose effect lasts. Measured: tiny weights before
+a norm recover in two, and the loss of a transformer that diverges may dip once."""
 
-SHOCK_RISE_SHARE = 0.3
-"""Share of itself by which the loss has risen after such a shock. Measured: with 50 layers and batch norms, which the
+STEP_RISE_SHARE = 0.3
+"""Share of itself by which the loss has risen after such a step. Measured: with 50 layers and batch norms, which the
 first step moves by 10 to 200 times their size and no more, losses go up by 0.16; with a rate a hundred times too high
 they go up by 0.6 to 1.2."""
 
@@ -163,16 +164,14 @@ class Divergence:
         layer = layout.names([layout.layers[origin]])[0]
         together = (moved[lately][:, chosen] >= limit).all(axis=1).any()
         between = int(ago[leap - 1] - ago[leap]) if leap else RECENT_RECORDS  # records since the sample before
-        why = _cause(history, back, records=max(EFFECT_RECORDS, between))
+        cause, remedy, headline, since = _cause(history, back, records=max(EFFECT_RECORDS, between))
         message = (
             f"{'One step' if together else 'Steps'} moved the weights of {name_text(names)} by "
             f"{'up to ' * (len(sites) > 1)}{worst:.2g} times their own size{_went(rise)}; a hundredth is usual. "
-            f"{why.sentence}"
+            f"{cause}"
         )
-        headline = why.headline or f"a step moved the weights by {worst:.2g} times their own size"
-        return Finding(
-            self.name, Severity.ERROR, layer, names, worst, limit, message, why.remedy, why.back or back, headline
-        )
+        headline = headline or f"a step moved the weights by {worst:.2g} times their own size"
+        return Finding(self.name, Severity.ERROR, layer, names, worst, limit, message, remedy, since, headline)
 
     def _after_rate_jump(self, history: History, first: float) -> Finding | None:
         """The loss beyond its `first` level, right after a jump of the learning rate: that need not be waited for."""
@@ -184,8 +183,8 @@ class Divergence:
             f"{first_steps(history, self.first_records)} ({first:.3g}), right after the learning rate jumped to "
             f"{jump.rate:.3g}, {_times(jump.ratio)} that of the step before{_overwritten(history, jump.back)}."
         )
-        value, remedy = abs(now) / first, better_rate(history)
-        return Finding(self.name, Severity.ERROR, TOTAL, (), value, self.loss, message, remedy, jump.back, jump.text)
+        value, limit = abs(now) / first, self.loss
+        return Finding(self.name, Severity.ERROR, TOTAL, (), value, limit, message, jump.remedy, jump.back, jump.text)
 
     def _weights_grew(self, history: History) -> Finding | None:
         """Weights that grew many times over while nothing was learnt, as the latest record, a sample, shows."""
@@ -250,11 +249,12 @@ class Divergence:
             cause = f"the steps are too large{rate_text(history)}"
             cause += ", or the loss is a sum where it should be a mean." if passes is None else f": {_adds_up(passes)}."
             remedy = better_rate(history, back=back)
-            if (jump := rate_jump(history, back=back)) is not None:
-                back, headline = jump.back, jump.text
-            elif (shock := gradient_jump(history)) is not None:
-                cause, remedy, headline = shock.cause, shock.remedy, shock.text
-                back = min(back, max(1, shock.back - 1))  # that batch itself is a spike
+            if (jump := last_jump(history, rate=back, gradient=1)) is not None:
+                remedy, headline = jump.remedy, jump.text
+            if isinstance(jump, RateJump):
+                back = jump.back
+            elif jump is not None:
+                cause, back = jump.cause, min(back, max(1, jump.back - 1))  # that batch itself is a spike
             message = f"The loss is {now:.3g}, {far}, {steeper_text}: {cause}"
         else:
             message = (
@@ -302,43 +302,34 @@ def _rise(history: History, back: int) -> tuple[Floats, Floats] | None:
 
 
 def _worse(before: Floats, after: Floats, *, passing: bool) -> bool:
-    """Whether a loss rose out of its range; where the shock may be a `passing` one, whether it stays up."""
+    """Whether a loss rose out of its range; where the effect of a step may be a `passing` one, whether it stays up."""
     if not np.isfinite(after).all():
         return True
     highest, size = before.max(), float(np.median(np.abs(before)))
     if not passing:
         return bool(after.max() > highest + RISE_SHARE * size)
-    late = after[-LOSSES_AFTER_SHOCK:]
-    risen = int(np.count_nonzero(late > highest + SHOCK_RISE_SHARE * size))
-    return len(late) == LOSSES_AFTER_SHOCK and risen >= LOSSES_AFTER_SHOCK - 1
+    late = after[-LOSSES_AFTER_STEP:]
+    risen = int(np.count_nonzero(late > highest + STEP_RISE_SHARE * size))
+    return len(late) == LOSSES_AFTER_STEP and risen >= LOSSES_AFTER_STEP - 1
 
 
-@dataclass(frozen=True, slots=True)
-class _Cause:
-    """Why a step was so long, and what to change."""
-
-    sentence: str
-    remedy: str
-    headline: str = ""
-    back: int | None = None
-    """The position of the record at which that began, if it is not the step's own."""
-
-
-def _cause(history: History, back: int, *, records: int) -> _Cause:
-    """Why the step at the record `back` from the end was so long. `records`: in which the rate may have jumped."""
-    remedy, overwritten = better_rate(history, back=back, records=records), _overwritten(history, back)
-    if (jump := rate_jump(history, back=back, records=records)) is not None:
+def _cause(history: History, back: int, *, records: int) -> tuple[str, str, str, int]:
+    """Why the step at the record `back` from the end was so long, as a sentence; what to change; the same for a
+    headline, empty without a jump; and the position of the record at which that began. `records`: in which the rate may
+    have jumped.
+    """
+    jump, overwritten = last_jump(history, rate=back, gradient=back, records=records), _overwritten(history, back)
+    if isinstance(jump, RateJump):
         ago = jump.back - back
-        when = f" {ago} step{'s' * (ago > 1)} before" if ago else ""
-        sentence = f"The learning rate had jumped{when} from {jump.before:.3g} to {jump.rate:.3g}{overwritten}."
-        return _Cause(sentence, remedy, jump.text, jump.back)
-    if (shock := gradient_jump(history, back=back)) is not None:
-        after = shock.back - 1 if shock.back == back > 1 else None  # that batch itself is a spike
-        return _Cause(capitalized(shock.cause), shock.remedy, shock.text, after)
-    if (passes := summed_passes(history)) is not None:
-        return _Cause(f"{capitalized(_adds_up(passes))}{overwritten}.", remedy)
-    sentence = f"The learning rate is too high for this model and loss{rate_text(history)}{overwritten}."
-    return _Cause(sentence, remedy)
+        when = f", {ago} step{'s' * (ago > 1)} before" if ago else ""
+        return f"{capitalized(jump.text)}{when}{overwritten}.", jump.remedy, jump.text, jump.back
+    if jump is not None:
+        since = back - 1 if jump.back == back > 1 else back  # that batch itself is a spike
+        return capitalized(jump.cause), jump.remedy, jump.text, since
+    passes = summed_passes(history)
+    why = f"the learning rate is too high for this model and loss{rate_text(history)}"
+    sentence = f"{capitalized(why if passes is None else _adds_up(passes))}{overwritten}."
+    return sentence, better_rate(history, back=back), "", back
 
 
 def _adds_up(passes: int) -> str:

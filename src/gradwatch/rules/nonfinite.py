@@ -13,8 +13,8 @@ from gradwatch.core.history import History
 from gradwatch.core.record import MEASURED, TOTAL, Mask, Sites
 from gradwatch.rules.evidence.baseline import first_steps
 from gradwatch.rules.evidence.depth import profile
-from gradwatch.rules.evidence.gradient_jump import gradient_jump
-from gradwatch.rules.evidence.learning_rates import better_rate, rate_jump
+from gradwatch.rules.evidence.jumps import last_jump
+from gradwatch.rules.evidence.learning_rates import RateJump, better_rate
 from gradwatch.rules.evidence.nonfinite_forward import NonfiniteForward, first_nonfinite_output, from_replay
 from gradwatch.rules.evidence.paths import paths
 from gradwatch.rules.evidence.recent_rows import RecentRows
@@ -186,10 +186,10 @@ class Nonfinite:
     def _explosion(self, history: History) -> tuple[str, str]:
         """What says that an explosion came before, and what to change; empty where nothing does."""
         # the gradient of a record was there before that record's rate moved anything
-        if (jump := rate_jump(history, back=2)) is not None:
-            return f"{jump.text}, just before.", better_rate(history, back=2)
-        if (shock := gradient_jump(history)) is not None:
-            return f"it exploded: {shock.cause}", shock.remedy
+        if isinstance(jump := last_jump(history, rate=2, gradient=1), RateJump):
+            return f"{jump.text}, just before.", jump.remedy
+        if jump is not None:
+            return f"it exploded: {jump.cause}", jump.remedy
         earlier = own_records(history)[:-1]
         for back in earlier[-self.records_before :].tolist():
             before = profile(history, "signal_norm", back)

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
 from gradwatch.core.record import Floats, Mask, Sites
+from gradwatch.rules.evidence.jumps import beginning
 from gradwatch.rules.evidence.layer_levels import LARGE_RATIO, bias_text, latest, series_of, weights_over_usual
-from gradwatch.rules.evidence.onsets import began_text, is_first_record
+from gradwatch.rules.evidence.onsets import is_first_record
 from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.records import row_of
 from gradwatch.rules.evidence.samples import (
@@ -25,7 +26,6 @@ from gradwatch.rules.evidence.samples import (
     samples,
     streak_starts,
 )
-from gradwatch.rules.evidence.shocks import shock_before
 from gradwatch.rules.rule import require_positive
 
 UNSCALED_INPUT_RMS = 10.0
@@ -89,16 +89,15 @@ class Saturation:
         back, site = int(begun[first]), layer_before(history, first)
         layer, names = layout.sites[site].name, layout.names(np.sort(layers))
         activation, share = layout.sites[first], float(shares[-1, first])
-        shock = None if is_first_record(history, back) else shock_before(history, back)
+        how = beginning(history, back)
         message = (
             f"{100 * share:.0f} % of the outputs of the {activation.module} {activation.name} after layer {layer} lie "
             f"in its flat part, where less than 5 % of a gradient passes, for {self.records} steps or more."
-            f"{began_text(history, back)}{shock.sentence if shock else ''}"
+            f"{how.began}{how.sentence}"
         )
-        why = " since the first step" if is_first_record(history, back) else f": {shock.short}" if shock else ""
-        headline = f"{100 * share:.0f} % of its {activation.module} outputs lie in the flat part{why}"
+        headline = f"{100 * share:.0f} % of its {activation.module} outputs lie in the flat part{how.headline}"
         cause, remedy = _cause(history, site, back)
-        text, remedy = message + cause, remedy if shock is None else shock.remedy
+        text, remedy = message + cause, how.remedy or remedy
         return Finding(self.name, Severity.WARNING, layer, names, share, self.flat_share, text, remedy, back, headline)
 
 

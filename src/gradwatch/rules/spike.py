@@ -13,8 +13,8 @@ from gradwatch.core.history import OPENING, History
 from gradwatch.core.record import Floats, Mask, Sites
 from gradwatch.rules.evidence.applied_gradients import clipping_limit
 from gradwatch.rules.evidence.baseline import per_full_accumulation
-from gradwatch.rules.evidence.gradient_jump import LARGE_UPDATE, largest_update
-from gradwatch.rules.evidence.learning_rates import SANE_SHARE, better_rate, rate_jump
+from gradwatch.rules.evidence.gradient_jump import LARGE_UPDATE, batch_remedy, jump_text, largest_update
+from gradwatch.rules.evidence.learning_rates import SANE_SHARE, rate_jump
 from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.records import is_alone, is_own
 from gradwatch.rules.evidence.samples import FIRST_SAMPLES
@@ -208,11 +208,11 @@ class Spike:
         # the gradient of a record was there before that record's rate moved anything
         if (jump := rate_jump(history, back=back + 1)) is not None:
             message += f"{capitalized(jump.text)}, just before."
-            remedy, headline = better_rate(history, back=back + 1), jump.text
+            remedy, headline = jump.remedy, jump.text
         else:
             message += _loss(history, self.window, back, returned=returned)
             remedy = _clipping(history, self.window, back)
-            headline = f"the gradient{batch_text(history, back=back)} was {times} times the highest before"
+            headline = jump_text(batch_text(history, back=back), jumps[shown])
         height = float(jumps[worst])
         matters = sites[0] == 0 or np.linalg.norm(now[layers]) >= self.total_share * now[0]
         matters &= not now[0] < self.opening_share * _lowest_of_opening(history)
@@ -273,9 +273,7 @@ def _clipping(history: History, window: int, back: int) -> str:
     normal = totals[history.trusted(window + back)[own, 0] & np.isfinite(totals)]
     highest = float(normal.max(initial=0.0))
     if (limit := clipping_limit(history)) is not None and limit <= highest:
-        where = batch_text(history, back=back)
-        what = f"what came in{where}" if where else "that batch"
-        return f"a look at {what}; gradients are clipped to a norm of {limit:.2g} already."
+        return batch_remedy(batch_text(history, back=back), limit)
     if not highest > 0:
         return "Trainer(gradient_clip_val=...), with the usual norm of the gradient."
     return f"Trainer(gradient_clip_val={highest:.2g}), the highest normal norm of the whole model."

@@ -52,7 +52,7 @@ class GradientJump:
     @property
     def text(self) -> str:
         """'the gradient at batch 17 of epoch 2 was 50 times the highest before'."""
-        return f"the gradient{self.batch} was {ratio_text(np.log10(self.ratio))} times the highest before"
+        return jump_text(self.batch, float(np.log10(self.ratio)))
 
     @property
     def cause(self) -> str:
@@ -66,8 +66,18 @@ class GradientJump:
     def remedy(self) -> str:
         if self.limit is None:
             return f"Trainer(gradient_clip_val={self.highest:.2g}), the highest norm before it."
-        what = f"what came in{self.batch}" if self.batch else "that batch"
-        return f"a look at {what}; gradients are clipped to a norm of {self.limit:.2g} already."
+        return batch_remedy(self.batch, self.limit)
+
+
+def jump_text(batch: str, dex: float) -> str:
+    """'the gradient at batch 17 of epoch 2 was 50 times the highest before'; `dex`: by how many decades."""
+    return f"the gradient{batch} was {ratio_text(dex)} times the highest before"
+
+
+def batch_remedy(batch: str, limit: float) -> str:
+    """The remedy where gradients are clipped to the norm `limit` already."""
+    what = f"what came in{batch}" if batch else "that batch"
+    return f"a look at {what}; gradients are clipped to a norm of {limit:.2g} already."
 
 
 def gradient_jump(history: History, *, back: int = 1) -> GradientJump | None:

@@ -46,14 +46,9 @@ class RateJump:
         return self.rate / self.before
 
     @property
-    def short_text(self) -> str:
-        """'the learning rate jumped 300 times'."""
-        return f"the learning rate jumped {ratio_text(np.log10(self.ratio))} times"
-
-    @property
     def text(self) -> str:
         """'the learning rate jumped 300 times, to 3'."""
-        return f"{self.short_text}, to {self.rate:.3g}"
+        return f"the learning rate jumped {ratio_text(np.log10(self.ratio))} times, to {self.rate:.3g}"
 
     @property
     def remedy(self) -> str:
