@@ -24,7 +24,7 @@ from gradwatch.rules import (
     Vanishing,
 )
 from gradwatch.rules.dead import Death, death_of
-from gradwatch.rules.evidence.baseline import first_steps, was_learnt
+from gradwatch.rules.evidence.baseline import first_steps, median, median_and_spread, was_learnt
 from gradwatch.rules.evidence.gradient_jump import gradient_jump
 from gradwatch.rules.evidence.jumps import beginning
 from gradwatch.rules.evidence.layer_levels import bias_text, factor_text
@@ -516,3 +516,14 @@ def test_an_input_that_is_large_in_a_layer_with_a_bias() -> None:
     assert "that of its bias does not, and no one learning rate fits both." in large(bias=True)
     assert "bias" not in large(bias=False)
     assert "thrown up" not in large(bias=True), "it is over the limit for any run"
+
+
+@pytest.mark.parametrize("rows", range(1, 8))
+def test_medians_are_those_of_numpy(rows: int) -> None:
+    numbers = np.random.default_rng(rows).normal(size=(rows, 40))
+    whole = median_and_spread(numbers[:, 0])
+    np.testing.assert_allclose(whole[0], np.median(numbers[:, 0]))
+    np.testing.assert_allclose(whole[1], 1.4826 * np.median(np.abs(numbers[:, 0] - whole[0])))
+    numbers[1:][np.random.default_rng(0).random((rows - 1, 40)) < 0.4] = NAN
+    np.testing.assert_allclose(median(numbers), np.nanmedian(numbers, axis=0))
+    assert np.isnan(median(np.full((rows, 1), NAN))).all()

@@ -12,7 +12,7 @@ import numpy as np
 from gradwatch.core.alert import Finding, Severity, short_list
 from gradwatch.core.history import History
 from gradwatch.core.record import Floats, Layout, Mask, Sites
-from gradwatch.rules.evidence.baseline import LEVEL_RECORDS
+from gradwatch.rules.evidence.baseline import LEVEL_RECORDS, median
 from gradwatch.rules.evidence.jumps import beginning
 from gradwatch.rules.evidence.layer_levels import weights_of
 from gradwatch.rules.evidence.recent_rows import RecentRows
@@ -122,7 +122,7 @@ class ActBlowup:
         if len(levels) < FIRST_SAMPLES + self.samples:
             return []
         with np.errstate(invalid="ignore", divide="ignore"):
-            first = _median(early[:, layers])
+            first = median(np.where(np.isfinite(early), early, np.nan)[:, layers])
             now = late[:, layers]
             highest = np.nanmax(first, initial=0.0)
             limit = np.maximum(first * 10.0**self.growth_dex, highest * 10.0**self.beyond_dex)
@@ -196,11 +196,3 @@ def _normed(known: dict[str, int], prefix: str) -> bool:
     """Whether there is a norm of queries beside them: q_norm, norm_q, query_norm, q_layernorm."""
     beside = [name.removeprefix(prefix).lower() for name in known if name.startswith(prefix)]
     return any("norm" in name and "." not in name and "q" in name.replace("norm", "") for name in beside)
-
-
-def _median(rows: Floats) -> Floats:
-    """Median over axis 0 of what is finite; NaN where nothing is."""
-    ordered = np.sort(np.where(np.isfinite(rows), rows, np.nan), axis=0)
-    count = np.count_nonzero(~np.isnan(ordered), axis=0)
-    columns: Sites = np.arange(rows.shape[1])
-    return np.asarray(ordered[np.maximum(count - 1, 0) // 2, columns])

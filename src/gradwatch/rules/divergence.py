@@ -12,7 +12,7 @@ from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import OPENING, History
 from gradwatch.core.record import MEASURED, TOTAL, Floats, Mask, Sites
 from gradwatch.rules.evidence.applied_gradients import summed_passes
-from gradwatch.rules.evidence.baseline import LEVEL_RECORDS, first_steps, was_learnt
+from gradwatch.rules.evidence.baseline import LEVEL_RECORDS, first_steps, largest_first_loss, was_learnt
 from gradwatch.rules.evidence.gradient_jump import EFFECT_RECORDS
 from gradwatch.rules.evidence.jumps import last_jump
 from gradwatch.rules.evidence.learning_rates import RateJump, better_rate, rate_jump, rate_text
@@ -128,7 +128,7 @@ class Divergence:
         if 0 < history.age("update_ratio") <= EFFECT_RECORDS and (found := self._after_large_steps(history)):
             return [found]
         known = history.scalar("loss", 1) is not None and len(history) >= self.first_records + LEVEL_RECORDS
-        first = _first_loss(history, self.first_records) if known else 0.0
+        first = largest_first_loss(history, self.first_records) if known else 0.0
         if (known and (found := self._after_rate_jump(history, first))) or (found := self._weights_grew(history)):
             return [found]
         return self._loss_grew(history, first) if known else None
@@ -275,16 +275,6 @@ class Divergence:
         found = _weight_growth(history, RECENT_RECORDS)
         ratios = found[0][-1][~np.isnan(found[0][-1])] if found is not None else np.empty(0)
         return len(ratios) > 1 and bool(ratios.min() >= self.falling_growth)
-
-
-def _first_loss(history: History, records: int) -> float:
-    """The highest |loss| of the first `records` of this optimizer."""
-    n = len(history)
-    series = history.scalar("loss", n)
-    assert series is not None
-    own = is_own(history, n)[:OPENING]
-    early = np.abs(series[:OPENING][own & np.isfinite(series[:OPENING])][:records])
-    return float(early.max()) if len(early) else float("inf")
 
 
 def _rise(history: History, back: int) -> tuple[Floats, Floats] | None:

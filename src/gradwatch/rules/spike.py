@@ -12,11 +12,11 @@ from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import OPENING, History
 from gradwatch.core.record import Floats, Mask, Sites
 from gradwatch.rules.evidence.applied_gradients import clipping_limit
-from gradwatch.rules.evidence.baseline import per_full_accumulation
+from gradwatch.rules.evidence.baseline import largest_first_loss, median_and_spread, per_full_accumulation
 from gradwatch.rules.evidence.gradient_jump import LARGE_UPDATE, batch_remedy, jump_text, largest_update
 from gradwatch.rules.evidence.learning_rates import SANE_SHARE, rate_jump
 from gradwatch.rules.evidence.recent_rows import RecentRows
-from gradwatch.rules.evidence.records import is_alone, is_own
+from gradwatch.rules.evidence.records import is_alone, is_own, number_of
 from gradwatch.rules.evidence.samples import FIRST_SAMPLES
 from gradwatch.rules.evidence.weights import relative_updates, update_samples
 from gradwatch.rules.evidence.wording import batch_text, capitalized, name_text, ratio_text
@@ -30,9 +30,6 @@ FIRST_LEVEL_LOSSES = 10
 
 LOOKBACK_WINDOWS = 4
 """Windows of records in which a layer's own are searched where several optimizers take turns. Judgement."""
-
-NORMAL_MAD = 1.4826
-"""Standard deviation of a normal distribution over its median absolute deviation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,11 +116,8 @@ class Spike:
         highest = history.opening[1] if len(history) > OPENING else before[np.isfinite(before)].max(initial=0.0)
         if history.total >= self.beyond * highest > 0:
             return True
-        losses = history.scalar("loss", len(history))
-        if losses is None or not np.isfinite(losses[-1]):
-            return False
-        early = np.abs(losses[:FIRST_LEVEL_LOSSES][np.isfinite(losses[:FIRST_LEVEL_LOSSES])])
-        return bool(len(early) and abs(losses[-1]) >= self.beyond * early.max() > 0)
+        loss = abs(number_of(history, "loss"))
+        return np.inf > loss >= self.beyond * largest_first_loss(history, FIRST_LEVEL_LOSSES) > 0
 
     def _at(self, history: History, back: int, *, returned: bool = False) -> Sequence[Finding]:
         """What stood out at the record `back` from the end; `returned`: and does not at the latest any more."""
@@ -167,7 +161,7 @@ class Spike:
             high &= after[candidates] <= ceiling * 10.0**self.back_dex
         if not high.any():
             return []
-        median, sigma = _spread(np.where(base, past, np.nan)[:, high])
+        median, sigma = median_and_spread(np.log10(np.where(base, past, np.nan)[:, high]))
         far = np.log10(now[candidates[high]]) - median >= self.sigmas * np.maximum(sigma, self.floor_dex)
         if not far.any():
             return []
@@ -247,21 +241,6 @@ def _loss_stays(history: History, back: int, window: int) -> bool:
 def _newest(mask: Mask, n: int) -> Mask:
     """Which of the True in each column of `mask` [records, sites] are among its newest `n`."""
     return np.asarray(np.cumsum(mask[::-1], axis=0)[::-1] <= n)
-
-
-def _spread(values: Floats) -> tuple[Floats, Floats]:
-    """Median and robust standard deviation of log10 over each column of [records, sites], NaN left out."""
-    logs = np.log10(values)
-    median = _median(logs)
-    return median, NORMAL_MAD * _median(np.abs(logs - median))
-
-
-def _median(values: Floats) -> Floats:
-    """As np.nanmedian over axis 0, ten times faster: NaN sorts to the end. Every column has a number."""
-    ordered = np.sort(values, axis=0)
-    count = np.count_nonzero(~np.isnan(values), axis=0)
-    columns = np.arange(values.shape[1])
-    return np.asarray((ordered[(count - 1) // 2, columns] + ordered[count // 2, columns]) / 2)
 
 
 def _clipping(history: History, window: int, back: int) -> str:

@@ -15,6 +15,8 @@ LEVEL_RECORDS = 5
 LEARNT_SHARE = 0.1
 """Share of its first level by which a loss has fallen where something was learnt. Judgement."""
 
+NORMAL_MAD = 1.4826
+"""Standard deviation of a normal distribution over its median absolute deviation."""
 
 STUCK_RECORDS = 150
 """Records after which a loss that has not moved is stuck. Judgement: warm-up takes a hundred in small trainings."""
@@ -31,6 +33,19 @@ STEADY_SHARE = 0.05
 learnt a cross entropy of batches of 32 has 0.01; one near its floor, or of a policy, has 0.2 and more."""
 
 
+def median(numbers: Floats) -> Floats:
+    """As np.nanmedian over axis 0, ten times faster: NaN sorts to the end. NaN where there is no number."""
+    ordered, count = np.sort(numbers, axis=0), np.count_nonzero(~np.isnan(numbers), axis=0, keepdims=True)
+    low, high = (np.take_along_axis(ordered, places, axis=0)[0] for places in ((count - 1) // 2, count // 2))
+    return np.asarray((low + high) / 2)
+
+
+def median_and_spread(numbers: Floats) -> tuple[Floats, Floats]:
+    """Median and robust standard deviation over axis 0, NaN left out."""
+    middle = median(numbers)
+    return middle, NORMAL_MAD * median(np.abs(numbers - middle))
+
+
 def is_stuck(history: History) -> bool:
     """Whether the loss is where it began, and has been there throughout: of one optimizer, for `STUCK_RECORDS`."""
     losses = history.scalar("loss", len(history))
@@ -38,7 +53,7 @@ def is_stuck(history: History) -> bool:
         return False
     tenths = np.array([np.median(part) for part in np.array_split(losses, 10)])
     first, late = float(np.median(losses[: STUCK_RECORDS // 10])), losses[-STUCK_RECORDS // 2 :]
-    spread = 1.4826 * float(np.median(np.abs(late - np.median(late))))
+    _, spread = median_and_spread(late)
     stays = (np.abs(tenths[1:] - tenths[1]) <= STUCK_SHARE * abs(first)).all()
     near = (np.abs(tenths - first) <= FIRST_FALL_SHARE * abs(first)).all()
     return bool(stays and near and spread <= STEADY_SHARE * abs(first))
@@ -74,6 +89,15 @@ def first_and_last(history: History, name: str, first: int, last: int) -> tuple[
     early = series[:OPENING][own[:OPENING] & np.isfinite(series[:OPENING])][:first]
     late = series[-OPENING:][own[-OPENING:]][-last:]
     return (early, late) if len(early) == first and np.count_nonzero(own) >= first + last else None
+
+
+def largest_first_loss(history: History, records: int) -> float:
+    """The highest |loss| of the first `records` of this optimizer; infinite where none is known."""
+    losses, n = history.scalar("loss", len(history)), len(history)
+    if losses is None:
+        return float("inf")
+    early = losses[:OPENING][is_own(history, n)[:OPENING] & np.isfinite(losses[:OPENING])][:records]
+    return float(np.abs(early).max()) if len(early) else float("inf")
 
 
 def first_and_last_loss(history: History, records: int) -> tuple[float, float] | None:

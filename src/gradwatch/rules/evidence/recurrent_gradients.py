@@ -9,7 +9,7 @@ import numpy as np
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
 from gradwatch.core.record import Floats, Layout, Mask, Sites
-from gradwatch.rules.evidence.baseline import first_and_last_loss
+from gradwatch.rules.evidence.baseline import first_and_last_loss, median_and_spread
 from gradwatch.rules.evidence.depth import ABRUPT_SHARE, STREAK_SAMPLES
 from gradwatch.rules.evidence.records import own_losses
 from gradwatch.rules.evidence.samples import RECENT_RECORDS, own_samples, streak_starts
@@ -135,9 +135,9 @@ def _stuck(history: History) -> tuple[float, float] | None:
 
 
 def _level(numbers: Floats) -> tuple[float, float]:
-    """The median, and its standard error for one number: 1.2533 times that of a mean, of which 1.4826 MAD is one."""
-    median = float(np.median(numbers))
-    return median, 1.2533 * 1.4826 * float(np.median(np.abs(numbers - median)))
+    """The median, and its standard error for one number: 1.2533 times that of a mean."""
+    level, spread = median_and_spread(numbers)
+    return float(level), 1.2533 * float(spread)
 
 
 def _both_ways(layout: Layout, site: int) -> bool:
