@@ -66,6 +66,15 @@ def test_a_state_that_does_not_fit_leaves_the_run_open() -> None:
     assert late.verdict(0.0).steps == 0
 
 
+def test_a_state_that_lacks_a_part_changes_nothing() -> None:
+    layout, state = saved()
+    made = diagnosis(layout)
+    for key in state.keys() - {"version"}:
+        with pytest.raises(ValueError, match=f"the state is damaged: KeyError: '{key}'"):
+            made.load_state_dict({name: part for name, part in state.items() if name != key})
+    assert len(made.history) == 0
+
+
 def test_a_run_with_records_takes_no_state() -> None:
     layout, state = saved()
     made = diagnosis(layout)

@@ -172,25 +172,6 @@ def test_a_history_that_its_count_contradicts_begins_again() -> None:
     assert factors(acts, (1.0, 1.0, 100.0))[2] < 0.1
 
 
-def test_a_state_from_before_the_level_was_had_at_every_step_resumes() -> None:
-    acts, resumed = action(SpikeClip(warmup=10)), action(SpikeClip(warmup=10))
-    for norm in noise(33):
-        factors(acts, (norm, norm, norm))
-    assert acts.memory is not None
-    assert resumed.memory is not None
-    now = acts.memory.state_dict()
-    before = {
-        "names": now["names"],
-        "steps": 33,
-        "logs": torch.where(now["logs"].isinf(), math.nan, now["logs"]),
-        "counts": torch.stack([now["counts"], now["counts"] - 3]),
-        "level": torch.zeros(2, 2),
-    }
-    resumed.memory.load_state_dict(through_checkpoint(before))
-    for norm in (30.0, *noise(60, seed=1)):
-        assert factors(resumed, (norm, norm, norm)) == factors(acts, (norm, norm, norm))
-
-
 # ---- in trainings
 
 

@@ -163,7 +163,7 @@ class BlockBuilder:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raises ValueError, TypeError or KeyError for a state that does not fit."""
         noise = NoiseScale()
-        noise.load_state_dict(state.get("noise", {"samples": []}))
+        noise.load_state_dict(state["noise"])
         self._diagnosis.load_state_dict(state["diagnosis"])
         self.noise = noise
 

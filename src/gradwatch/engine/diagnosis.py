@@ -149,12 +149,11 @@ class Diagnosis:
         history, incidents, losses = History(self.history.layout), IncidentTracker(), LossLevels()
         try:
             saved = unpacked(state["history"])
-            recorded = check_whole("recorded", state.get("recorded", saved["count"]), "records", least=0)
-            reached = frozenset(map(str, state.get("reached", ())))
+            recorded = check_whole("recorded", state["recorded"], "records", least=0)
+            reached = frozenset(map(str, state["reached"]))
             losses.load_state_dict(state["losses"])
-            if "incidents" in state:
-                _ALERTS(state["incidents"]["alerts"], "alerts")
-                incidents.load_state_dict(state["incidents"], rules=[rule.name for rule in self._rules])
+            _ALERTS(state["incidents"]["alerts"], "alerts")
+            incidents.load_state_dict(state["incidents"], rules=[rule.name for rule in self._rules])
             history.load_state_dict(saved)
         except Exception as error:  # a state may hold anything, and its values raise anything
             raise ValueError(damage(error)) from error

@@ -90,9 +90,9 @@ def unpacked(state: Mapping[str, Any]) -> dict[str, Any]:
     if "grad_norm" in columns:
         columns["grad_norm"][signs["rows"], signs["sites"]] = signs["values"]
     codes, trusted = _repeated(thin["codes"], records), _repeated(thin["trusted"], records)
-    names, order = [str(name) for name in thin["sites"]], [str(name) for name in thin.get("order", ())]
-    edges = None if thin.get("edges") is None else np.asarray(thin["edges"], dtype=np.int64).reshape(-1, 2)
-    opening = tuple(float(total) for total in thin.get("opening", (float("inf"), 0.0)))
+    names, order = [str(name) for name in thin["sites"]], [str(name) for name in thin["order"]]
+    edges = None if thin["edges"] is None else np.asarray(thin["edges"], dtype=np.int64).reshape(-1, 2)
+    opening = tuple(float(total) for total in thin["opening"])
     same = {(records, sites), codes.shape, trusted.shape} | {(len(column), sites) for column in scalars.values()}
     if len(same) > 1 or len(opening) != 2 or len(thin["sizes"]) != sites:
         raise ValueError("its records are not all of one size")
@@ -104,12 +104,12 @@ def unpacked(state: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "sites": names,
         "sizes": [int(size) for size in thin["sizes"]],
-        "activations": [str(name) for name in thin.get("activations", ())],
-        "taps": [(str(name), int(numel), str(dtype)) for name, numel, dtype in thin.get("taps", ())],
+        "activations": [str(name) for name in thin["activations"]],
+        "taps": [(str(name), int(numel), str(dtype)) for name, numel, dtype in thin["taps"]],
         "order": order,
         "edges": edges,
-        "count": max(records, check_whole("count", thin.get("count", records), "records", least=0)),
-        "written": {str(name): check_whole(name, count, "a record") for name, count in thin.get("written", {}).items()},
+        "count": max(records, check_whole("count", thin["count"], "records", least=0)),
+        "written": {str(name): check_whole(name, count, "a record") for name, count in thin["written"].items()},
         "opening": opening,
         "keys": keys,
         "scalars": scalars,

@@ -83,7 +83,7 @@ class SpikeClip:
     def begin(self, scope: ParameterScope) -> Action:
         by_layer = self.per == "layer"
         groups = GroupNorms(scope.owners if by_layer else range(len(scope.names)), scope.device)
-        memory = _NormHistories(scope.names, [scope.layers[owner] for owner in scope.owners], self.window, scope.device)
+        memory = _NormHistories(scope.names, self.window, scope.device)
 
         def factors(norms: Tensor, present: Tensor, step: int) -> Tensor:
             x, rows = groups.norms(norms).log(), groups.first_present(present)
@@ -107,9 +107,9 @@ class _NormHistories:
     (a matrix in one, a bias in the other), the norms of each part are so compared with each other alone.
     """
 
-    def __init__(self, names: Sequence[str], layers: Sequence[str], window: int, device: torch.device) -> None:
-        """`names`, `layers`: of each of the n parameters."""
-        self._names, self._layers, self._window = list(names), list(layers), window
+    def __init__(self, names: Sequence[str], window: int, device: torch.device) -> None:
+        """`names`: of the n parameters."""
+        self._names, self._window = list(names), window
         self._logs = torch.full((len(names) + 1, window), inf, dtype=widest_type(device), device=device)
         """Natural logarithms, shape [n + 1, window], infinite where there are none yet; the oldest are overwritten. The
         last row is that of layers without a gradient, and stays empty."""
@@ -149,20 +149,13 @@ class _NormHistories:
         logs, counts = state["logs"], state["counts"]
         if not all(isinstance(each, Tensor) for each in (logs, counts)):
             raise TypeError("the histories of norms are not tensors")
-        if counts.ndim == 2:  # of a state with the counts of its last level below them
-            counts = counts[0]
         if logs.shape != (len(names), self._window):
             shape, expected = tuple(logs.shape), (len(names), self._window)
             raise ValueError(f"the histories of norms are of shape {shape}, window={self._window} expects {expected}")
         if counts.shape != (len(names),):
             raise ValueError("the histories of norms and their counts are of different lengths")
-        saved_names = [
-            # a state may have a history for each layer
-            name if name in names or layer in self._layers[:row] else layer
-            for row, (name, layer) in enumerate(zip(self._names, self._layers, strict=True))
-        ]
-        rows = [row for row, name in enumerate(saved_names) if name in names]
-        saved_rows = torch.tensor([names[saved_names[row]] for row in rows], dtype=torch.int64)
+        rows = [row for row, name in enumerate(self._names) if name in names]
+        saved_rows = torch.tensor([names[self._names[row]] for row in rows], dtype=torch.int64)
         own_rows = moved(torch.tensor(rows, dtype=torch.int64), self._logs.device)
         found, added = (
             moved(saved[moved(saved_rows, saved.device)], own.device, own.dtype)
@@ -170,4 +163,4 @@ class _NormHistories:
         )
         intact = found.isfinite().sum(dim=1) == added.clamp(max=self._window)
         self._added[own_rows] = torch.where(intact, added, 0)
-        self._logs[own_rows] = torch.where(intact[:, None] & found.isfinite(), found, inf)
+        self._logs[own_rows] = torch.where(intact[:, None], found, inf)

@@ -370,7 +370,7 @@ class InterventionRuntime:
             raise ValueError(f"the state is of {len(state)} interventions, there are {len(self._all)}")
         for active, saved in zip(self._all, state, strict=True):
             active.counts.load_state_dict(saved["counts"])
-            self.gates.load_state_dict(active.number, saved.get("gate"))
+            self.gates.load_state_dict(active.number, saved["gate"])
             active.waiting = saved["memory"]
             if active.action:
                 _restore_memory(active, None)
