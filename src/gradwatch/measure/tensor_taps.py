@@ -57,8 +57,6 @@ class TensorTapReading:
     """Which tap each of the copied numbers is of."""
     order: tuple[int, ...]
     """Taps in the order in which a gradient first came to them."""
-    latest: list[tuple[Codes, Codes, Codes]]
-    """What `all_codes` was given last, and gave: while that is the same, it gives the very same array."""
 
     def norms(self) -> Floats:
         """Shape [taps], NaN where nothing came; waits for numbers that have not landed.
@@ -83,11 +81,9 @@ class TensorTapReading:
 
     def all_codes(self, parameters: Codes) -> Codes:
         """`parameters`, one `Missing` per site, with those of the taps put in."""
-        if not self.latest or self.latest[0][0] is not parameters or (self.latest[0][1] != self.codes).any():
-            codes = parameters.copy()
-            codes[self.sites] = self.codes
-            self.latest[:] = [(parameters, self.codes, codes)]
-        return self.latest[0][2]
+        codes = parameters.copy()
+        codes[self.sites] = self.codes
+        return codes
 
 
 @dataclass(slots=True, eq=False)
@@ -124,7 +120,6 @@ class TensorTaps:
         self._sites: list[int] = []
         self._beyond: set[int] = set()
         self._step = _TappedGradients()
-        self._latest: list[tuple[Codes, Codes, Codes]] = []
         scratch = DeviceBuffer(torch.device("cpu"), 1, ("norm",), doubles=True)
         self._slot, self._norm = scratch.slot("norm", 0), scratch.view("norm")
         """A slot for the norms that are read as they come, and its number."""
@@ -275,7 +270,7 @@ class TensorTaps:
             at = (tensors["taps"] if tensors else scale).device
             tensors["tap_scale"] = moved(scale.detach(), at).reshape(1)
         places, order = tuple(number for number, _ in step.sums), tuple(step.order)
-        return TensorTapReading(HostCopy(tensors), np.array(self._sites), codes, squares, places, order, self._latest)
+        return TensorTapReading(HostCopy(tensors), np.array(self._sites), codes, squares, places, order)
 
 
 def _real(tensor: Tensor) -> Tensor:
