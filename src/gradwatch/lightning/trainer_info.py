@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from itertools import islice
 from typing import Any, TypeVar
 
 from torch import Tensor
 
 from gradwatch.core.training_loop import TrainingMode
+from gradwatch.measure.batch import tensors_of
 from gradwatch.measure.loss_scale import scale_on, unscales_inside
 from gradwatch.measure.step_info import StepInfo
 from gradwatch.sinks.headline_scalars import HEADLINE_GROUP
 
 Answer = TypeVar("Answer")
-
-LEVELS, LOOKED_AT = 4, 8
-"""How deep, and among how many items of each part of a batch a tensor is looked for. Judgement."""
 
 MAX_VALUES, LONGEST_VALUE = 48, 200
 """Hyperparameters that are recorded, and characters of one, at most. Judgement."""
@@ -107,20 +103,13 @@ def axis_of(trainer: Any) -> int:
 
 
 def examples_in(batch: object) -> int:
-    """The number of examples in a batch: the first dimension of its first tensor; 0 if none is found near the top."""
+    """The number of examples in a batch: the first dimension of the first of `tensors_of` that has one; 0 if none
+    has.
+    """
     try:
-        return _first_dimension(batch, LEVELS)
+        return next((len(tensor) for _, tensor in tensors_of(batch) if tensor.ndim and len(tensor)), 0)
     except Exception:  # a batch may be an object of the user's own making
         return 0
-
-
-def _first_dimension(batch: object, levels: int) -> int:
-    if isinstance(batch, Tensor):
-        return len(batch) if batch.ndim else 0
-    if not levels or not isinstance(batch, Mapping | list | tuple):
-        return 0
-    items = islice(batch.values() if isinstance(batch, Mapping) else batch, LOOKED_AT)
-    return next(filter(None, (_first_dimension(item, levels - 1) for item in items)), 0)
 
 
 def rank_0_answer(trainer: Any, answer: Answer | None) -> Answer | None:
