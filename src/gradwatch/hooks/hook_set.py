@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,9 @@ from torch.utils.hooks import unserializable_hook
 from gradwatch.hooks.full_hooks import allows_full_hook, with_full_hook
 from gradwatch.hooks.graph_release import MAX_UNPREPARED, made_by, release_in_a_loop
 from gradwatch.hooks.view_gradients import register_view_hook
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class Removable(Protocol):
@@ -57,6 +60,22 @@ class HookCosts:
     def collect(self) -> None:
         """The step is over."""
         self.seconds, self.current, self.calls = self.current, 0.0, 0
+
+
+def recorded(hook: Callable[P, R], costs: HookCosts) -> Callable[P, R | None]:
+    """`hook`, whose time and errors are recorded in `costs`; after an error it returns None."""
+
+    def recording(*args: P.args, **kwargs: P.kwargs) -> R | None:
+        begun = perf_counter()
+        try:
+            return hook(*args, **kwargs)
+        except Exception as error:  # raised here, it would end the user's forward or backward pass
+            costs.errors.append(error)
+            return None
+        finally:
+            costs.current += perf_counter() - begun
+
+    return recording
 
 
 class HookSet:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from time import perf_counter
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor, nn
 
-from gradwatch.hooks.hook_set import HookCosts
+from gradwatch.hooks.hook_set import HookCosts, recorded
 from gradwatch.measure.reductions import is_dense_real
-
-T = TypeVar("T")
 
 LEAF = "AccumulateGrad"
 """The kind of the nodes that put gradients into leaves."""
@@ -69,17 +66,3 @@ def register_node_hook(node: Any, on_gradient: Callable[[Tensor], None], costs: 
             on_gradient(gradient.detach() if gradient.requires_grad else gradient)
 
     node.register_prehook(recorded(on_node, costs))
-
-
-def recorded(hook: Callable[[T], None], costs: HookCosts) -> Callable[[T], None]:
-    """`hook`, whose time and errors are recorded in `costs`: raised there, an error would end the backward pass."""
-
-    def on_gradient(gradient: T) -> None:
-        begun = perf_counter()
-        try:
-            hook(gradient)
-        except Exception as error:
-            costs.errors.append(error)
-        costs.current += perf_counter() - begun
-
-    return on_gradient

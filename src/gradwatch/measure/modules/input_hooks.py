@@ -19,26 +19,21 @@ InputCallback = Callable[[tuple[Any, ...], Mapping[str, Any]], Arguments | None]
 the same."""
 
 
-def register_input_hook(module: nn.Module, on_input: InputCallback, errors: list[Exception]) -> RemovableHandle:
-    """Call `on_input` before `module` runs. An error goes to `errors`, and the call runs with its own arguments."""
-    return module.register_forward_pre_hook(_InputHook(on_input, errors), with_kwargs=True)
+def register_input_hook(module: nn.Module, on_input: InputCallback) -> RemovableHandle:
+    """Call `on_input`, which raises nothing, before `module` runs."""
+    return module.register_forward_pre_hook(_InputHook(on_input), with_kwargs=True)
 
 
 class _InputHook(Uncopied):
     """The hook of `register_input_hook`."""
 
-    __slots__ = ("errors", "on_input")
+    __slots__ = ("on_input",)
 
-    def __init__(self, on_input: InputCallback, errors: list[Exception]) -> None:
+    def __init__(self, on_input: InputCallback) -> None:
         self.on_input = on_input
-        self.errors = errors
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        try:
-            return None if hooks_disabled else self.on_input(args, kwargs)
-        except Exception as error:
-            self.errors.append(error)
-            return None
+        return None if hooks_disabled else self.on_input(args, kwargs)
 
 
 def is_hookable(tensor: object) -> bool:

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from time import perf_counter
-from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
 
 from gradwatch.core.record import Floats, Layout
 from gradwatch.hooks.graph_release import unprepared_calls
-from gradwatch.hooks.hook_set import HookCosts, HookSet, OutputHook
+from gradwatch.hooks.hook_set import HookCosts, HookSet, OutputHook, recorded
 from gradwatch.measure.device_buffer import HostCopy
 from gradwatch.measure.devices import moved
 from gradwatch.measure.layers import Layer
 from gradwatch.measure.modules import GradOutputCallback, ModuleReading, ModuleStatistic
-from gradwatch.measure.modules.input_hooks import Arguments, InputCallback, register_input_hook
+from gradwatch.measure.modules.input_hooks import InputCallback, register_input_hook
 
 
 @dataclass(slots=True, eq=False)
@@ -104,10 +102,10 @@ class ModuleHooks:
         outputs = [hook for one in self._of_outputs if (hook := one.on_output(site, module, kind)) is not None]
         gradients = [call for one in self._of_gradients if (call := one.on_grad_output(site, module, kind)) is not None]
         output_hook = OutputHook(self._costs, outputs, full=full) if outputs or gradients or not kind else None
-        on_grad_output = partial(_call_with_gradient, self._costs, gradients) if gradients else None
+        on_grad_output = recorded(partial(_call_all, gradients), self._costs) if gradients else None
         inputs = [] if kind else [one.on_input(site, module) for one in self._of_inputs]
-        input_hooks = [_timed(self._costs, on_input) for on_input in inputs if on_input is not None]
-        return _HooksOfModule(weakref.ref(module), site, output_hook, on_grad_output, input_hooks, self._costs.errors)
+        input_hooks = [recorded(on_input, self._costs) for on_input in inputs if on_input is not None]
+        return _HooksOfModule(weakref.ref(module), site, output_hook, on_grad_output, input_hooks)
 
     def remove(self) -> None:
         """Remove the hooks."""
@@ -149,7 +147,6 @@ class _HooksOfModule:
     output_hook: OutputHook | None
     on_grad_output: Callable[[_Sample, Tensor | None], None] | None
     input_hooks: Sequence[InputCallback]
-    errors: list[Exception]
 
     def attach(self, module: nn.Module, sample: _Sample, hooks: HookSet) -> None:
         if (hook := self.output_hook) is not None:
@@ -158,7 +155,7 @@ class _HooksOfModule:
             hook.on_grad_output = None if self.on_grad_output is None else partial(self.on_grad_output, sample)
             hooks.add(module.register_forward_hook(hook))
         for on_input in self.input_hooks:
-            hooks.add(register_input_hook(module, on_input, self.errors))
+            hooks.add(register_input_hook(module, on_input))
 
 
 def _hookable(layers: Sequence[Layer], layout: Layout) -> Iterator[tuple[nn.Module, int, str]]:
@@ -171,25 +168,7 @@ def _hookable(layers: Sequence[Layer], layout: Layout) -> Iterator[tuple[nn.Modu
                 yield activation.module, site, activation.kind
 
 
-def _timed(costs: HookCosts, on_input: InputCallback) -> InputCallback:
-    def timed(arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Arguments | None:
-        begun = perf_counter()
-        new_arguments = on_input(arguments, keywords)
-        costs.current += perf_counter() - begun
-        return new_arguments
-
-    return timed
-
-
-def _call_with_gradient(
-    costs: HookCosts, callbacks: Sequence[GradOutputCallback], sample: _Sample, gradient: Tensor | None
-) -> None:
-    if gradient is None or sample.collected:
-        return
-    begun = perf_counter()
-    try:
+def _call_all(callbacks: Sequence[GradOutputCallback], sample: _Sample, gradient: Tensor | None) -> None:
+    if gradient is not None and not sample.collected:
         for callback in callbacks:
             callback(gradient)
-    except Exception as error:  # raised here, it would end the user's backward pass
-        costs.errors.append(error)
-    costs.current += perf_counter() - begun

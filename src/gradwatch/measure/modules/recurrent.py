@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
 from gradwatch.core.record import Floats, Layout
-from gradwatch.hooks.hook_set import HookCosts
+from gradwatch.hooks.hook_set import HookCosts, recorded
 from gradwatch.measure.devices import moved
 from gradwatch.measure.modules import GradOutputCallback, ModuleStatistic, OutputCallback
-from gradwatch.measure.modules.autograd_graph import recorded
 from gradwatch.measure.modules.call_loops import MAX_TRIES, CallLoops, carries_gradient, detect_loop
 from gradwatch.measure.modules.input_hooks import Arguments, InputCallback, is_hookable, view_with_hook
 from gradwatch.measure.modules.time_growth import LayerCalls, time_growths
