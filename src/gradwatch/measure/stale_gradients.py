@@ -14,7 +14,7 @@ from gradwatch.hooks.hook_set import HookSet, is_capturing
 from gradwatch.measure.devices import moved
 from gradwatch.measure.dtensor import is_dtensor
 from gradwatch.measure.layers import is_lazy
-from gradwatch.measure.reductions import is_vmapped, version_of
+from gradwatch.measure.reductions import dense_real, is_vmapped, version_of, wide_norm
 
 STALE_CHECKS = 4
 """Parameters that show for all of an optimizer: clearing knows no exceptions. Judgement."""
@@ -164,7 +164,7 @@ class StaleGradientCheck:
         if seen and 2 * len(uncleared) <= len(seen):
             answer = 0.0
         elif seen and moved:
-            old, new = (_norm(_together(norms)) for norms in zip(*uncleared, strict=True))
+            old, new = (wide_norm(_together(norms)) for norms in zip(*uncleared, strict=True))
             answer = (old / new).reshape(1)
         self._clean = self._clean + 1 if seen and all(checked.gone for checked in seen) else 0
         for checked in self._checked:
@@ -194,7 +194,7 @@ def _on_arrival(checked: _CheckedParameter, errors: list[Exception]) -> Callable
                 checked.cleared, checked.gone = True, there is None
                 return
             # not every write is counted: `grad.data.zero_()` is not
-            old, new = (_norm(tensor.detach()) for tensor in (there, gradient))
+            old, new = (wide_norm(dense_real(tensor.detach())) for tensor in (there, gradient))
             checked.old = old if checked.old is None else torch.minimum(checked.old, old)
             checked.new = new if checked.new is None else torch.maximum(checked.new, new)
             checked.awaited = True
@@ -232,13 +232,6 @@ def _able(parameter: nn.Parameter) -> bool:
 
 def _together(norms: Sequence[Tensor]) -> Tensor:
     return torch.stack([moved(norm, norms[0].device, torch.float32) for norm in norms])
-
-
-def _norm(tensor: Tensor) -> Tensor:
-    if tensor.layout is not torch.strided:
-        tensor = tensor.coalesce().values()
-    norm: Tensor = torch.linalg.vector_norm(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32))
-    return norm
 
 
 def _version(tensor: Tensor | None) -> int:

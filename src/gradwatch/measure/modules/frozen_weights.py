@@ -7,12 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from gradwatch.core.record import Floats, Layout
 from gradwatch.measure.modules import ModuleStatistic, OutputCallback
-from gradwatch.measure.reductions import gathered, is_dense_real, wide_type
+from gradwatch.measure.reductions import gathered, is_dense_real, wide_norm
 
 MAX_ELEMENTS = 2**24
 """Elements of a parameter that are read at most: larger ones are no new heads. Judgement."""
@@ -63,8 +62,7 @@ class FrozenWeights(ModuleStatistic):
                 self.version += 1
                 for name, parameter in module._parameters.items():
                     if parameter is not None and is_dense_real(parameter.data):
-                        norm = torch.linalg.vector_norm(parameter.detach(), dtype=wide_type(parameter))
-                        self._norms.append(norm)
+                        self._norms.append(wide_norm(parameter.detach()))
                         self._parameters.append((site, name, max(1, parameter.numel())))
 
         return on_output

@@ -27,6 +27,7 @@ from gradwatch.measure.reductions import (
     is_dense_real,
     joined,
     norm_into,
+    wide_norm,
     wide_type,
 )
 
@@ -396,9 +397,7 @@ def _norm(tensor: Tensor, *, exact: bool = False) -> Tensor:
         norm = torch.empty((), dtype=wide_type(tensor), device=tensor.device)
         norm_into(tensor, norm)
         return norm
-    if tensor.dtype is torch.float32:
-        return torch.linalg.vector_norm(tensor)  # type: ignore[no-any-return]
-    return torch.linalg.vector_norm(tensor, dtype=wide_type(tensor))  # type: ignore[no-any-return]
+    return wide_norm(tensor)
 
 
 def _units(tensor: Tensor, first: int, *, channels: bool) -> int | None:

@@ -19,7 +19,7 @@ from gradwatch.measure.modules import GradOutputCallback, ModuleStatistic, Outpu
 from gradwatch.measure.modules.call_loops import MAX_TRIES, CallLoops, carries_gradient, detect_loop
 from gradwatch.measure.modules.input_hooks import Arguments, InputCallback, is_hookable, view_with_hook
 from gradwatch.measure.modules.time_growth import LayerCalls, time_growths
-from gradwatch.measure.reductions import wide_type, widest_type
+from gradwatch.measure.reductions import wide_norm, wide_type, widest_type
 
 MAX_TIME_STEPS = 2**17
 """Time steps measured in one optimizer step at most, which bounds the memory of a loop that never steps its optimizer.
@@ -203,8 +203,7 @@ def _norms_of_time_steps(gradient: Tensor, *, sizes: Tensor | None, batch_first:
 
 
 def _norm_of(tensor: Tensor) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(tensor, dtype=wide_type(tensor)).view(1)
-    return norm
+    return wide_norm(tensor).view(1)
 
 
 def _norms_along(tensor: Tensor, dim: int) -> Tensor:
