@@ -110,7 +110,7 @@ def norms(layout: Layout, parameters: Floats, coverage: Coverage) -> Floats:
     squares = np.multiply(parameters, parameters, order="C")
     if not coverage.complete:
         squares[..., ~coverage.measured] = 0.0
-    sites = _sums(layout, squares)
+    sites = sums(layout, squares)
     if len(coverage.blank):
         sites[..., coverage.blank] = np.nan
     return np.sqrt(sites, out=sites)
@@ -119,7 +119,7 @@ def norms(layout: Layout, parameters: Floats, coverage: Coverage) -> Floats:
 def known_norms(layout: Layout, parameters: Floats) -> Floats:
     """The same, shape [sites], where a parameter that is NaN was not measured."""
     known = ~np.isnan(parameters)
-    return np.sqrt(_blank(layout, _sums(layout, np.where(known, parameters, 0.0) ** 2), known))
+    return np.sqrt(_blank(layout, sums(layout, np.where(known, parameters, 0.0) ** 2), known))
 
 
 def shares(layout: Layout, counts: Floats) -> Floats:
@@ -127,7 +127,7 @@ def shares(layout: Layout, counts: Floats) -> Floats:
     known = ~np.isnan(counts)
     sizes = np.array([layout.sites[i].numel for i in layout.parameters], dtype=np.float64)
     with np.errstate(invalid="ignore", divide="ignore"):
-        found = _sums(layout, np.where(known, counts, 0.0)) / _sums(layout, np.where(known, sizes, 0.0))
+        found = sums(layout, np.where(known, counts, 0.0)) / sums(layout, np.where(known, sizes, 0.0))
     return _blank(layout, found, known)
 
 
@@ -138,13 +138,13 @@ def ratios(layout: Layout, updates: Floats, weights: Floats) -> Floats:
     """
     known = ~np.isnan(updates)
     with np.errstate(invalid="ignore", divide="ignore"):
-        moved, base = (_sums(layout, np.where(known, row, 0.0) ** 2) for row in (updates, weights))
+        moved, base = (sums(layout, np.where(known, row, 0.0) ** 2) for row in (updates, weights))
         ratio = np.sqrt(moved / base)
     ratio[np.isinf(ratio)] = np.nan
     return ratio
 
 
-def _sums(layout: Layout, parameters: Floats) -> Floats:
+def sums(layout: Layout, parameters: Floats | Mask) -> Floats:
     """Sums over the parameters of each site, shape [..., sites], 0 where it has none; `parameters`: shape [...,
     parameters].
     """
@@ -162,5 +162,5 @@ def _sums(layout: Layout, parameters: Floats) -> Floats:
 
 def _blank(layout: Layout, sites: Floats, known: Mask) -> Floats:
     """`sites` with NaN for those of which no parameter is `known`."""
-    sites[_sums(layout, known.astype(np.float64)) == 0] = np.nan
+    sites[sums(layout, known) == 0] = np.nan
     return sites

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from gradwatch.core.record import Floats, Layout
 from gradwatch.engine.interventions.gates import GateDecision
 from gradwatch.measure.device_buffer import HostCopy
-from gradwatch.measure.site_values import Coverage, Places, Reading, norms
+from gradwatch.measure.site_values import Coverage, Places, Reading, norms, sums
 
 RECENT = 64
 """Number of factors of a layer from which the median is computed, the latest that are not 1. Judgement."""
@@ -96,7 +96,7 @@ class StepEffect:
                 applied[one.indices] *= factors
             acted_on[one.indices] = True
         acted_on &= coverage.measured
-        touched, covered = acted_on & (counted != 1.0), _any(layout, acted_on)
+        touched, covered = acted_on & (counted != 1.0), sums(layout, acted_on) > 0
         rate, factor = np.where(covered, 0.0, np.nan), np.where(covered, 1.0, np.nan)
         self.used = read
         values = {"clip_rate": rate, "clip_factor": factor}
@@ -114,9 +114,9 @@ class StepEffect:
             ratio[np.isinf(before)] = np.nan
             ratio[layout.parameters] = counted
             # of a gradient of zeros, or one that is not finite
-            mean = _sums(layout, counted * acted_on) / _sums(layout, acted_on)
+            mean = sums(layout, counted * acted_on) / sums(layout, acted_on)
         np.copyto(factor, np.where(np.isfinite(ratio), ratio, mean), where=covered)
-        changed = _any(layout, touched)
+        changed = sums(layout, touched) > 0
         rate[covered & changed] = 1.0
         rate[0] = np.count_nonzero(changed[layout.layers]) / np.count_nonzero(covered[layout.layers])
         return values
@@ -208,20 +208,3 @@ def _after(
     with np.errstate(invalid="ignore"):
         after = np.where(np.isnan(factors), measured, before * factors)
         return norms(layout, np.where(factors == 0, 0.0, after), coverage)
-
-
-def _any(layout: Layout, parameters: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """For each site, whether any of its parameters is among `parameters`; for the total, whether any is."""
-    sites = np.zeros(len(layout), dtype=bool)
-    sites[layout.parameters] = parameters
-    sites[layout.owners[parameters]] = True
-    sites[0] = parameters.any()
-    return sites
-
-
-def _sums(layout: Layout, parameters: NDArray[Any]) -> Floats:
-    """Sums over the parameters of each site, shape [sites]."""
-    sums = np.bincount(layout.owners, weights=parameters, minlength=len(layout)).astype(np.float64, copy=False)
-    sums[layout.parameters] = parameters
-    sums[0] = parameters.sum()
-    return sums
