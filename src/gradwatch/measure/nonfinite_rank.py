@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
-from torch import nn
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
 
 from gradwatch.core.training_loop import TrainingMode
-from gradwatch.measure.device_buffer import HostCopy
-from gradwatch.measure.nonfinite_hooks import NonfiniteHooks
+from gradwatch.hooks.hook_set import HookSet, is_capturing
+from gradwatch.measure.device_buffer import DeviceBuffer, HostCopy
+from gradwatch.measure.layers import has_doubles, is_lazy, main_device
 from gradwatch.measure.rank_store import RankStore
+from gradwatch.measure.reductions import is_vmapped, norm_into
+
+NONFINITE_CHECKS = 8
+"""Parameters that are looked at: what is not finite runs upstream, and so past the next of them. Judgement."""
 
 
 class NonfiniteSource:
-    """Counts steps and backward passes, and hooks parameters where gradients are mixed before the step: by ranks, or by
-    micro-batches on the host.
+    """Counts steps and backward passes, and hooks small parameters all along the model where gradients are mixed before
+    the step: by ranks, or by micro-batches on the host.
     """
 
     def __init__(self, mode: TrainingMode) -> None:
@@ -31,25 +39,35 @@ class NonfiniteSource:
         """Whether hooks may have something to look at."""
         self.alarmed = False
         """Whether the last backward pass had a gradient that is not finite, as far as the hooks know at once."""
-        self._hooks: NonfiniteHooks | None = None
+        self._hooks = HookSet()
+        self._buffer: DeviceBuffer | None = None
+        """The norms that the hooks measure; None without hooks."""
         self.errors: list[Exception] = []
         """What went wrong inside hooks."""
         self._parameters: Sequence[nn.Parameter] = ()
 
     def arm(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Look at some of `parameters` from now on; twice, with the same list of them, does nothing."""
+        """Look at gradients of some of `parameters` from now on; twice, with the same list of them, does nothing."""
         if parameters is not self._parameters:
             self.disarm()
         # the passes of one step leave one gradient, of which only the host knows in time which pass made it bad
         mixed = self._accumulates and all(parameter.device.type == "cpu" for parameter in parameters)
-        if (self.ranks > 1 or mixed) and self._hooks is None:
-            self._hooks, self._parameters = NonfiniteHooks(parameters, self.errors), parameters
-            self._hooks.arm(self._on_nonfinite)
+        if self._buffer is not None or not (self.ranks > 1 or mixed):
+            return
+        trained = [parameter for parameter in parameters if parameter.requires_grad and not is_lazy(parameter)]
+        stretches = np.array_split(np.arange(len(trained)), min(NONFINITE_CHECKS, max(1, len(trained))))
+        chosen = [min(stretch, key=lambda i: trained[i].numel()) for stretch in stretches if len(stretch)]
+        buffer = DeviceBuffer(main_device(parameters), len(chosen), ("norms",), doubles=has_doubles(trained))
+        buffer["norms"].zero_()
+        norms = buffer.view("norms")
+        for place, index in enumerate(chosen):
+            number = None if norms is None else norms[place:]
+            self._hooks.on_gradient(trained[index], partial(self._look, buffer.slot("norms", place), number))
+        self._buffer, self._parameters = buffer, parameters
 
     def disarm(self) -> None:
-        if self._hooks is not None:
-            self._hooks.disarm()
-            self._hooks, self._parameters = None, ()
+        self._hooks.remove()
+        self._buffer, self._parameters = None, ()
 
     def backward(self) -> None:
         """A backward pass begins; called where the loop says of each to which step it belongs."""
@@ -61,8 +79,12 @@ class NonfiniteSource:
         self.passes, self._micro = self._micro, 0
 
     def send(self) -> HostCopy | None:
-        """What the hooks measured, on its way to the host, where it could not be seen at once."""
-        return self._hooks.send() if self._hooks else None
+        """The sums of the norms since this was last asked, on their way to the host; None where it has seen them."""
+        if self._buffer is None or self._buffer.view("norms") is not None:
+            return None
+        host_copy = self._buffer.send(("norms",))
+        self._buffer["norms"].zero_()
+        return host_copy
 
     def receive(self, step_count: int, host_copy: HostCopy | None) -> None:
         """`host_copy`, of that step, is done."""
@@ -73,6 +95,20 @@ class NonfiniteSource:
         """The rank and the micro-batch (-1 where it is not known) of a step with a gradient that is not finite."""
         return self._store.lookup(step_count, wait=wait)
 
-    def _on_nonfinite(self) -> None:
-        self.alarmed = True
-        self._store.publish(self.step_count, self._micro - 1)
+    def _look(self, slot: Tensor, number: NDArray[np.float32 | np.float64] | None, gradient: Tensor | None) -> None:
+        """`number`: what is in `slot`; None where the host does not see it at once."""
+        try:
+            if gradient is None:
+                return
+            if number is not None:
+                norm_into(gradient.detach(), slot)
+                if not np.isfinite(number[0]):
+                    self.alarmed = True
+                    self._store.publish(self.step_count, self._micro - 1)
+            elif not is_capturing():
+                norm = torch.empty_like(slot)
+                norm_into(gradient.detach(), norm)
+                slot.add_(norm)
+        except Exception as error:
+            if not (gradient is not None and is_vmapped(gradient)):  # asked only here: this runs at every step
+                self.errors.append(error)
