@@ -167,16 +167,7 @@ class StepGradients:
 
 def _times(numbers: Tensor, device_indices: Tensor | None, factors: Tensor | float) -> Tensor:
     """`numbers` with those at `device_indices` multiplied by `factors`; the float 0.0 gives 0 for any number."""
-    if isinstance(factors, float):
-        if device_indices is None:
-            return numbers * factors if factors else torch.zeros_like(numbers)
-        return (
-            numbers.index_fill(0, device_indices, 0.0)
-            if not factors
-            else numbers.index_copy(0, device_indices, numbers[device_indices] * factors)
-        )
-    return (
-        numbers * factors
-        if device_indices is None
-        else numbers.index_copy(0, device_indices, numbers[device_indices] * factors)
-    )
+    chosen = numbers if device_indices is None else numbers[device_indices]
+    zero = isinstance(factors, float) and factors == 0.0
+    new = torch.zeros_like(chosen) if zero else chosen * factors
+    return new if device_indices is None else numbers.index_copy(0, device_indices, new)
