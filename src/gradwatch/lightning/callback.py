@@ -373,9 +373,7 @@ class GradWatch(PackageAware, Callback):
 
     def _leave(self, trainer: Any) -> None:
         """Something of `trainer` is over: its fit, or an evaluation during another Trainer's."""
-        # Lightning puts the module's bound methods here, and with them the model
-        self.__dict__.pop("log", None)
-        self.__dict__.pop("log_dict", None)
+        self.forget_module()
         if self._watches(trainer):
             self._close()
 

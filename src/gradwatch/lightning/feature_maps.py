@@ -234,9 +234,7 @@ class FeatureMaps(PackageAware, Callback):
     def _close(self, trainer: Any) -> None:
         if self._fit_of(trainer):
             self._fit = None
-        # Lightning puts bound methods of the module here, which hold the model
-        self.__dict__.pop("log", None)
-        self.__dict__.pop("log_dict", None)
+        self.forget_module()
 
 
 def _image_captions(images: int, classes: Sequence[int] | None, predicted: Sequence[int] | None) -> tuple[str, ...]:

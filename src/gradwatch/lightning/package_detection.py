@@ -29,6 +29,11 @@ class PackageAware:
             new.__signature__ = signature(cls.__init__)  # type: ignore[attr-defined]
             cls.__new__ = new  # type: ignore[method-assign]
 
+    def forget_module(self) -> None:
+        """Remove the bound methods of the module that Lightning has put here: they hold the model."""
+        self.__dict__.pop("log", None)
+        self.__dict__.pop("log_dict", None)
+
 
 def for_users_package(cls: type[T]) -> type[T]:
     """`cls`, or a subclass of it that is a `pytorch_lightning` callback too, if the user trains with that package."""
