@@ -80,16 +80,12 @@ class FeatureMaps(PackageAware, Callback):
                 follow the last convolution. For modules whose `forward` returns scores [N, classes].
         """
         self._patterns = None if layers is None else check_patterns(layers)
-        self._every_n_epochs = check_whole("every_n_epochs", every_n_epochs, "a number of epochs of at least 1")
-        self._image_count = check_whole("images", images, "a number of images of at least 1")
-        self._channels = check_whole("channels", channels, "a number of channels of at least 1")
-        self._gradcam = check_flag("gradcam", gradcam)
-        self._options = {
+        self._options: dict[str, Any] = {
             "layers": layers,
-            "every_n_epochs": self._every_n_epochs,
-            "images": self._image_count,
-            "channels": self._channels,
-            "gradcam": gradcam,
+            "every_n_epochs": check_whole("every_n_epochs", every_n_epochs, "a number of epochs of at least 1"),
+            "images": check_whole("images", images, "a number of images of at least 1"),
+            "channels": check_whole("channels", channels, "a number of channels of at least 1"),
+            "gradcam": check_flag("gradcam", gradcam),
         }
         self._fit: _Fit | None = None
 
@@ -125,7 +121,7 @@ class FeatureMaps(PackageAware, Callback):
             why = f"{', '.join(names)} takes none" if names else "the Trainer has no logger"
             self._warn(f"pictures go to {', '.join(WRITERS)}; {why}")
         if writers:
-            self._fit = _Fit(weakref.ref(trainer), writers, self._gradcam)
+            self._fit = _Fit(weakref.ref(trainer), writers, self._options["gradcam"])
 
     @guard
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -144,7 +140,7 @@ class FeatureMaps(PackageAware, Callback):
     @guard
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         fit = self._fit_of(trainer)
-        if fit is None or fit.images is None or trainer.current_epoch % self._every_n_epochs:
+        if fit is None or fit.images is None or trainer.current_epoch % self._options["every_n_epochs"]:
             return
         with isolated_run(pl_module, ranks=trainer.world_size), trainer.precision_plugin.forward_context():
             pictures = self._pictures(fit, pl_module, fit.images.to(pl_module.device), trainer.current_epoch)
@@ -172,7 +168,7 @@ class FeatureMaps(PackageAware, Callback):
             self._stop(f"{type(error).__name__}: {error}", error)
 
     def _keep_images(self, fit: _Fit, batch: object) -> None:
-        fit.images = images_in(batch, self._image_count)
+        fit.images = images_in(batch, self._options["images"])
         fit.classes = None if fit.images is None else classes_in(batch, len(fit.images))
         if fit.images is None:
             self._stop("the first batch has no images, tensors [N, C, H, W]")
@@ -186,7 +182,7 @@ class FeatureMaps(PackageAware, Callback):
             which = "no convolution" if self._patterns is None else f"none of layers={self._options['layers']!r}"
             self._stop(f"{which} gives feature maps [N, channels, h, w] when the module is given the images")
             return {}
-        found, predicted = feature_map_pictures(model, images, maps, self._channels)
+        found, predicted = feature_map_pictures(model, images, maps, self._options["channels"])
         said = _image_captions(len(images), fit.classes, predicted)
         rows = "; ".join(f"row {row}: {text}" for row, text in enumerate(said, 1) if text)
         pictures = {
