@@ -18,6 +18,7 @@ from gradwatch.core.history import OPENING, History
 from gradwatch.core.record import Layout, Missing, Run, Site
 from gradwatch.engine.diagnosis import Diagnosis
 from gradwatch.engine.history_state import NEWEST_RECORDS, STATE_BYTES, packed, unpacked
+from gradwatch.measure.modules.sampled_step import LayerFlow
 from gradwatch.rules import default_rules
 from quick import examples
 from synthetic_history import append, layout, net, noise, record
@@ -142,7 +143,7 @@ def diagnosed(
     if first:
         diagnosis.load_state_dict(states[first])
     else:
-        diagnosis.learn_data_flow(SHAPE.order)
+        diagnosis.learn_flow(LayerFlow(SHAPE.order))
     for step, row in enumerate(rows[first:], start=first):
         if step in stops or (step in states and not first):
             state, _ = through_a_file(diagnosis.state_dict())

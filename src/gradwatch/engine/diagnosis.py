@@ -15,10 +15,11 @@ from gradwatch.core.alert import Alert, Finding, Severity, Verdict, ranked
 from gradwatch.core.arguments import check_whole, damage
 from gradwatch.core.block import Block
 from gradwatch.core.history import History, NonfiniteOrigin
-from gradwatch.core.layer_graph import Edge, merge_edges, topological_order
+from gradwatch.core.layer_graph import merge_edges, topological_order
 from gradwatch.core.loss_levels import LossLevels
 from gradwatch.core.record import MEASURED, Floats, Layout, Missing, Run
 from gradwatch.engine.history_state import packed, unpacked
+from gradwatch.measure.modules.sampled_step import LayerFlow
 from gradwatch.rules import Rule
 from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.incidents import IncidentChanges, IncidentTracker
@@ -161,19 +162,15 @@ class Diagnosis:
         self._reached = np.array([site.name in reached for site in history.layout.sites], dtype=bool)
         self._inherited = frozenset((alert.rule, alert.step) for alert in incidents.alerts)
 
-    def learn_data_flow(
-        self, order: tuple[int, ...], edges: tuple[Edge, ...] | None = None, unowned: tuple[str, ...] = ()
-    ) -> None:
-        """The layers' order of execution has become known, or more of it, the data flow between them, and layers that
-        no module owns.
-        """
+    def learn_flow(self, flow: LayerFlow) -> None:
+        """`flow` has become known, or more of it."""
         layout = self.history.layout
-        new, flow = set(order) - set(layout.order), merge_edges(layout.edges, edges)
-        if new or flow != layout.edges:
-            ran = (*layout.order, *(site for site in order if site in new))
-            layout = replace(layout, order=topological_order(ran, flow or ()), edges=flow)
-        if unowned and unowned != layout.unowned:
-            layout = replace(layout, unowned=unowned)
+        new, edges = set(flow.order) - set(layout.order), merge_edges(layout.edges, flow.edges)
+        if new or edges != layout.edges:
+            ran = (*layout.order, *(site for site in flow.order if site in new))
+            layout = replace(layout, order=topological_order(ran, edges or ()), edges=edges)
+        if flow.unowned and flow.unowned != layout.unowned:
+            layout = replace(layout, unowned=flow.unowned)
         if layout is not self.history.layout:
             self.history.relayout(layout)
 

@@ -14,7 +14,7 @@ from gradwatch.measure.dtensor import ShardBlock
 from gradwatch.measure.gradient_reader import GradientReader
 from gradwatch.measure.loss_scale import is_scaled, unscales_inside
 from gradwatch.measure.modules.module_hooks import ModuleHooksReading
-from gradwatch.measure.modules.sampled_step import SampledStep
+from gradwatch.measure.modules.sampled_step import LayerFlow, SampledStep
 from gradwatch.measure.nonfinite_rank import NonfiniteSource
 from gradwatch.measure.optimizer_parameters import OptimizerParameters
 from gradwatch.measure.site_values import Reading
@@ -51,11 +51,8 @@ class StepState:
     """The values of `signals`, where the host had its numbers at once: to compute them adjusts the next sample, and
     judging may come later.
     """
-    order: tuple[int, ...] = ()
-    edges: tuple[tuple[int, int], ...] | None = None
-    """What is known of the layers' order of execution and of the data flow between them (`Layout`)."""
-    unowned: tuple[str, ...] = ()
-    """`Layout.unowned`."""
+    flow: LayerFlow | None = None
+    """What is known of the layers, if the step was sampled."""
     numbers: dict[str, HostCopy] = field(default_factory=dict)
     """Numbers of the whole step on their way: `stale`, the size of old gradients to which new ones were added, relative
     to the new ones.
@@ -184,8 +181,8 @@ def read(
     try:
         if samples:
             samples.after_backward(loss)
-            step.signals, step.order = samples.collect(reader.layout)
-            step.edges, step.unowned = samples.edges, samples.unowned
+            step.signals = samples.collect(reader.layout)
+            step.flow = samples.flow
             if step.signals is not None and step.signals.host_copy.done:
                 step.signal_values = step.signals.values()
         stale = reader.stale_gradients.take(sampled=samples is not None)

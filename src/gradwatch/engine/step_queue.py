@@ -18,6 +18,7 @@ from gradwatch.engine.pending_actions import PendingActions
 from gradwatch.engine.step import StepState
 from gradwatch.measure.device_buffer import ROWS, HostCopy
 from gradwatch.measure.dtensor import ShardBlock
+from gradwatch.measure.modules.sampled_step import LayerFlow
 from gradwatch.measure.nonfinite_rank import NonfiniteSource
 
 logger = logging.getLogger("gradwatch")
@@ -59,8 +60,8 @@ class StepQueue:
         """Steps that are in no block yet; the last may not have ended."""
         self._ended = 0
         """How many of them have ended."""
-        self._flow: tuple[object, object, object] = ((), None, ())
-        """The layers' order and the data flow of the last sampled step."""
+        self._flow: LayerFlow | None = None
+        """That of the last sampled step."""
         self._expected: StepState | None = None
         """The step that has not ended."""
         self._worked, self._busy = monotonic(), False
@@ -170,7 +171,7 @@ class StepQueue:
         for place in range(1, len(steps) + 1):
             if (
                 place == len(steps)
-                or (steps[place].order and self._shows_flow(steps[place]))
+                or (steps[place].flow is not None and self._shows_flow(steps[place]))
                 or (steps[place].reading.layout is not steps[first].reading.layout)
             ):
                 part = steps[first:place]
@@ -183,8 +184,8 @@ class StepQueue:
                 first = place
 
     def _shows_flow(self, step: StepState) -> bool:
-        """Whether more is known of the layers' order and of the data flow than at the steps before."""
-        before, self._flow = self._flow, (step.order, step.edges, step.unowned)
+        """Whether more is known of the layers than at the steps before."""
+        before, self._flow = self._flow, step.flow
         return self._flow != before
 
     def _judge(self, steps: list[StepState], ended: int) -> None:
@@ -195,8 +196,8 @@ class StepQueue:
                 return
             ended = min(ended, len(steps))
         self._judging(steps)
-        if steps[0].order:  # it has what is new, and those behind it have no more
-            self._diagnosis.learn_data_flow(steps[0].order, steps[0].edges, steps[0].unowned)
+        if (flow := steps[0].flow) is not None:  # it has what is new, and those behind it have no more
+            self._diagnosis.learn_flow(flow)
         block, unseen = self._builder.build(steps, ended, self.source, self._overhead.share)
         self._was_nonfinite = not self.for_exchange and not isfinite(block.values["grad_norm"][-1, 0])
         try:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from torch import Tensor, nn
 
+from gradwatch.core.layer_graph import Edge
 from gradwatch.core.record import Layout
 from gradwatch.hooks import garbage_collector
 from gradwatch.hooks.hook_set import HookCosts
@@ -29,6 +31,15 @@ FULL_HOOKS_REFUSED = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class LayerFlow:
+    """What sampled steps have shown of how the layers are connected; the fields are those of `Layout`."""
+
+    order: tuple[int, ...]
+    edges: tuple[Edge, ...] | None = None
+    unowned: tuple[str, ...] = ()
+
+
 class SampledStep:
     """Owns the hooks that are attached for a sampled step, and removes them when it has been read."""
 
@@ -45,9 +56,9 @@ class SampledStep:
         if signals != "off":
             statistics += [SignalStatistics(), self._head, TimeStepGradients(self._costs)]
             statistics += [DoubleSoftmax(self._costs), self._recomputed]
-        self._flow = DataFlow()
+        self._data_flow = DataFlow()
         if statistics:
-            statistics.append(self._flow)
+            statistics.append(self._data_flow)
         self._module_hooks = ModuleHooks(statistics, self._costs)
         self.thresholds: garbage_collector.Thresholds | None = None
         """Of Python's garbage collector, while it is paused."""
@@ -107,21 +118,17 @@ class SampledStep:
         if loss is not None and self._head in self._module_hooks.statistics:
             self._head.on_loss(loss)
 
-    def collect(self, layout: Layout) -> tuple[ModuleHooksReading | None, tuple[int, ...]]:
-        """The statistics of the modules, and the order in which the layers ran."""
+    def collect(self, layout: Layout) -> ModuleHooksReading | None:
+        """The statistics of the modules."""
         self._module_hooks.remove()  # the collector waits for the end of the batch: the graph may be there until then
         self._costs.collect()
-        return self._module_hooks.collect(layout), self._module_hooks.order()
+        return self._module_hooks.collect(layout)
 
     @property
-    def edges(self) -> tuple[tuple[int, int], ...] | None:
-        """`Layout.edges`, as of the last `collect`."""
-        return self._flow.edges
-
-    @property
-    def unowned(self) -> tuple[str, ...]:
-        """`Layout.unowned`, as of the last backward pass."""
-        return self._unowned.names
+    def flow(self) -> LayerFlow | None:
+        """What is known since the last `collect`; None where no layer has run."""
+        order = self._module_hooks.order()
+        return LayerFlow(order, self._data_flow.edges, self._unowned.names) if order else None
 
     @property
     def seconds(self) -> float:
