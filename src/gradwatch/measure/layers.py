@@ -211,39 +211,33 @@ def layout_of(
 
     Sites of `before` keep their indices; a tapped tensor with the name of a new site gets a number behind its name.
     """
-    sites = list(before.sites) if before and len(before) else [Site(TOTAL, "total", "", 0, 0, "")]
-    # a layer may be called "total" too: the total itself always has index 0
-    index = {site.name: i for i, site in enumerate(sites) if i and site.kind != "tap"}
-
-    def add_or_replace(site: Site) -> None:
-        place = index.setdefault(site.name, len(sites))
-        if place == len(sites):
-            sites.append(site)
-        else:
-            sites[place] = site
-
+    known = before.sites if before and len(before) else (Site(TOTAL, "total", "", 0, 0, ""),)
+    # a layer may be called "total", too, and a new site as a tap is
+    sites: dict[object, Site] = {
+        (site.kind, site.name) if site.kind in ("total", "tap") else site.name: site for site in known
+    }
+    places = {key: place for place, key in enumerate(sites)}
     sizes = [[_size(parameter) for _, parameter in layer.parameters] for layer in layers]
     for layer, own in zip(layers, sizes, strict=True):
-        place = index.get(layer.name, len(sites))
-        add_or_replace(Site(layer.name, "layer", type(layer.module).__name__, place, sum(own), ""))
+        place = places.setdefault(layer.name, len(places))
+        sites[layer.name] = Site(layer.name, "layer", type(layer.module).__name__, place, sum(own), "")
     for layer, own in zip(layers, sizes, strict=True):
-        kind, place = type(layer.module).__name__, index[layer.name]
+        kind, place = type(layer.module).__name__, places[layer.name]
         for (name, parameter), size in zip(layer.parameters, own, strict=True):
             shape = tuple(parameter.shape) if size else ()
-            add_or_replace(Site(name, "parameter", kind, place, size, _dtype_name(parameter.dtype), shape))
+            sites[name] = Site(name, "parameter", kind, place, size, _dtype_name(parameter.dtype), shape)
     for layer in layers:
         for activation in layer.activations:
-            if activation.name not in index or sites[index[activation.name]].kind == "activation":
-                add_or_replace(
-                    Site(activation.name, "activation", type(activation.module).__name__, index[layer.name], 0, "")
-                )
-    taken = {TOTAL, *index}
-    for place, site in enumerate(sites):
+            name, kind = activation.name, type(activation.module).__name__
+            if name not in sites or sites[name].kind == "activation":
+                sites[name] = Site(name, "activation", kind, places[layer.name], 0, "")
+    taken = {TOTAL, *sites}
+    for key, site in sites.items():
         if site.kind == "tap":
-            sites[place] = site._replace(name=unique_name(site.name, taken))
-            taken.add(sites[place].name)
+            sites[key] = site._replace(name=unique_name(site.name, taken))
+            taken.add(sites[key].name)
     order, edges = (before.order, before.edges) if before else ((), None)
-    return Layout(tuple(sites), order, modules or (before.modules if before else frozenset()), edges)
+    return Layout(tuple(sites.values()), order, modules or (before.modules if before else frozenset()), edges)
 
 
 @cache
@@ -251,7 +245,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def unique_name(name: str, taken: Container[str]) -> str:
+def unique_name(name: str, taken: Container[object]) -> str:
     """`name`, or `name` with the first number in brackets that makes it one that is not `taken`."""
     numbered = (name if n == 1 else f"{name} ({n})" for n in count(1))
     return next(free for free in numbered if free not in taken)
