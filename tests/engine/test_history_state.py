@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 import gradwatch.engine.history_state
 from gradwatch.core.alert import Alert
 from gradwatch.core.history import OPENING, History
-from gradwatch.core.record import Layout, Missing, Run, Site
+from gradwatch.core.record import Layout, Missing, Record, Run, Site
 from gradwatch.engine.diagnosis import Diagnosis
 from gradwatch.engine.history_state import NEWEST_RECORDS, STATE_BYTES, packed, unpacked
+from gradwatch.measure.device_buffer import ROWS
 from gradwatch.measure.modules.sampled_step import LayerFlow
 from gradwatch.rules import default_rules
 from quick import examples
@@ -144,18 +145,23 @@ def diagnosed(
         diagnosis.load_state_dict(states[first])
     else:
         diagnosis.learn_flow(LayerFlow(SHAPE.order))
+    block: list[Record] = []
     for step, row in enumerate(rows[first:], start=first):
-        if step in stops or (step in states and not first):
-            state, _ = through_a_file(diagnosis.state_dict())
-            if step in states:
-                states[step] = state
-            else:
-                diagnosis = fresh()
-                diagnosis.load_state_dict(state)
         record(scratch, **row)
         made = scratch[-1]
         values = {name: made.values[name] for name in made.values if name == "grad_norm" or name[:-5] + "s" in row}
-        diagnosis.judge(block_of([replace(made, step=step, axis=step, values=values)]))
+        block.append(replace(made, step=step, axis=step, values=values))
+        saved = step + 1 in stops or (step + 1 in states and not first)
+        if saved or len(block) == ROWS or step + 1 == len(rows):
+            diagnosis.judge(block_of(block))
+            block.clear()
+        if saved:
+            state, _ = through_a_file(diagnosis.state_dict())
+            if step + 1 in states:
+                states[step + 1] = state
+            else:
+                diagnosis = fresh()
+                diagnosis.load_state_dict(state)
     assert not diagnosis.notes
     return diagnosis.incidents.alerts
 
