@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import html
+import json
 import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gradwatch.cli import main
-from gradwatch.core.alert import Verdict
+from gradwatch.core.alert import Severity, Verdict
 from gradwatch.core.record import Run
 from gradwatch.sinks.record.recorder import Recorder
 from sink_inputs import HEALTHY, alert_of, feed, layout_of, record_of
@@ -59,9 +62,9 @@ def test_a_cut_off_run_is_reported_with_a_word(tmp_path: Path, capsys: pytest.Ca
     assert main(["report", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert out.startswith(f"Note: {event_file.name} ends within an event, as after a kill: its last ")
-    html = (tmp_path / "gradwatch_report.html").read_text()
-    assert "the record has no end: the run was cut off, or is still under way" in html
-    assert "<dd>8</dd>" in html
+    page = (tmp_path / "gradwatch_report.html").read_text()
+    assert "the record has no end: the run was cut off, or is still under way" in page
+    assert "<dd>8</dd>" in page
 
 
 @pytest.mark.parametrize(
@@ -104,6 +107,37 @@ def test_ls_lists_the_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str], m
         ["logs/version_9", "9", "healthy,", "no", "end", "-"],
         ["logs/version_10", "9", "healthy", "-"],
     ]
+
+
+STUCK = replace(HEALTHY, loss=(2.0, 2.0))
+NOTICED = replace(HEALTHY, incidents=(alert_of("spike", "a", severity=Severity.NOTICE),))
+
+
+@pytest.mark.parametrize(
+    ("verdict", "health"),
+    [(UNHEALTHY, "warning"), (NOTICED, "healthy"), (STUCK, "stuck"), (HEALTHY, "healthy"), (None, "no end")],
+)
+def test_commands_say_the_same_of_a_run(tmp_path: Path, capsys: Any, verdict: Verdict | None, health: str) -> None:
+    for name in ("first", "second"):
+        record(tmp_path / name, verdict)
+    assert main(["ls", str(tmp_path)]) == 0
+    state = "healthy, no end" if health == "no end" else health
+    assert all(re.search(rf"\b9 +{state}  ", line) for line in capsys.readouterr().out.splitlines()[1:])
+    assert main(["report", str(tmp_path)]) == 0
+    assert (tmp_path / "gradwatch_runs.html").read_text().count(f">{health}</span>") == 2
+    assert main(["report", str(tmp_path / "first")]) == 0
+    said = {
+        "warning": "vanishing in a",
+        "healthy": "Healthy",
+        "stuck": f"Nothing found; {html.escape(STUCK.stuck)}",
+        "no end": "Nothing found so far",
+    }[health]
+    assert f"<h1>{said}</h1>" in (tmp_path / "first" / "gradwatch_report.html").read_text()
+    capsys.readouterr()
+    assert main(["report", str(tmp_path / "first"), "--format", "json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["verdict"]["status"] == health.replace("no end", "healthy")
+    assert found["run"]["ended"] == (health != "no end")
 
 
 @pytest.mark.parametrize("width", [40, 60, 120])

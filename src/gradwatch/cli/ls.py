@@ -50,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
     from gradwatch.runs.files import Unreadable, runs_below
     from gradwatch.runs.names import moment
     from gradwatch.runs.reader import read_run
-    from gradwatch.sinks.incident_line import loud
+    from gradwatch.sinks.incident_line import health_of, loud
     from gradwatch.sinks.terminal.console import STYLES
 
     folder: Path = options.folder
@@ -65,6 +65,7 @@ def run(options: argparse.Namespace) -> int:
     narrow = console.width < NARROW_WIDTH
     for name in ("state", "alerts") if narrow else ("state", "alerts", "began"):
         table.add_column(name, no_wrap=True)
+    styles = {str(severity): style for severity, style in STYLES.items()} | {"healthy": "green"}
     found, unread = 0, []
     for place in runs_below(folder):
         try:
@@ -75,9 +76,9 @@ def run(options: argparse.Namespace) -> int:
         found += 1
         name = str(place.relative_to(folder)) if place != folder else "."
         incidents = run.verdict.incidents
-        worst = incidents[0].severity if incidents else None
+        health = health_of(run.verdict)
         end = "" if run.finished is not None else ", no end"
-        state = Text(f"{worst or 'healthy'}{end}", style=STYLES[worst] if worst else "green")
+        state = Text(f"{health}{end}", style=styles.get(health, ""))
         rules = [*dict.fromkeys(alert.rule for alert in loud(incidents))]
         more = " ..." * (len(rules) > MAX_FAULTS)
         alerts = Text(printable(", ".join(rules[:MAX_FAULTS]) or "-") + more)

@@ -29,7 +29,7 @@ from gradwatch.tensorboard_plugin.matrix import (
     window,
 )
 from gradwatch.tensorboard_plugin.record_data import RecordCache, RunRecord
-from gradwatch.tensorboard_plugin.run_text import health, health_of, onsets_of, run_text
+from gradwatch.tensorboard_plugin.run_text import health_of, onsets_of, run_text
 from gradwatch.tensorboard_plugin.runs import RunTags, TensorBoardData
 
 MAX_COLUMNS = 4096
@@ -89,7 +89,7 @@ class Api:
         }
 
     def health(self, _: Mapping[str, str]) -> dict[str, Any]:
-        """Run -> its worst severity, "healthy", or "open" where nothing was found so far."""
+        """Run -> its health, as `sinks.incident_line` has it."""
         listings = self._source.runs()
         return {name: health_of(self._source, name, listing) for name, listing in listings.items() if listing.tags}
 
@@ -120,7 +120,7 @@ class Api:
             "began": min(record.sessions, default=0.0),
             "ended": verdict is not None,
             "stuck": verdict["stuck"] if verdict else "",
-            "health": health(text["alerts"], ended=verdict is not None),
+            "health": text["health"],
             "alerts": text["alerts"],
             "loss": _levels(losses, record.number("loss_nan")),
             "lr": _ends(rates),

@@ -7,6 +7,7 @@ from typing import Any
 
 from gradwatch.core.alert import Severity
 from gradwatch.core.loss_levels import loss_text
+from gradwatch.sinks.incident_line import health
 from gradwatch.sinks.record import run_metadata
 from gradwatch.sinks.record.schema import InvalidError, string_of
 from gradwatch.tensorboard_plugin.record_data import end_of
@@ -16,8 +17,8 @@ KINDS: tuple[run_metadata.Kind, ...] = ("meta", "alerts", "verdict")
 
 
 def run_text(source: TensorBoardData, run: str, listing: RunTags, sessions: Mapping[float, int]) -> dict[str, Any]:
-    """`meta` and `verdict` as the file has them, None where it has none; `alerts`, worst first, as they last stood. The
-    verdict has `stuck`, what the loss did where it did not fall.
+    """`meta` and `verdict` as the file has them, None where it has none; `alerts`, worst first, as they last stood;
+    `health`, as `sinks.incident_line` has it. The verdict has `stuck`, what the loss did where it did not fall.
 
     `sessions`: as `RunRecord` has them. Alerts of steps that a later session has too are left out.
     """
@@ -31,25 +32,29 @@ def run_text(source: TensorBoardData, run: str, listing: RunTags, sessions: Mapp
         if alert["noticed"] < end_of(written, sessions)
     ]
     if verdict is not None:
-        levels = verdict["loss"]
-        stuck = "" if levels is None else loss_text((float(levels["first"]), float(levels["last"])))
-        verdict = {**verdict, "stuck": stuck}
+        verdict = {**verdict, "stuck": _stuck(verdict)}
     stand = as_they_stand([*alerts, *(verdict["incidents"] if verdict else ())])
-    return {"meta": latest["meta"], "verdict": verdict, "alerts": stand}
+    return {"meta": latest["meta"], "verdict": verdict, "alerts": stand, "health": _health(stand, verdict)}
 
 
 def health_of(source: TensorBoardData, run: str, listing: RunTags) -> str:
-    """The worst severity, "healthy", or "open" where nothing was found so far; by the last texts alone."""
+    """The health of a run as `sinks.incident_line` has it, by the last texts alone."""
     texts = _texts(source, run, listing, kinds=("alerts", "verdict"))
     verdict = texts["verdict"][-1][1] if texts["verdict"] else None
     alerts = verdict["incidents"] if verdict else texts["alerts"][-1][1]["alerts"] if texts["alerts"] else ()
-    return health(as_they_stand(alerts), ended=verdict is not None)
+    return _health(as_they_stand(alerts), verdict)
 
 
-def health(alerts: Iterable[Mapping[str, Any]], *, ended: bool) -> str:
-    """The first severity above a notice; without one "healthy", or "open" where nothing was found so far."""
-    loud = [alert["severity"] for alert in alerts if alert["severity"] != Severity.NOTICE.value]
-    return loud[0] if loud else "healthy" if ended else "open"
+def _health(alerts: Iterable[Mapping[str, Any]], verdict: Mapping[str, Any] | None) -> str:
+    severities = [Severity(alert["severity"]) for alert in alerts]
+    if verdict is None:
+        return health(severities, ended=False)
+    return health(severities, ended=True, steps=verdict["steps"], stuck=_stuck(verdict))
+
+
+def _stuck(verdict: Mapping[str, Any]) -> str:
+    levels = verdict["loss"]
+    return "" if levels is None else loss_text((float(levels["first"]), float(levels["last"])))
 
 
 def as_they_stand(alerts: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

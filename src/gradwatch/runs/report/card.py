@@ -26,8 +26,8 @@ def card(data: RunData, *, source: str = "") -> str:
     """SVG. `source`: the name of the run, for people."""
     verdict, course = data.verdict, data.summary.grad_norm
     loud = data.loud
-    said = data.status if verdict.steps else "No step was measured"
-    lines = textwrap.wrap(visible(said), LINE_CHARACTERS, max_lines=MAX_LINES, placeholder=" ...")
+    said = visible(data.status)
+    lines = textwrap.wrap(said, LINE_CHARACTERS, max_lines=MAX_LINES, placeholder=" ...")
     measured = bool(data.summary.names[1:]) and len(course) > 0
     picture, marks = "", []
     if measured:
@@ -44,7 +44,7 @@ def card(data: RunData, *, source: str = "") -> str:
     model = data.meta.get("about", {}).get("model", "")
     return render(
         "card.svg",
-        title=visible(said),
+        title=said,
         made_from="the record of the run",
         width=WIDTH,
         height=top + map_height + (22 if picture else 0) + (loss_height + 22 if loss else 0) + 16,

@@ -16,6 +16,7 @@ from gradwatch.runs.report.heatmap import small_map
 from gradwatch.runs.report.loss_curve import HEIGHT, path_of
 from gradwatch.runs.report.run_data import RunData
 from gradwatch.runs.report.sink import NAME
+from gradwatch.sinks.incident_line import health_of
 from gradwatch.sinks.terminal.layer_table import format_number
 
 PAGE_NAME = "gradwatch_runs.html"
@@ -36,7 +37,7 @@ class RunLine:
     path: Path
     name: str
     health: str
-    """The worst severity, "healthy", "stuck" or "no end"."""
+    """As `sinks.incident_line` has it."""
     found: str
     steps: int
     began: float
@@ -62,11 +63,10 @@ def line_of(data: RunData, path: Path, name: str, rates: tuple[float, float, flo
         first, last = (verdict.loss or (float(high[0, 0]), float(high[-1, 0]))) if len(high) else (np.nan, np.nan)
         lost = len(high) > 0 and not np.isfinite(high[-1, 0])
         loss = f"{format_number(first, 7)} → {'not finite' if lost else format_number(last, 7)}"
-    health = str(loud[0].severity) if loud else "no end" if not data.ended else "stuck" if verdict.stuck else "healthy"
     return RunLine(
         path,
         name,
-        health,
+        health_of(verdict, ended=data.ended),
         data.status.partition(": ")[2] if loud else verdict.stuck or "none",
         verdict.steps,
         data.meta.get("started", 0.0),

@@ -19,7 +19,6 @@ from gradwatch.runs.report.heatmap import IncidentMark, heatmap
 from gradwatch.runs.report.loss_curve import curve
 from gradwatch.runs.report.run_data import RunData
 from gradwatch.runs.report.sparkline import sparkline
-from gradwatch.sinks.incident_line import loud
 from gradwatch.sinks.run_summary import RowFault
 from gradwatch.sinks.terminal.layer_table import format_number, format_percent, select_rows
 
@@ -60,16 +59,16 @@ def page(data: RunData, *, source: str = "") -> str:
     }
     notes = [f"Intervention: {text}" for text in verdict.interventions]
     notes += [f"Note: {text}" for text in (*verdict.notes, *data.notes)]
-    first = f"{serious[0]['rule']} in {serious[0]['place']}" if len(serious) == 1 else headline(verdict)
+    headline = f"{len(serious)} incident{'s' * (len(serious) > 1)}" if serious else data.status
     return render(
         "report.html",
-        title=f"{headline(verdict)} - GradWatch",
+        title=f"{headline} - GradWatch",
         made_from="the record of the run",
         source=source,
         card=base64.b64encode(card(data, source=Path(source).name).encode()).decode(),
         started=moment(started) if started is not None else "",
         kind=serious[0]["severity"] if serious else "ok" if verdict.steps else "none",
-        headline=first,
+        headline=f"{serious[0]['rule']} in {serious[0]['place']}" if len(serious) == 1 else headline,
         loud=serious,
         advised=MAX_REMEDIES,
         facts={name: text for name, text in facts.items() if text},
@@ -82,15 +81,6 @@ def page(data: RunData, *, source: str = "") -> str:
         untrained=_untrained(verdict),
         environment=data.meta.get("environment", {}),
     )
-
-
-def headline(verdict: Verdict) -> str:
-    count = len(loud(verdict.incidents))
-    if not verdict.steps:
-        return "No step was measured"
-    if not count:
-        return f"Nothing found; {verdict.stuck}" if verdict.stuck else "Healthy"
-    return f"{count} incident{'s' * (count > 1)}"
 
 
 def _described(number: int, alert: Alert) -> dict[str, Any]:

@@ -51,7 +51,7 @@ class RunData:
     @property
     def status(self) -> str:
         """The run in one line."""
-        return status(self.loud, ended=self.ended, stuck=self.verdict.stuck)
+        return status(self.loud, ended=self.ended, steps=self.verdict.steps, stuck=self.verdict.stuck)
 
     @property
     def unhealthy(self) -> dict[int, Severity]:

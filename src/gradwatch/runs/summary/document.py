@@ -21,7 +21,7 @@ from gradwatch.core.alert import Alert, Verdict
 from gradwatch.core.printable import INVISIBLE
 from gradwatch.core.record import Missing
 from gradwatch.runs.arrays import RunArrays
-from gradwatch.sinks.incident_line import loud
+from gradwatch.sinks.incident_line import health_of, loud
 from gradwatch.sinks.terminal.layer_table import select_rows
 
 FORMAT, VERSION = "gradwatch.run", 1
@@ -115,7 +115,7 @@ def _document(run: RunArrays, limits: Limits) -> dict[str, Any]:
             "started": _moment(run.meta.get("started")),
         },
         "verdict": {
-            "status": status_of(verdict),
+            "status": health_of(verdict),
             "incidents": len(loud(verdict.incidents)),
             "headline": _cut(str(verdict).splitlines()[0].removeprefix("GradWatch: "), limits.text),
             "notes": [_cut(note, limits.text) for note in (*verdict.notes, *run.notes)[: limits.incidents]],
@@ -132,13 +132,6 @@ def _document(run: RunArrays, limits: Limits) -> dict[str, Any]:
         "layers": rows,
         "left_out": {"layers": left_out, "incidents": len(verdict.incidents) - len(incidents)},
     }
-
-
-def status_of(verdict: Verdict) -> str:
-    """The worst severity, or "healthy", "stuck" where the loss has not fallen, "unmeasured"."""
-    if found := loud(verdict.incidents):
-        return str(found[0].severity)
-    return "unmeasured" if not verdict.steps else "stuck" if verdict.stuck else "healthy"
 
 
 def number(value: float | None) -> float | int | str | None:

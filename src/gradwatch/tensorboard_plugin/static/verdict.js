@@ -3,8 +3,15 @@
 import { el } from "./dom.js";
 import { began, count, listing, period, percent, plural, shortened } from "./format.js";
 
-const SIGNS = { error: "✕", warning: "!", healthy: "✓", open: "…" };
-const WORDS = { error: "Error", warning: "Warning", healthy: "Healthy", open: "No alert so far" };
+const SIGNS = { error: "✕", warning: "!", healthy: "✓", stuck: "–", "no end": "…", unmeasured: "–" };
+const WORDS = {
+  error: "Error",
+  warning: "Warning",
+  healthy: "Healthy",
+  stuck: "Nothing found, but the loss has not fallen",
+  "no end": "No alert so far",
+  unmeasured: "No step was measured",
+};
 const LONGEST = 48; // characters of a name in the headline
 const AMONG = 32; // of one of several
 
@@ -12,12 +19,6 @@ const AMONG = 32; // of one of several
 export function healthSign(kind) {
   if (!SIGNS[kind]) return null;
   return el("span", { class: `health ${kind}`, title: WORDS[kind], role: "img", "aria-label": WORDS[kind] }, SIGNS[kind]);
-}
-
-/** The health of a run with these alerts; `ended`: whether it has a verdict. */
-export function healthOf(alerts, ended) {
-  const loud = alerts.filter((alert) => alert.severity !== "notice");
-  return loud.length ? loud[0].severity : ended ? "healthy" : "open";
 }
 
 /** An alert in one line: "dead in encoder.0, since step 31, still open". */
@@ -31,14 +32,13 @@ export function lineOf(alert, longest = LONGEST) {
 /** The strip of one run. `jump(alert)` shows the alert's place. */
 export function verdictOf(run, jump) {
   const loud = run.alerts.filter((alert) => alert.severity !== "notice");
-  const { verdict } = run;
-  const kind = healthOf(run.alerts, verdict);
+  const { verdict, health: kind } = run;
   const layers = plural(run.names.length - run.totals.length, "layer");
   const extent = verdict
     ? `${layers} over ${plural(verdict.steps, "step")}, overhead ${percent(Number(verdict.overhead))}`
     : `${layers}, so far up to step ${count(run.last)}: under way, or cut off`;
-  let headline = verdict ? (verdict.stuck ? `Nothing found; ${verdict.stuck}` : "Healthy") : "No alert so far";
-  if (loud.length) headline = `${WORDS[loud[0].severity]}: ${lineOf(loud[0])}`;
+  let headline = kind === "stuck" ? `Nothing found; ${verdict.stuck}` : WORDS[kind];
+  if (loud.length) headline += `: ${lineOf(loud[0])}`;
   const more = loud.length > 1 ? `and ${plural(loud.length - 1, "more incident")}` : null;
   const notes = [
     ...(verdict?.interventions ?? []).map((text) => `Intervention: ${text}`),
