@@ -65,7 +65,7 @@ def test_a_folder_of_runs_is_one_page(tmp_path: Path, capsys: pytest.CaptureFixt
     assert [row[0] for row in found] == ["b", "d", EVIL.replace("<", "&lt;").replace(">", "&gt;"), "a/version_0"]
     assert [row[1] for row in found] == ["error", "warning", "no end", "healthy"]
     assert found[0][2].startswith("dead in &lt;img")
-    assert found[0][3] == "2 → 0.0667"
+    assert found[0][3] == "0.583 → 0.0728"
     assert [row[4] for row in found] == ["0.5", "0.1", "0.1", "0.1"]
     assert [row[5] for row in found] == ["SGD", "-", "Adam", "Adam"], "the setting that differs, and no other"
     assert html.count('<a href="b/gradwatch_report.html">') == 1, "the one run that has its own report"

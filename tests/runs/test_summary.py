@@ -62,7 +62,7 @@ def test_the_document_says_what_was_recorded(tmp_path: Path) -> None:
     assert (incident["rule"], incident["origin"], incident["onset"]) == ("vanishing", "a", 3)
     assert (incident["evidence"], incident["try"]) == ("Small.", "a lower rate")
     assert incident["effects"] == [{"rule": "starved", "layers": {"count": 1, "names": ["b"]}}]
-    assert found["loss"] == {"first": 2, "last": 0.9, "min": 0.9, "max": 2}
+    assert found["loss"] == {"first": 1.95, "last": 0.95, "min": 0.9, "max": 2}
     assert found["learning_rate"]["first"] == 0.125
     assert found["settings"] == {"precision": "32-true"}
     a, b, c = (dict(zip(COLUMNS, row, strict=True)) for row in found["layers"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import subprocess
 import sys
@@ -17,8 +18,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from werkzeug.test import Client, TestResponse
 
-from gradwatch.core.record import Missing
+from gradwatch.core.alert import Verdict
+from gradwatch.core.block import block_of
+from gradwatch.core.loss_levels import LossLevels
+from gradwatch.core.record import Missing, Run
+from gradwatch.runs.arrays import read
+from gradwatch.runs.report.many import line_of
+from gradwatch.runs.report.run_data import read_run_data
+from gradwatch.runs.summary.document import document
 from gradwatch.sinks import colormap
+from gradwatch.sinks.record.recorder import Recorder
+from gradwatch.sinks.terminal.layer_table import format_number
 from gradwatch.tensorboard_plugin.binary_response import pack_arrays
 from gradwatch.tensorboard_plugin.loader import Loader
 from gradwatch.tensorboard_plugin.matrix import (
@@ -32,7 +42,7 @@ from gradwatch.tensorboard_plugin.matrix import (
     summary,
     window,
 )
-from sink_inputs import alert_of, layout_of, record_of
+from sink_inputs import alert_of, feed, layout_of, record_of
 from tab_runs import ALERTS, EVIL, LONG, NAMES, Written, healthy_run, opened, unhealthy_records, unhealthy_run
 
 ROOT = Path(__file__).parents[2]
@@ -525,6 +535,45 @@ def test_a_summary_is_a_run_in_a_line(board: Client) -> None:
     assert arrays["map low"].shape == (len(NAMES), 60)
     assert np.isnan(arrays["map usual"]).tolist() == [False, False, False, False, True, False]
     assert ask(board, "health").json == {"unhealthy": "error", "fit/well": "healthy"}
+
+
+FALLING = [2.0 - step / 50 for step in range(12)]
+
+
+@pytest.mark.parametrize(
+    ("losses", "shown", "health"),
+    [
+        (FALLING, (1.99, 1.79), "healthy"),
+        ([*FALLING, math.nan], (1.99, None), "healthy"),
+        ([*FALLING, math.inf], (1.99, None), "healthy"),
+        ([math.nan] * 3, (None, None), "healthy"),
+        ([2.0] * 60, (2.0, 2.0), "stuck"),
+        ([None] * 3, None, "healthy"),
+    ],
+)
+@pytest.mark.parametrize("ended", [True, False])
+def test_the_tab_and_the_reports_agree_on_a_run(
+    tmp_path: Path, losses: list[float | None], shown: tuple[float | None, ...] | None, health: str, ended: bool
+) -> None:
+    sink, layout, levels = Recorder(folder=tmp_path / "run"), layout_of("a"), LossLevels()
+    sink.open(Run(layout, "run"))
+    for step, loss in enumerate(losses):
+        of_loss = {} if loss is None else {"loss_nan": 1.0} if math.isnan(loss) else {"loss": loss}
+        record = record_of(layout, step, [1.0], **of_loss)
+        levels.extend(block_of([record]))
+        feed(sink, record)
+    if ended:
+        sink.close(Verdict((), len(losses), 1, 0.01, {}, loss=levels.levels))
+    health = health if ended else "no end"
+    in_tab, _ = opened(ask(client(slow(tmp_path)), "summary", run="run").data)
+    assert (in_tab["loss"] and tuple(in_tab["loss"])) == (shown and pytest.approx(shown))
+    of_many = line_of(read_run_data(tmp_path / "run"), tmp_path, "run", None)
+    parts = ["not finite" if level is None else format_number(level, 7) for level in shown or ()]
+    assert of_many.loss == " → ".join(parts)
+    assert of_many.health == in_tab["health"] == health
+    course = document(read(tmp_path))["loss"]
+    if course is not None:
+        assert [course["first"], course["last"]] == ["nan" if level is None else level for level in shown or ()]
 
 
 def test_a_fault_is_not_what_is_usual(tmp_path: Path) -> None:

@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gradwatch.core.block import Block
+from gradwatch.core.record import Floats
 
 LEVEL_LOSSES = 10
 """Losses whose median is a level. Judgement: single batches differ."""
@@ -21,20 +23,28 @@ is about that where nothing is learnt."""
 
 
 class LossLevels:
-    """Collects the losses of a run with one optimizer; of several, each may have a loss of its own."""
+    """Collects the losses of a run, of several optimizers the first's: each may have a loss of its own."""
 
     def __init__(self) -> None:
         self._first: list[float] = []
         self._last: list[float] = []
         self._steps = 0
-        self._several = False
+        self._several = self._ended_nonfinite = False
 
     def extend(self, block: Block) -> None:
-        losses = block.scalars.get("loss")
-        self._several |= bool((block.optimizers != 0).any())
-        if losses is None or self._several:
+        self.add(block.scalars, block.optimizers)
+
+    def add(self, numbers: Mapping[str, Floats], optimizers: NDArray[np.int64]) -> None:
+        """`numbers`: of whole steps, by name, as a block has them: shape [k]; `optimizers`: of each."""
+        own, nowhere = optimizers == 0, np.full(len(optimizers), np.nan)
+        self._several |= not own.all()
+        losses = numbers.get("loss", nowhere)
+        # NaN also stands for a loss that was not recorded
+        known = losses[own & (~np.isnan(losses) | (numbers.get("loss_nan", nowhere) == 1))]
+        if not len(known):
             return
-        finite = losses[np.isfinite(losses)].tolist()
+        self._ended_nonfinite = not np.isfinite(known[-1])
+        finite = known[np.isfinite(known)].tolist()
         self._steps += len(finite)
         self._first += finite[: LEVEL_LOSSES - len(self._first)]
         self._last = [*self._last, *finite][-LEVEL_LOSSES:]
@@ -42,9 +52,23 @@ class LossLevels:
     @property
     def levels(self) -> tuple[float, float] | None:
         """The first and the last level; None where they are not known, or it is too early to tell."""
-        if self._several or self._steps < JUDGED_STEPS:
+        return None if self._several or self._steps < JUDGED_STEPS else self._medians()
+
+    def shown(self, judged: tuple[float, float] | None) -> tuple[float, float] | None:
+        """The levels of a run of any length, None without a loss; the last is NaN where the latest loss is not finite.
+        `judged`: those of its verdict, which may know steps that are not here.
+        """
+        first, last = judged or self._medians() or (np.nan, np.nan)
+        if self._ended_nonfinite:
+            return first, np.nan
+        return None if np.isnan(first) else (first, last)
+
+    def _medians(self) -> tuple[float, float] | None:
+        """Of a fifth of the losses, at most of `LEVEL_LOSSES`, so that those of a short run differ."""
+        if not self._steps:
             return None
-        return float(np.median(self._first)), float(np.median(self._last))
+        count = max(1, min(LEVEL_LOSSES, self._steps // 5))
+        return float(np.median(self._first[:count])), float(np.median(self._last[-count:]))
 
     def state_dict(self) -> dict[str, Any]:
         return {"first": self._first, "last": self._last, "steps": self._steps, "several": self._several}

@@ -67,6 +67,8 @@ class RunArrays:
     """What ran, as `gradwatch.sinks.record.run_metadata` has it."""
     notes: tuple[str, ...]
     """What was wrong with the files, one sentence each."""
+    loss_levels: tuple[float, float] | None
+    """The level of the loss at first and at last, NaN where it is not finite; None where there is no loss."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -139,6 +141,7 @@ def read(
         ended=outcome.finished is not None,
         meta=outcome.meta,
         notes=outcome.notes,
+        loss_levels=outcome.loss_levels,
     )
 
 

@@ -77,3 +77,8 @@ class Outcome:
             notes = (CUT_OFF,)
             return Verdict(alerts, self.steps, self.layers, self._overhead, {}, notes, loss=self._losses.levels)
         return replace(self._last_verdict, incidents=alerts)
+
+    @property
+    def loss_levels(self) -> tuple[float, float] | None:
+        """As `LossLevels.shown` has them."""
+        return self._losses.shown(self.verdict.loss)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ from gradwatch.tensorboard_plugin.matrix import (
     window,
 )
 from gradwatch.tensorboard_plugin.record_data import RecordCache, RunRecord
-from gradwatch.tensorboard_plugin.run_text import health_of, onsets_of, run_text
+from gradwatch.tensorboard_plugin.run_text import health_of, loss_of, onsets_of, run_text
 from gradwatch.tensorboard_plugin.runs import RunTags, TensorBoardData
 
 MAX_COLUMNS = 4096
@@ -53,9 +54,6 @@ DEPTH_STATISTICS = ("grad_norm", "signal_rms", "update_ratio")
 
 THUMBNAIL = 48, 120
 """Rows and columns of a small map, at most: pixels of a line of the table of runs, twice."""
-
-LEVEL_LOSSES = 10
-"""Losses whose median is a level, as in the verdict."""
 
 
 class RequestError(Exception):
@@ -111,6 +109,7 @@ class Api:
         if losses.records:
             small["loss"], found = _drawn(losses, THUMBNAIL[1], "loss ")
             arrays |= found
+        levels = record.loss_levels(loss_of(verdict))
         about = {
             "run": run,
             "layers": len(layers),
@@ -122,7 +121,7 @@ class Api:
             "stuck": verdict["stuck"] if verdict else "",
             "health": text["health"],
             "alerts": text["alerts"],
-            "loss": _levels(losses, record.number("loss_nan")),
+            "loss": levels and [level if isfinite(level) else None for level in levels],
             "lr": _ends(rates),
             "settings": {**meta.get("about", {}), **meta.get("environment", {})},
             "small": small,
@@ -297,18 +296,6 @@ def _places(text: str, most: int) -> list[int]:
     if not found:
         raise RequestError(f"layers={text}: give places of layers, such as 3-10,15")
     return sorted(found)
-
-
-def _levels(losses: Matrix, nan: Matrix) -> list[float | None] | None:
-    """The first and the last level of the loss, medians of ten; None for a level that is not finite. `nan`: where there
-    is a 1, the loss was NaN.
-    """
-    known = losses.low[losses.states == MEASURED]
-    if not len(known):
-        return None
-    first, last = float(np.median(known[:LEVEL_LOSSES])), float(np.median(known[-LEVEL_LOSSES:]))
-    lost = losses.states[-1, 0] != MEASURED or (nan.records and nan.first[nan.low[:, 0] == 1][-1:] > losses.first[-1])
-    return [first, None if lost else last]
 
 
 def _ends(rates: Matrix) -> list[float] | None:

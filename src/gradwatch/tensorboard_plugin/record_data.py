@@ -10,6 +10,7 @@ from threading import Lock
 
 import numpy as np
 
+from gradwatch.core.loss_levels import LossLevels
 from gradwatch.core.record import ROOT, as_float32
 from gradwatch.sinks.record.record_format import PARAMETERS, RecordedBlock, TagDescription, unpack
 from gradwatch.sinks.record.schema import NAMES_MAX, PARAMETERS_MAX, InvalidError, RunLimits
@@ -113,6 +114,13 @@ class RunRecord:
         states = np.concatenate([states_of(values), np.full((len(holes), 1), LOST, dtype=np.uint8)])
         values = np.where(states == MEASURED, np.pad(values, ((0, len(holes)), (0, 0))), np.float32(np.nan))
         return matrix_of((name,), np.append(steps, np.array(holes, dtype=np.int64)), values, states)
+
+    def loss_levels(self, judged: tuple[float, float] | None) -> tuple[float, float] | None:
+        """As `LossLevels.shown` has them."""
+        losses = LossLevels()
+        for part in self._parts:
+            losses.add(part.block.numbers, part.block.optimizers)
+        return losses.shown(judged)
 
     def parameters_of(self, layer: str) -> list[tuple[str, tuple[int, ...]]]:
         """Names and shapes of the parameters that `layer` owns: those of which it is the nearest in name."""

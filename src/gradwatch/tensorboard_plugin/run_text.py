@@ -52,9 +52,15 @@ def _health(alerts: Iterable[Mapping[str, Any]], verdict: Mapping[str, Any] | No
     return health(severities, ended=True, steps=verdict["steps"], stuck=_stuck(verdict))
 
 
+def loss_of(verdict: Mapping[str, Any] | None) -> tuple[float, float] | None:
+    """The levels of the loss that a verdict has."""
+    levels = verdict and verdict["loss"]
+    return (float(levels["first"]), float(levels["last"])) if levels else None
+
+
 def _stuck(verdict: Mapping[str, Any]) -> str:
-    levels = verdict["loss"]
-    return "" if levels is None else loss_text((float(levels["first"]), float(levels["last"])))
+    levels = loss_of(verdict)
+    return loss_text(levels) if levels is not None else ""
 
 
 def as_they_stand(alerts: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from urllib.parse import quote
-
-import numpy as np
 
 from gradwatch.runs.names import moment
 from gradwatch.runs.pages import figure, render
@@ -58,11 +57,8 @@ def line_of(data: RunData, path: Path, name: str, rates: tuple[float, float, flo
         picture = small_map(data, MAP_ROWS)
         path_, _, _ = path_of(data.loss, course) if len(data.loss) else ("", 0.0, 0.0)
         curve = figure("small_curve", columns=len(course), height=HEIGHT, path=path_) if path_ else ""
-    if len(data.loss):
-        _, high = data.loss.extremes()
-        first, last = (verdict.loss or (float(high[0, 0]), float(high[-1, 0]))) if len(high) else (np.nan, np.nan)
-        lost = len(high) > 0 and not np.isfinite(high[-1, 0])
-        loss = f"{format_number(first, 7)} → {'not finite' if lost else format_number(last, 7)}"
+    if data.loss_levels is not None:
+        loss = " → ".join(format_number(level, 7) if isfinite(level) else "not finite" for level in data.loss_levels)
     return RunLine(
         path,
         name,

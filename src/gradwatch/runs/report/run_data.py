@@ -30,6 +30,8 @@ class RunData:
         self.notes: tuple[str, ...] = ()
         self.summary = summary or RunSummary()
         self.loss = Downsampling(1, log=False)
+        self.loss_levels: tuple[float, float] | None = None
+        """Of a recorded run, as `LossLevels.shown` has them."""
         self.steps = 0
 
     def block(self, block: Block) -> None:
@@ -76,7 +78,7 @@ def read_run_data(path: Path, *receivers: Callable[[Block], None], progress: Pro
     outcome = read_run(path, data.block, *receivers, progress=progress)
     data.end(outcome.verdict, outcome.spans, ended=outcome.finished is not None)
     finished = {} if outcome.finished is None else {"finished": outcome.finished}
-    data.meta, data.notes = {**outcome.meta, **finished}, outcome.notes
+    data.meta, data.notes, data.loss_levels = {**outcome.meta, **finished}, outcome.notes, outcome.loss_levels
     return data
 
 

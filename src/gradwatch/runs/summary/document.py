@@ -123,8 +123,8 @@ def _document(run: RunArrays, limits: Limits) -> dict[str, Any]:
             "untrained": _untrained(verdict, limits),
         },
         "incidents": incidents,
-        "loss": _course(run, "loss", verdict.loss),
-        "learning_rate": _course(run, "lr", None),
+        "loss": _course(run, "loss", run.loss_levels),
+        "learning_rate": _course(run, "lr"),
         "settings": _texts(run.meta.get("about", {}), limits),
         "labels": _texts(run.meta.get("labels", {}), limits),
         "environment": _texts(run.meta.get("environment", {}), limits),
@@ -183,8 +183,8 @@ def _texts(texts: Mapping[str, str], limits: Limits) -> dict[str, str]:
     return {_cut(name, limits.name): _cut(text, limits.text) for name, text in found}
 
 
-def _course(run: RunArrays, name: str, levels: tuple[float, float] | None) -> dict[str, Any] | None:
-    """A number of the whole step over the run. `levels`: its first and last, where known better."""
+def _course(run: RunArrays, name: str, levels: tuple[float, float] | None = None) -> dict[str, Any] | None:
+    """A number of the whole step over the run. `levels`: the first and the last to show."""
     numbers = run.scalars.get(name)
     known = np.empty(0) if numbers is None else numbers[~np.isnan(numbers)]
     if not len(known):
