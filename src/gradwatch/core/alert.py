@@ -277,6 +277,14 @@ class Verdict:
         return "\n".join(self._lines(()))
 
     @property
+    def untrained_by_reason(self) -> dict[str, list[str]]:
+        """Reason -> the parameters that never got a gradient for it."""
+        found: dict[str, list[str]] = {}
+        for name, reason in self.untrained.items():
+            found.setdefault(reason, []).append(name)
+        return found
+
+    @property
     def stuck(self) -> str:
         """What the loss did, where it did not fall; empty where it fell or is not known."""
         return loss_text(self.loss) if self.loss is not None else ""
@@ -311,20 +319,12 @@ class Verdict:
                 f"   Try: {alert.remedy}",
                 *(f"   {saved}" for saved in alert.saved_files),
             ]
-        lines += _untrained_lines(self.untrained)
+        lines += [
+            f"Never got a gradient, {reason}: {short_list(names).replace(' layers)', ' parameters)')}"
+            for reason, names in self.untrained_by_reason.items()
+        ]
         lines += [f"Intervention: {effect}" for effect in self.interventions]
         return lines + [f"Note: {note}" for note in self.notes]
-
-
-def _untrained_lines(untrained: Mapping[str, str]) -> list[str]:
-    """One line per reason, for the parameters that never got a gradient."""
-    by_reason: dict[str, list[str]] = {}
-    for name, reason in untrained.items():
-        by_reason.setdefault(reason, []).append(name)
-    return [
-        f"Never got a gradient, {reason}: {short_list(names).replace(' layers)', ' parameters)')}"
-        for reason, names in by_reason.items()
-    ]
 
 
 def wrapped(line: str, width: int) -> list[str]:

@@ -189,16 +189,13 @@ def _meanings(data: RunData) -> dict[str, str]:
 
 def _untrained(verdict: Verdict) -> list[dict[str, str]]:
     """The parameters that never got a gradient, by reason."""
-    by_reason: dict[str, list[str]] = {}
-    for name, reason in verdict.untrained.items():
-        by_reason.setdefault(reason, []).append(name)
     return [
         {
             "reason": reason,
             "count": f"{len(names):,} parameter{'s' * (len(names) > 1)}",
             "names": ", ".join(names[:MAX_LISTED_NAMES]) + " ..." * (len(names) > MAX_LISTED_NAMES),
         }
-        for reason, names in by_reason.items()
+        for reason, names in verdict.untrained_by_reason.items()
     ]
 
 

@@ -171,10 +171,7 @@ def _names(names: Sequence[str], limits: Limits) -> dict[str, Any]:
 
 
 def _untrained(verdict: Verdict, limits: Limits) -> list[dict[str, Any]]:
-    by_reason: dict[str, list[str]] = {}
-    for name, reason in verdict.untrained.items():
-        by_reason.setdefault(reason, []).append(name)
-    found = list(by_reason.items())[: limits.names]
+    found = [*verdict.untrained_by_reason.items()][: limits.names]
     return [{"reason": _cut(reason, limits.text), "parameters": _names(names, limits)} for reason, names in found]
 
 
