@@ -32,7 +32,7 @@ def visible(text: str) -> str:
 
 
 def shortened(name: str, most: int = LONGEST) -> str:
-    """`name` in at most `most` characters. More of its end is kept, which tells layers apart."""
+    """`name` in at most `most` characters, 3 or more. More of its end is kept, which tells layers apart."""
     ending = -(-6 * most // 10)
     return name if len(name) <= most else f"{name[: most - 1 - ending]}…{name[-ending:]}"
 

@@ -143,8 +143,7 @@ class Comparison:
 
 def _shown(text: str | None) -> str:
     """A setting for a sentence; one that a run does not have is "none"."""
-    found = "none" if text is None else " ".join(text.split())
-    return found if len(found) <= 60 else f"{found[:57]}..."
+    return "none" if text is None else shortened(" ".join(text.split()), 60)
 
 
 def compare_runs(a: RunArrays, b: RunArrays) -> Comparison:

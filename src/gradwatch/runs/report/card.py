@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 
-from gradwatch.runs.names import visible
+from gradwatch.runs.names import shortened, visible
 from gradwatch.runs.pages import render
 from gradwatch.runs.report.heatmap import small_map
 from gradwatch.runs.report.loss_curve import path_of
@@ -51,7 +51,7 @@ def card(data: RunData, *, source: str = "") -> str:
         top=top,
         colour=COLOURS[str(loud[0].severity) if loud else "ok" if verdict.steps else "none"],
         headline=lines,
-        facts="  ·  ".join(filter(None, [_short(source), _short(model), *facts])),
+        facts="  ·  ".join(filter(None, [shortened(source, 40), shortened(model, 40), *facts])),
         picture=picture,
         map_height=map_height,
         marks=marks,
@@ -61,7 +61,3 @@ def card(data: RunData, *, source: str = "") -> str:
         loss_height=loss_height,
         loss_caption=f"loss, from {least:.4g} to {most:.4g}",
     )
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 40 else f"...{text[-37:]}"

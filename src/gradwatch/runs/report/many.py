@@ -9,7 +9,7 @@ from math import isfinite
 from pathlib import Path
 from urllib.parse import quote
 
-from gradwatch.runs.names import moment
+from gradwatch.runs.names import moment, shortened
 from gradwatch.runs.pages import figure, render
 from gradwatch.runs.report.heatmap import small_map
 from gradwatch.runs.report.loss_curve import HEIGHT, path_of
@@ -96,7 +96,7 @@ def page_of_many(lines: Sequence[RunLine], *, out: Path, source: str, notes: Ite
                 "run": line,
                 "report": _report(line.path, out),
                 "kind": {"error": "error", "warning": "warning", "healthy": "ok"}.get(line.health, ""),
-                "settings": [_cut(line.settings.get(name, "-")) for name in settings],
+                "settings": [shortened(line.settings.get(name, "-"), 40) for name in settings],
                 "began": moment(line.began) if line.began else "",
             }
             for line in ordered
@@ -123,7 +123,3 @@ def _rate(rates: tuple[float, float, float] | None) -> str:
     first, highest, last = rates
     shown = [first] if first == highest == last else [first, last] if highest <= max(first, last) else [*rates]
     return " → ".join(format_number(rate, 7) for rate in shown)
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= 40 else f"{text[:37]}..."

@@ -21,6 +21,7 @@ from gradwatch.core.alert import Alert, Verdict
 from gradwatch.core.printable import INVISIBLE
 from gradwatch.core.record import Missing
 from gradwatch.runs.arrays import RunArrays
+from gradwatch.runs.names import shortened
 from gradwatch.sinks.incident_line import health_of, loud
 from gradwatch.sinks.terminal.layer_table import select_rows
 
@@ -257,9 +258,5 @@ def _moment(seconds: float | None) -> str | None:
 
 
 def _cut(text: str, most: int) -> str:
-    """`text` of at most `most` characters: a long one loses its middle. Half characters are escaped."""
-    text = text.encode("utf-8", "backslashreplace").decode()
-    if len(text) <= most:
-        return text
-    ending = most // 2
-    return f"{text[: most - ending - 1]}…{text[len(text) - ending :]}"
+    """`text` of at most `most` characters. Half characters are escaped."""
+    return shortened(text.encode("utf-8", "backslashreplace").decode(), most)

@@ -16,6 +16,7 @@ from gradwatch.core.printable import printable
 from gradwatch.sinks.colormap import MISSING, NONFINITE, ZERO, ColourScale, format_power_of_ten, palette, scale_of
 from gradwatch.sinks.downsampling import Logs
 from gradwatch.sinks.run_summary import RunSummary
+from gradwatch.sinks.terminal.layer_table import shorten_name
 
 if TYPE_CHECKING:
     from PIL import Image, ImageDraw
@@ -40,7 +41,7 @@ MEASURED_NAMES = 5
 """The longest names that are measured in pixels to find the widest: each takes 40 us."""
 
 MAX_NAME_LENGTH = 32
-"""Characters of a layer's name, at most; its beginning is cut. Judgement."""
+"""Characters of a layer's name, at most. Judgement."""
 
 MIN_DIFFERENCE = 1.0
 """Decades between the extremes of a column from which on the outlying one is drawn. Judgement: less is noise."""
@@ -114,7 +115,7 @@ def draw_heatmap(
     logs, groups = rows_of(low.T, high.T, MAX_ROWS)
     scale = scale_of(logs)
     row_height = max(1, min(MAX_ROW_HEIGHT, MAP_HEIGHT // len(groups)))
-    texts = [_short(names[int(first)]) for first in groups]
+    texts = [shorten_name(printable(names[int(first)]), MAX_NAME_LENGTH) for first in groups]
     font: Any = ImageFont.load_default(size=11)
     longest = sorted(set(texts), key=len)[-MEASURED_NAMES:]  # one of them is the widest
     left = 14 + int(max(font.getlength(text) for text in longest))
@@ -303,9 +304,3 @@ def _fitted(line: str, font: Any, width: float) -> str:
         return line
     kept = next(end for end in range(len(line), -1, -1) if font.getlength(line[:end] + "...") <= width)
     return line[:kept] + "..."
-
-
-def _short(name: str) -> str:
-    """The end of `name`, without characters that the font lacks."""
-    name = printable(name)
-    return name if len(name) <= MAX_NAME_LENGTH else f"...{name[3 - MAX_NAME_LENGTH :]}"
