@@ -3,32 +3,22 @@
 from __future__ import annotations
 
 import time
-import unicodedata
 from collections.abc import Iterable
 from dataclasses import replace
 
 from gradwatch.core.alert import Alert, short_list
+from gradwatch.core.printable import printable
 
 LONGEST = 80
 """Characters of a name in a sentence or a table, at most. Judgement: a line."""
 
-HIDDEN = frozenset({"Cc", "Cf", "Cn", "Cs", "Zl", "Zp"})
-"""Unicode categories of the characters that turn or hide what stands beside them, or that XML cannot hold."""
-
 KEPT = frozenset("\n\t\u200c\u200d")
-"""Those of them that are no harm: they are drawn as a space, or part and join letters."""
+"""Hidden characters that are no harm in a page: they are drawn as a space, or part and join letters."""
 
 
 def visible(text: str) -> str:
-    """`text` with escapes for hidden characters."""
-    if text.isprintable():
-        return text
-    return "".join(
-        character.encode("unicode_escape").decode()
-        if unicodedata.category(character) in HIDDEN and character not in KEPT
-        else character
-        for character in text
-    )
+    """`text` with escapes for hidden characters, for a page."""
+    return printable(text, kept=KEPT)
 
 
 def shortened(name: str, most: int = LONGEST) -> str:
