@@ -9,10 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image, ImageFont
 
 from gradwatch.core.alert import Severity, Verdict
 from gradwatch.core.block import Block
+from gradwatch.core.printable import printable
 from gradwatch.core.record import Missing, Run
 from gradwatch.sinks.downsampling import Downsampling
 from gradwatch.sinks.tensorboard import builtin_tabs
@@ -23,6 +26,7 @@ from gradwatch.sinks.tensorboard.builtin_tabs import (
     evenly_chosen,
     group_by_block,
 )
+from gradwatch.sinks.tensorboard.captions import wrapped
 from gradwatch.sinks.tensorboard.heatmap_image import (
     HEADLINE_HEIGHT,
     INK,
@@ -302,6 +306,17 @@ def test_the_legend_fits_beside_a_single_row_under_two_lines() -> None:
     logs = np.zeros((200, 1), dtype=np.float32)
     drawn = draw_heatmap(["a"], logs, logs, Axis(0, 199, 200), [], headline="long words " * 10)
     assert drawn.height == draw_heatmap(["a"], logs, logs, Axis(0, 199, 200), []).height + 2 * HEADLINE_HEIGHT
+
+
+@given(st.text("ab .-<\x1b", max_size=300), st.integers(60, 300), st.integers(1, 4))
+def test_text_of_a_picture_fits(text: str, width: int, most: int) -> None:
+    font = ImageFont.load_default(size=13)
+    lines = wrapped(text, font, width, most)
+    assert len(lines) <= most
+    assert all(font.getlength(line) <= width for line in lines)
+    words = printable(text).split()
+    if len(lines) < most and all(font.getlength(word) <= width for word in words):
+        assert " ".join(lines).split() == words
 
 
 @pytest.mark.parametrize("headline", ["", "Healthy", "Warning: vanishing in " + "<b>block</b>." * 40, "a " * 500])

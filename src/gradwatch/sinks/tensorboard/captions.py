@@ -1,7 +1,8 @@
-"""Text under a picture."""
+"""Text of a picture, in lines that fit, and captions: text under it."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ def captioned(picture: NDArray[np.uint8], lines: Sequence[str], *, below: Sequen
 
     height, width, _ = picture.shape
     font: Any = ImageFont.load_default(size=LETTERS)
-    texts = [piece for line in lines for piece in _wrapped(printable(line), font, width - 2 * MARGIN)]
+    texts = [piece for line in lines for piece in wrapped(line, font, width - 2 * MARGIN, MAX_LINES)]
     rows = len(texts) + bool(below)
     whole = Image.new("RGB", (width, height + rows * LINE_HEIGHT + 2 * MARGIN), "white")
     whole.paste(Image.fromarray(picture), (0, 0))
@@ -35,15 +36,27 @@ def captioned(picture: NDArray[np.uint8], lines: Sequence[str], *, below: Sequen
     return np.asarray(whole)
 
 
-def _wrapped(text: str, font: Any, width: float) -> list[str]:
-    """`text` in as many lines as it takes, `MAX_LINES` at most; a longer word loses its beginning."""
-    found: list[str] = []
-    for word in text.split():
-        while font.getlength(word) > width and len(word) > 4:
-            word = f"...{word[4:].removeprefix('...')}"
-        longer = f"{found[-1]} {word}" if found else word
-        if found and font.getlength(longer) > width:
-            found.append(word)
+def wrapped(text: str, font: Any, width: float, most: int) -> list[str]:
+    """`text` in lines of `width` pixels, `most` at most; a longer word loses its beginning."""
+    lines: list[str] = []
+    for word in printable(text).split():
+        word = _end_of(word, font, width)
+        longer = f"{lines[-1]} {word}" if lines else word
+        if not lines or font.getlength(longer) <= width:
+            lines[-1:] = [longer]
+        elif len(lines) < most:
+            lines.append(word)
         else:
-            found[-1:] = [longer]
-    return found[:MAX_LINES]
+            while font.getlength(f"{lines[-1]} ...") > width and " " in lines[-1]:
+                lines[-1] = lines[-1].rpartition(" ")[0]
+            lines[-1] = _end_of(f"{lines[-1]} ...", font, width)
+            break
+    return lines
+
+
+def _end_of(text: str, font: Any, width: float) -> str:
+    """`text` without its beginning where it is wider than `width` pixels."""
+    if font.getlength(text) <= width:
+        return text
+    first = bisect_left(range(len(text)), True, key=lambda first: font.getlength(f"...{text[first:]}") <= width)
+    return f"...{text[first:]}"

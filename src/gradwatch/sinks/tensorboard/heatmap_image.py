@@ -16,6 +16,7 @@ from gradwatch.core.printable import printable
 from gradwatch.sinks.colormap import MISSING, NONFINITE, ZERO, ColourScale, format_power_of_ten, palette, scale_of
 from gradwatch.sinks.downsampling import Logs
 from gradwatch.sinks.run_summary import RunSummary
+from gradwatch.sinks.tensorboard.captions import wrapped
 from gradwatch.sinks.terminal.layer_table import shorten_name
 
 if TYPE_CHECKING:
@@ -121,7 +122,7 @@ def draw_heatmap(
     left = 14 + int(max(font.getlength(text) for text in longest))
     height, right = row_height * len(groups), 96
     large: Any = ImageFont.load_default(size=HEADLINE_SIZE)
-    lines = _wrapped(headline, large, left + MAP_WIDTH + right - 12) if headline else []
+    lines = wrapped(headline, large, left + MAP_WIDTH + right - 12, HEADLINE_LINES)
     above = len(lines) * HEADLINE_HEIGHT
     top = above + 46
     pixels = np.full((top + max(height, 104) + 34, left + MAP_WIDTH + right), PAPER_INDEX, dtype=np.uint8)
@@ -278,29 +279,3 @@ def _draw_legend(
         draw.text((left + 18, top + 5 + share * (height - 10)), number, fill=FULL, font=font, anchor="lm")
     for line, text in enumerate(special):
         draw.text((left + 14, top + height + 13 + line * 13), text, fill=FULL, font=font, anchor="lm")
-
-
-def _wrapped(text: str, font: Any, width: float) -> list[str]:
-    """`text` in lines of `width` pixels, `HEADLINE_LINES` at most."""
-    lines: list[str] = []
-    space, used = font.getlength(" "), 0.0
-    for word in printable(text).split():
-        own = font.getlength(word)
-        if lines and used + space + own <= width:
-            lines[-1] += f" {word}"
-            used += space + own
-        elif len(lines) <= HEADLINE_LINES:
-            lines.append(word)
-            used = own
-    shown = lines[:HEADLINE_LINES]
-    if len(lines) > len(shown):
-        shown[-1] += " ..."
-    return [_fitted(line, font, width) for line in shown]
-
-
-def _fitted(line: str, font: Any, width: float) -> str:
-    """`line` without its end where it is wider than `width` pixels."""
-    if font.getlength(line) <= width:
-        return line
-    kept = next(end for end in range(len(line), -1, -1) if font.getlength(line[:end] + "...") <= width)
-    return line[:kept] + "..."
