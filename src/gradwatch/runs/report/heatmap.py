@@ -28,7 +28,7 @@ from gradwatch.sinks.colormap import (
     scale_of,
 )
 from gradwatch.sinks.downsampling import Downsampling, Logs
-from gradwatch.sinks.tensorboard.heatmap_image import rows_of
+from gradwatch.sinks.tensorboard.heatmap_image import apart, rows_of
 from gradwatch.sinks.terminal.layer_table import shorten_name
 
 MAX_ROW_HEIGHT, LABEL_HEIGHT = 22.0, 13.0
@@ -114,7 +114,7 @@ def heatmap(
     named = [(line, worst.get(line, int(begins[line]))) for line in labelled(middles * row, row, [*worst])]
     lines = [line for line, _ in named]
     on_paper = middles * min(row, PRINTED_HEIGHT / edges[-1])
-    printed = _apart([*(line for line in worst if line in lines), *lines], on_paper)
+    printed = apart([*(line for line in worst if line in lines), *lines], on_paper, LABEL_HEIGHT)
     shown = [
         {
             "severity": str(severities.get(place, "")),
@@ -193,20 +193,11 @@ def labelled(middles: Floats, row: float, first: Sequence[int]) -> list[int]:
     """The rows that are named: all if there is room, otherwise those that come `first`, then evenly spread ones.
     `middles`: of the rows, in pixels; `row`: the height of one.
     """
-    apart, count = LABEL_HEIGHT / row, len(middles)
-    if apart <= 1:
+    rows, count = LABEL_HEIGHT / row, len(middles)
+    if rows <= 1:
         return list(range(count))
-    spread = np.unique(np.linspace(0, count - 1, max(2, int(count / apart / 1.5))).round().astype(int)).tolist()
-    return sorted(_apart([*first, *spread], middles))
-
-
-def _apart(places: Sequence[int], middles: Floats) -> list[int]:
-    """Those of `places`, earlier ones first, whose labels do not overlap."""
-    chosen: list[int] = []
-    for place in places:
-        if all(abs(middles[place] - middles[other]) >= LABEL_HEIGHT for other in chosen):
-            chosen.append(place)
-    return chosen
+    spread = np.unique(np.linspace(0, count - 1, max(2, int(count / rows / 1.5))).round().astype(int)).tolist()
+    return sorted(apart([*first, *spread], middles, LABEL_HEIGHT))
 
 
 def ticks_of(first: int, last: int) -> list[int]:

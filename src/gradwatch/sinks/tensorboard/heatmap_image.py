@@ -138,7 +138,9 @@ def draw_heatmap(
     marks = list(marks)
     row_of = np.repeat(np.arange(len(groups)), np.diff([*groups, len(names)]))
     marked = {int(row_of[row]) for mark in marks for row in mark.rows}
-    for row in _labelled(len(groups), row_height, marked):
+    every = range(0, len(groups), math.ceil(LINE_HEIGHT / row_height))
+    wanted = [*sorted(marked), 0, len(groups) - 1, *every]
+    for row in apart(wanted, row_height * np.arange(len(groups)), LINE_HEIGHT):
         ink = RED if row in marked else QUIET
         draw[ink].text((left - 8, top + (row + 0.5) * row_height), texts[row], fill=FULL, font=font, anchor="rm")
     _draw_marks(draw[RED], marks, row_of, (left, top), row_height, font)
@@ -195,12 +197,11 @@ def most_distinct(low: Logs, high: Logs) -> Logs:
     return np.where(np.isposinf(high), np.inf, np.where(np.isneginf(low), -np.inf, shown))
 
 
-def _labelled(rows: int, row_height: int, marked: set[int]) -> list[int]:
-    """The rows whose names are drawn: marked ones, the first and the last, and others at a distance."""
-    distance = math.ceil(LINE_HEIGHT / row_height)
-    chosen: list[int] = []
-    for row in [*sorted(marked), 0, rows - 1, *range(0, rows, distance)]:
-        if all(abs(row - other) >= distance for other in chosen):
+def apart(rows: Iterable[int], middles: NDArray[Any], distance: float) -> list[int]:
+    """Those of `rows`, earlier ones first, of which the `middles` are `distance` apart: their names do not overlap."""
+    chosen, at = list[int](), middles.tolist()
+    for row in rows:
+        if all(abs(at[row] - at[other]) >= distance for other in chosen):
             chosen.append(row)
     return chosen
 
