@@ -6,7 +6,6 @@ import io
 import os
 import pickle
 import platform
-import sys
 import warnings
 import zipfile
 from collections.abc import Callable, Mapping
@@ -18,9 +17,8 @@ import numpy as np
 
 from gradwatch.core import disk_space
 from gradwatch.core.record import Missing, Record, as_float32
-from gradwatch.core.versions import versions_of
 from gradwatch.sinks.record import schema
-from gradwatch.sinks.record.run_metadata import ALERT_FIELDS
+from gradwatch.sinks.record.run_metadata import ALERT_FIELDS, environment
 
 FORMAT, FILE_VERSION = "gradwatch incident", 1
 CHECKPOINT_SUFFIX = ".ckpt"
@@ -61,18 +59,11 @@ def record_columns(latest: Callable[[int], Record], count: int, *, max_bytes: in
 
 
 def versions_and_platform() -> dict[str, str]:
-    """The versions of the packages in use, and the platform."""
+    """What a record says of the environment, the whole name of the system, and the version of CUDA if it is used."""
     import torch
 
-    packages = ("gradwatch", "torch", "lightning", "pytorch_lightning", "numpy")
-    used = [name for name in packages if name in sys.modules]
     cuda = {"cuda": str(torch.version.cuda)} if torch.cuda.is_initialized() else {}
-    return {
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        **versions_of(used),
-        **cuda,
-    }
+    return {**environment(), "platform": platform.platform(), **cuda}
 
 
 def unused_path(folder: Path, name: str) -> Path:
