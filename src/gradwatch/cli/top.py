@@ -79,7 +79,8 @@ def _written(folder: Path) -> float:
 
 def _event_files(path: Path) -> list[Path]:
     """The event files of the run at `path`."""
-    from gradwatch.runs.files import FOLDER, event_files
+    from gradwatch.runs.files import event_files
+    from gradwatch.sinks.record.record_format import FOLDER
 
     return [path] if path.is_file() else [file for own in (path, path / FOLDER) for file in event_files(own)]
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from gradwatch.sinks.record.record_format import RECORD_TAG_PREFIX
+from gradwatch.sinks.record.record_format import FOLDER, RECORD_TAG_PREFIX
 from gradwatch.sinks.record.tfrecord import Damaged, frames
 
 RECORD_MARK = RECORD_TAG_PREFIX.encode()
@@ -15,9 +15,6 @@ RECORD_MARK = RECORD_TAG_PREFIX.encode()
 
 SEARCHED_BYTES = 64 << 20
 """Bytes of a file in which the record must begin: it does at the first step that was watched. Judgement."""
-
-FOLDER = "gradwatch"
-"""Where the recorder writes, beside the logs."""
 
 MAX_LISTED_RUNS = 5
 """Runs that a message names at most. Judgement."""

@@ -12,10 +12,11 @@ import numpy as np
 
 from gradwatch.core.block import Block
 from gradwatch.core.record import Floats, Layout, Mask, Missing, Site
-from gradwatch.runs.files import FOLDER, RECORD_MARK, Unreadable, event_files, files_of, holds_record
+from gradwatch.runs.files import RECORD_MARK, Unreadable, event_files, files_of, holds_record
 from gradwatch.runs.outcome import Outcome
 from gradwatch.sinks.record import run_metadata
 from gradwatch.sinks.record.record_format import (
+    FOLDER,
     PARAMETERS,
     PLUGIN,
     RECORD_TAG_PREFIX,

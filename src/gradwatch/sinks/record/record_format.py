@@ -54,6 +54,9 @@ from gradwatch.sinks.record.schema import InvalidError
 PLUGIN = "gradwatch"
 VERSION = 2
 
+FOLDER = "gradwatch"
+"""Name of the folder in a log directory that has the record where the loggers' own have none."""
+
 RECORD_TAG_PREFIX = f"{PLUGIN}/record/"
 """Prefix of the tags."""
 

@@ -13,11 +13,9 @@ from gradwatch.core.record import Run
 from gradwatch.sinks.headline_scalars import checked_interval
 from gradwatch.sinks.record.event_file import OwnEventFile
 from gradwatch.sinks.record.incident_spans import AxisPositions
+from gradwatch.sinks.record.record_format import FOLDER
 from gradwatch.sinks.record.record_writer import RecordWriter
 from gradwatch.sinks.tensorboard.sink import is_summary_writer, writers_of
-
-FOLDER_NAME = "gradwatch"
-"""Name of the folder in the log directory."""
 
 
 class Recorder:
@@ -77,4 +75,4 @@ def _default_folder(run: Run) -> Path | None:
     """None without a log directory, and where a TensorBoard logger's folder has the record."""
     if run.log_dir is None or any(is_summary_writer(writer) for writer in writers_of(run)):
         return None
-    return Path(run.log_dir) / FOLDER_NAME
+    return Path(run.log_dir) / FOLDER
