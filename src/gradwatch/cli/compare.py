@@ -61,8 +61,6 @@ def run(options: argparse.Namespace) -> int:
         result = compare_runs(runs[0], runs[1])
     except Unreadable as error:
         return complain("compare", error)
-    except OSError as error:
-        return complain("compare", f"cannot read {error.filename}: {error.strerror}")
     console = Console(highlight=False)
     with console.capture() as shown:
         _show(console, result)

@@ -61,10 +61,6 @@ def run(options: argparse.Namespace) -> int:
         return _pages(options) if _several(options.path) else _page(options)
     except Unreadable as error:
         return complain("report", error)
-    except BrokenPipeError:  # what prints, not what reads
-        raise
-    except OSError as error:
-        return complain("report", f"cannot read {error.filename or options.path}: {error.strerror}")
 
 
 def _several(path: Path) -> bool:
