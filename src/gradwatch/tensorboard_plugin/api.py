@@ -65,13 +65,15 @@ class RequestError(Exception):
 
 
 class Api:
-    """Answers one request."""
+    """Answers one request. Every question but `runs` and `health` names a `run`; most may name the steps `from` and
+    `to`, and those that are drawn how many `columns`.
+    """
 
     def __init__(self, source: TensorBoardData, cache: RecordCache) -> None:
         self._source, self._cache = source, cache
 
     def runs(self, _: Mapping[str, str]) -> dict[str, Any]:
-        """Every run with a record, the latest first, with its alerts counted."""
+        """Every run with a record, the latest first, and why a number may be missing."""
         found: list[dict[str, Any]] = []
         foreign = 0
         for name, listing in self._source.runs().items():
@@ -129,7 +131,7 @@ class Api:
         return pack_arrays(about, arrays)
 
     def profile(self, query: Mapping[str, str]) -> bytes:
-        """Each layer's gradient, signal and update at a step or as last measured before it, and its usual one."""
+        """Each layer's gradient, signal and update at a `step` or as last measured before it, and its usual one."""
         run, listing, record = self._run(query)
         step = _step(query, "step")
         if step is None:
@@ -145,7 +147,7 @@ class Api:
         return pack_arrays({"statistics": found, "step": step}, arrays)
 
     def region(self, query: Mapping[str, str]) -> dict[str, Any]:
-        """What there is to say of some layers over some steps. `layers`: their places, "3-10,15"."""
+        """What there is to say of a `statistic` of some layers over some steps. `layers`: their places, "3-10,15"."""
         _, _, record = self._run(query)
         matrix = _asked_matrix(record, query)
         places = _places(query.get("layers", ""), len(record.names))
@@ -184,7 +186,7 @@ class Api:
         }
 
     def map(self, query: Mapping[str, str]) -> bytes:
-        """A statistic of all layers; of the whole run also the summary of each."""
+        """A `statistic` of all layers, pooled; of the whole run also the summary of each."""
         run, listing, record = self._run(query)
         matrix = _asked_matrix(record, query)
         about, arrays = _drawn(_part(matrix, query), _columns(query))
@@ -194,7 +196,7 @@ class Api:
         return pack_arrays({**about, "all": matrix.records}, arrays)
 
     def layer(self, query: Mapping[str, str]) -> bytes:
-        """Every statistic of one layer; those never measured there are left out. And its parameters, one by one."""
+        """Every statistic of one `layer`; those never measured there are left out. And its parameters, one by one."""
         run, _, record = self._run(query)
         layer = query.get("layer", "")
         if layer not in record.names:

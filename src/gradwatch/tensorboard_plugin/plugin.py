@@ -1,16 +1,7 @@
 """The tab as TensorBoard sees it: its routes. Whatever goes wrong in one is an answer, never TensorBoard's end.
 
-Routes:
-
-- `static/*`: the page's modules and style sheet.
-- `runs`: JSON, the runs, and why a number may be missing. `health`: JSON, the health of each.
-- `summary?run=`: an envelope, a run in a line of a table.
-- `run?run=`: JSON, names, statistics, alerts, verdict.
-- `map?run=&statistic=&columns=&from=&to=`: an envelope of layers x steps, pooled; of all steps with a summary.
-- `layer?run=&layer=&columns=&from=&to=`: an envelope of every statistic of one layer.
-- `steps?run=&columns=&from=&to=`: an envelope of numbers of the whole step.
-- `profile?run=&step=`: an envelope of the layers at a step.
-- `region?run=&statistic=&layers=&from=&to=`: JSON, what there is to say of layers x steps.
+They are `static/*`, the page's modules and style sheet, and the questions of `Api`, each under its name. Bytes that it
+answers are an envelope (`binary_response`), and all else is JSON.
 """
 
 from __future__ import annotations
@@ -35,6 +26,8 @@ TYPES = {"js": "text/javascript", "css": "text/css"}
 
 ENTRY = "/static/index.js"
 
+QUESTIONS = (Api.runs, Api.health, Api.summary, Api.run, Api.map, Api.layer, Api.steps, Api.profile, Api.region)
+
 Wsgi = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
 
@@ -58,15 +51,7 @@ class GradWatchPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
         return {
             ENTRY: self._static,
             "/static/*": self._static,
-            "/runs": self._answering(Api.runs),
-            "/health": self._answering(Api.health),
-            "/summary": self._answering(Api.summary),
-            "/run": self._answering(Api.run),
-            "/map": self._answering(Api.map),
-            "/layer": self._answering(Api.layer),
-            "/steps": self._answering(Api.steps),
-            "/profile": self._answering(Api.profile),
-            "/region": self._answering(Api.region),
+            **{f"/{question.__name__}": self._answering(question) for question in QUESTIONS},
         }
 
     @cached_property
