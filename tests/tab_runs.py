@@ -84,7 +84,7 @@ ALERTS = (
 
 
 def unhealthy_run(folder: Path) -> Written:
-    run = Written(folder, layout_of(*NAMES), labels={"grad_norm": "unscaled"})
+    run = Written(folder, layout_of(*NAMES), labels={"grad_norm": "unscaled"}, about={"batch size": "8"})
     for record in unhealthy_records():
         run.record(record)
         run.alert(*(alert for alert in ALERTS if alert.step == record.step))
@@ -95,7 +95,7 @@ def unhealthy_run(folder: Path) -> Written:
 
 
 def healthy_run(folder: Path) -> Written:
-    run = Written(folder, layout_of(*NAMES))
+    run = Written(folder, layout_of(*NAMES), about={"batch size": "16"})
     rng = np.random.default_rng(1)
     run.record(*(record_of(layout_of(*NAMES), step, 10 ** rng.normal(0, 0.2, len(NAMES))) for step in range(60)))
     run.close()

@@ -579,10 +579,15 @@ def test_the_overview_sorts_filters_and_compares(page: Page, base: str) -> None:
     assert page.js(order)[2] == "well"
     row = page.text(".runs tr[data-run=unhealthy] .found")
     assert row == "nonfinite in encoder.1, since step 40, still open and 1 more"
-    assert page.text(".runs tr[data-run=unhealthy] .loss").startswith("1.92 → 1.")
+    assert page.text(".runs tr[data-run=unhealthy] .loss").startswith("1.93 → 1.")
     page.click("button[data-sort=run]")
     assert page.js(order)[0] == "well"
     assert address(page) == {"order": "run down"}
+    page.click("button[data-sort='set batch size']")
+    assert page.js(order)[0] == "well"
+    page.click("button[data-sort='set batch size']")
+    assert page.js(order)[2] == "well"
+    assert page.js("return $('th[aria-sort=ascending]').innerText.trim()") == "batch size ↑"
     page.js(FILTER, "nonfin")
     assert set(page.js(order)) == {BOLD, "unhealthy"}
     page.js(FILTER, "")

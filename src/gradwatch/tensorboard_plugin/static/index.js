@@ -145,6 +145,7 @@ function chosen(changes) {
     refresh();
   } else if (!panels.length) {
     if ("layer" in changes) refresh();
+    else if ("order" in changes) all.show(listed.runs, health);
   } else if ("layer" in changes) {
     if ("view" in changes) panels.forEach(unzoom);
     bind();

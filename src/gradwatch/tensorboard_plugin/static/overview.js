@@ -6,8 +6,9 @@ import { drawing, el, fill } from "./dom.js";
 import { count, plural, short, shortened } from "./format.js";
 import { painted } from "./paint.js";
 import { MOST } from "./runs.js";
+import { headingsOf, sorted } from "./sorting.js";
 import { sparkline, HEIGHT, WIDTH } from "./sparkline.js";
-import { choose, state } from "./state.js";
+import { choose } from "./state.js";
 import { healthSign, lineOf } from "./verdict.js";
 
 const AT_ONCE = 3; // runs that are asked for at once
@@ -90,8 +91,8 @@ export function runsTable(open) {
     compare.title = `Tick two to ${MOST} runs`;
     const focused = document.activeElement;
     const kept = focused && element.contains(focused) ? [focused.value, focused.dataset.sort] : null;
-    const body = el("tbody", {}, sorted(some, columns).map((line) => drawnRow(line, columns)));
-    fill(table, headOf(columns), body);
+    const body = el("tbody", {}, sorted(some, columns, "order", worstFirst).map((line) => drawnRow(line, columns)));
+    fill(table, el("thead", {}, el("tr", {}, headingsOf(columns, "order"))), body);
     if (kept) [...table.querySelectorAll("button, input")].find((each) => each.value === kept[0] && each.dataset.sort === kept[1])?.focus();
     for (const canvas of table.querySelectorAll("canvas")) canvas.draw();
   }
@@ -107,30 +108,6 @@ export function runsTable(open) {
     return row;
   }
 
-  function headOf(columns) {
-    const [key, direction] = state.order.split(" ");
-    const cells = columns.map((column) => {
-      const on = key === column.key;
-      const title = column.sort
-        ? el(
-            "button",
-            { "data-sort": column.key, value: "", title: column.hint, onclick: () => turnOrder(column.key) },
-            column.title,
-            el("span", { class: "arrow", "aria-hidden": "true" }, on ? (direction === "down" ? " ↓" : " ↑") : ""),
-          )
-        : el("span", { class: column.title ? null : "unseen" }, column.title || "compare");
-      return el("th", { scope: "col", class: column.kind, "aria-sort": on ? (direction === "down" ? "descending" : "ascending") : column.sort ? "none" : null }, title);
-    });
-    return el("thead", {}, el("tr", {}, cells));
-  }
-
-  function turnOrder(key) {
-    const [now, direction] = state.order.split(" ");
-    const next = now !== key ? "down" : direction === "down" ? "up" : "";
-    choose({ order: next && `${key} ${next}` });
-    draw();
-  }
-
   function rowOf(line, columns) {
     return el(
       "tr",
@@ -143,7 +120,7 @@ export function runsTable(open) {
     const number = (value) => (value == null ? "not finite" : short(value));
     return [
       {
-        key: "tick",
+        key: "compare",
         title: "",
         kind: "tick",
         cell: (line) =>
@@ -168,7 +145,7 @@ export function runsTable(open) {
         sort: (line) => line.name,
         cell: (line) => el("button", { class: "link", value: line.name, title: line.name, onclick: () => open(line.name) }, shortened(line.name, 60)),
       },
-      { key: "found", title: "worst incident", kind: "found", sort: (line) => line.worst?.axis ?? line.worst?.step ?? Infinity, hint: "by onset", cell: (line) => foundIn(line) },
+      { key: "found", title: "worst incident", kind: "found", sort: (line) => line.worst?.axis ?? line.worst?.step ?? NaN, hint: "by onset", cell: (line) => foundIn(line) },
       {
         key: "loss",
         title: "loss",
@@ -258,16 +235,7 @@ function differing(lines) {
   return found.filter(([, size]) => size > 1).sort((a, b) => b[1] - a[1] || a[0].localeCompare(b[0])).slice(0, SETTINGS).map(([name]) => name);
 }
 
-/** As a person sorted them, else the worst first, and of those the latest. */
-function sorted(lines, columns) {
-  const [key, direction] = /^(.*) (up|down)$/.exec(state.order)?.slice(1) ?? [];
-  const column = columns.find((each) => each.key === key && each.sort);
-  const sign = direction === "up" ? 1 : -1;
-  return [...lines].sort((a, b) => {
-    if (!column) return (RANK[b.health] ?? -1) - (RANK[a.health] ?? -1) || b.updated - a.updated;
-    const [x, y] = [column.sort(a), column.sort(b)];
-    const [noX, noY] = [x, y].map((value) => typeof value === "number" && !Number.isFinite(value));
-    if (noX || noY) return noX === noY ? 0 : noX ? 1 : -1;
-    return sign * (typeof x === "string" ? x.localeCompare(y, undefined, { numeric: true }) : x - y);
-  });
+/** The worst first, and of those the latest. */
+function worstFirst(a, b) {
+  return (RANK[b.health] ?? -1) - (RANK[a.health] ?? -1) || b.updated - a.updated;
 }

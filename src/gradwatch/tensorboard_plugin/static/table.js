@@ -3,8 +3,9 @@
 import { el, fill } from "./dom.js";
 import { wordsAt } from "./faults.js";
 import { percent, short, shortened } from "./format.js";
+import { headingsOf, sorted } from "./sorting.js";
 import { HEIGHT, sparkline, WIDTH } from "./sparkline.js";
-import { choose, state } from "./state.js";
+import { state } from "./state.js";
 
 const NUMBERS = ["median", "min", "max", "last"];
 const AT_ONCE = 100; // rows
@@ -39,7 +40,7 @@ export function layerTable(open) {
   function draw() {
     const { panels } = shown;
     const columns = columnsOf(panels, shown.states);
-    const lines = sorted(linesOf(panels), columns);
+    const lines = ordered(linesOf(panels), columns);
     const wanted = state.filter.toLowerCase();
     const left = lines.filter((line) => line.total || line.name.toLowerCase().includes(wanted));
     const all = lines.filter((line) => !line.total).length;
@@ -62,34 +63,13 @@ export function layerTable(open) {
   }
 
   function head(panels, columns) {
-    const [key, direction] = state.sort.split(" ");
-    const cells = columns.map((column) => {
-      const on = key === column.key;
-      const title = column.sort
-        ? el(
-            "button",
-            { "data-sort": column.key, onclick: () => turn(column.key), title: column.hint },
-            column.title,
-            el("span", { class: "arrow", "aria-hidden": "true" }, on ? (direction === "down" ? " ↓" : " ↑") : ""),
-          )
-        : column.title;
-      const order = on ? (direction === "down" ? "descending" : "ascending") : column.sort ? "none" : null;
-      return el("th", { scope: "col", class: column.kind, "aria-sort": order }, title);
-    });
     const several = panels.length > 1;
     const own = columns.filter((column) => column.panel === panels[0]).length;
     const groups = several && [
       el("th", { colspan: columns.length - panels.length * own }),
       ...panels.map((panel) => el("th", { colspan: own, class: "group", scope: "colgroup" }, panel.run.run)),
     ];
-    return el("thead", {}, several && el("tr", {}, groups), el("tr", {}, cells));
-  }
-
-  /** Down, up, and back to the order without a choice. */
-  function turn(key) {
-    const [now, direction] = state.sort.split(" ");
-    const next = now !== key ? "down" : direction === "down" ? "up" : "";
-    choose({ sort: next && `${key} ${next}` });
+    return el("thead", {}, several && el("tr", {}, groups), el("tr", {}, headingsOf(columns, "sort")));
   }
 
   function rowOf(line, columns) {
@@ -179,17 +159,7 @@ function statusOf(panel, line, states) {
 }
 
 /** Totals first; then as a person sorted them, else those that alerts name before the others. */
-function sorted(lines, columns) {
-  const [key, direction] = state.sort.split(" ");
-  const column = columns.find((each) => each.key === key);
-  const sign = direction === "up" ? 1 : -1;
-  return [...lines].sort((a, b) => {
-    if (a.total !== b.total) return a.total ? -1 : 1;
-    if (!column) return b.worst - a.worst || a.order - b.order;
-    const [x, y] = [column.sort(a), column.sort(b)];
-    const [noX, noY] = [Number.isNaN(x), Number.isNaN(y)];
-    if (noX || noY) return noX === noY ? a.order - b.order : noX ? 1 : -1; // what has no number goes last
-    const order = typeof x === "string" ? x.localeCompare(y, undefined, { numeric: true }) : x - y;
-    return sign * order || a.order - b.order;
-  });
+function ordered(lines, columns) {
+  const all = sorted(lines, columns, "sort", (a, b) => b.worst - a.worst || a.order - b.order);
+  return [...all.filter((line) => line.total), ...all.filter((line) => !line.total)];
 }
