@@ -1,10 +1,8 @@
 // The alerts of a run as a list; each jumps to its place on the map.
 
-import { mark } from "./heatmap.js";
+import { mark, SHAPES } from "./heatmap.js";
 import { drawing, el, themed } from "./dom.js";
 import { listing, period } from "./format.js";
-
-const SHAPES = { error: "triangle", warning: "diamond", notice: "dot" };
 
 /** `jump(alert)` shows the place; `open(layer)` the layer's page. */
 export function alertList(run, { jump, open }) {

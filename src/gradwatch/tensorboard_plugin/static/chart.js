@@ -12,7 +12,6 @@ const RIGHT = 10;
 const TOP = 8;
 const BOTTOM = 24;
 const HEIGHT = 170;
-const FONT = '11px Roboto, "Helvetica Neue", Arial, sans-serif';
 
 /** `lines`: [{run, colour (of the style sheet), grid, alerts}], a grid of one name each. `span`: [from, to] of the steps. */
 export function chart({ title, lines, span, log, states }) {
@@ -45,7 +44,6 @@ export function chart({ title, lines, span, log, states }) {
     const width = element.clientWidth;
     if (!width) return;
     const context = drawing(canvas, width, HEIGHT);
-    context.font = FONT;
     const [from, to] = span;
     const [low, high] = extent();
     const right = width - RIGHT;

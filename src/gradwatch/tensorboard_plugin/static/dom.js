@@ -32,6 +32,9 @@ function escaped(character) {
   return `\\u${character.codePointAt(0).toString(16).padStart(4, "0")}`;
 }
 
+/** The font of text in pictures. */
+export const FONT = '11px Roboto, "Helvetica Neue", Arial, sans-serif';
+
 /** A canvas's context for drawing in CSS pixels, `width` by `height` of them, sharp on any screen. */
 export function drawing(canvas, width, height) {
   const ratio = window.devicePixelRatio || 1;
@@ -42,12 +45,18 @@ export function drawing(canvas, width, height) {
   const context = canvas.getContext("2d");
   context.setTransform(ratio, 0, 0, ratio, 0, 0);
   context.clearRect(0, 0, width, height);
+  context.font = FONT;
   return context;
 }
 
 /** The value of one of the style sheet's colours, which follow the theme. */
 export function themed(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+}
+
+/** A square in one of these colours, beside what it stands for. */
+export function swatch(name) {
+  return el("span", { class: "swatch", style: `background:var(--${name})` });
 }
 
 /** `text` in at most `width` pixels of `context`'s font; it loses its beginning, since a layer's end tells it apart. */

@@ -1,6 +1,6 @@
 // Which layers of a run have which fault, and which suffer from it: of a parameter, its layer.
 
-const RANK = { error: 3, warning: 2, notice: 1 };
+export const RANK = { error: 3, warning: 2, notice: 1 };
 
 /**
  * For each alert the places of its layers among `names`: `own` of those with the fault, `origin` where it began, and

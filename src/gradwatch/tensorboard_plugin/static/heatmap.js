@@ -12,8 +12,7 @@ const MARKS = 24; // pixels of the strip with the alerts
 const LOSS = 34;
 const AXIS = 24;
 const RIGHT = 10;
-export const FONT = '11px Roboto, "Helvetica Neue", Arial, sans-serif';
-const SHAPES = { error: "triangle", warning: "diamond", notice: "dot" };
+export const SHAPES = { error: "triangle", warning: "diamond", notice: "dot" };
 
 /** `panel.show(what)` draws; `act` has what a person's hand does: view, hover, open, turn, pin, region. */
 export function heatmap(act) {
@@ -27,7 +26,6 @@ export function heatmap(act) {
   );
   let shown = null;
   let place = null;
-  let image = null;
 
   function show(what) {
     shown = what;
@@ -40,16 +38,13 @@ export function heatmap(act) {
     place = layout(element.clientWidth, shown);
     element.dataset.plot = JSON.stringify(place.plot); // for the tests, which point at cells
     const context = drawing(canvas, place.width, place.height);
-    context.font = FONT;
     const ratio = window.devicePixelRatio || 1;
     const [wide, high] = [Math.round(place.plot.width * ratio), Math.round(place.plot.height * ratio)];
     const rows = place.rows.map((row) => row.members);
-    image = painted(shown.grid, { ...shown, rows, from: place.from, to: place.to, width: wide, height: high });
+    const image = painted(shown.grid, { ...shown, rows, from: place.from, to: place.to, width: wide, height: high });
     context.fillStyle = themed("void");
     context.fillRect(place.plot.left, place.plot.top, place.plot.width, place.plot.height);
-    const scratch = new OffscreenCanvas(wide, high);
-    scratch.getContext("2d").putImageData(image, 0, 0);
-    context.drawImage(scratch, place.plot.left, place.plot.top, place.plot.width, place.plot.height);
+    context.drawImage(image, place.plot.left, place.plot.top, place.plot.width, place.plot.height);
     drawLabels(context, place, shown);
     if (shown.loss) drawLoss(context);
     drawAlerts(context);
@@ -145,7 +140,6 @@ export function heatmap(act) {
     }
     if (row < 0) return;
     context.fillRect(plot.left, plot.top + row * size, plot.width, Math.max(1, size));
-    context.font = FONT;
     context.fillStyle = themed("surface");
     const name = fitted(context, shown.run.names[at.name], plot.left - 14 - place.gutter);
     const middle = Math.min(plot.top + plot.height - 7, Math.max(plot.top + 7, plot.top + (row + 0.5) * size));
@@ -201,7 +195,7 @@ export function heatmap(act) {
 /** Where everything is, in CSS pixels, for a map `width` wide. */
 function layout(width, shown) {
   const gutter = shown.rows.some((row) => row.module !== null || row.opens.length) ? GUTTER : 0;
-  const left = Math.ceil(Math.min(widest(shown.rows, FONT, shown.alerts.length > 0) + 16 + gutter, Math.max(width * 0.3, 90), 260));
+  const left = Math.ceil(Math.min(widest(shown.rows, shown.alerts.length > 0) + 16 + gutter, Math.max(width * 0.3, 90), 260));
   const top = MARKS + (shown.loss ? LOSS : 6);
   const most = Math.max(160, Math.min(520, window.innerHeight - 300));
   const height = Math.round(Math.min(most, Math.max(90, shown.rows.length * 22)));

@@ -1,17 +1,17 @@
 // The names beside a map: where an alert began always, others as far as there is room; and the signs that close modules.
 
-import { fitted, themed } from "./dom.js";
+import { fitted, FONT, themed } from "./dom.js";
+import { RANK } from "./faults.js";
 
 export const GUTTER = 14; // pixels for the signs of modules, left of the names
 const LEAST = 13; // pixels that a label needs
 const MEASURED = 20; // the longest labels, one of which is the widest
-const RANK = { error: 3, warning: 2, notice: 1 };
 const LOUD = 2;
 
 /** Pixels of the widest label; with `origins` there is room for their marks. */
-export function widest(rows, font, origins) {
+export function widest(rows, origins) {
   const measure = new OffscreenCanvas(1, 1).getContext("2d");
-  measure.font = font;
+  measure.font = FONT;
   const labels = rows.map((row) => row.label).sort((a, b) => b.length - a.length);
   const mark = origins ? 26 : 12;
   return Math.max(30, ...labels.slice(0, MEASURED).map((label) => measure.measureText(label).width + mark));

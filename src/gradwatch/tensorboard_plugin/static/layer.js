@@ -4,7 +4,7 @@ import { alertList } from "./alerts.js";
 import { envelope, grid } from "./api.js";
 import { chart } from "./chart.js";
 import { SERIES } from "./colour.js";
-import { el, fill } from "./dom.js";
+import { el, fill, swatch } from "./dom.js";
 import { concerns, wordsAt } from "./faults.js";
 import { briefly, exact, plural, short, shortened } from "./format.js";
 import { parametersOf } from "./parameters.js";
@@ -109,10 +109,6 @@ function alertsOf(panel, layer, act, several) {
   if (!alerts.length) return null;
   const list = alertList({ ...panel.run, alerts }, { open: act.open, jump: (alert) => act.jump(panel, alert) });
   return el("section", { class: "own-alerts" }, several && el("h3", {}, panel.run.run), list);
-}
-
-function swatch(colour) {
-  return el("span", { class: "swatch", style: `background:var(--${colour})` });
 }
 
 /** The statistics of all runs, those that matter most first. */

@@ -17,7 +17,6 @@ export function legend(domain, statistic) {
     context.fillStyle = `rgb(${table[Math.round((255 * x) / (WIDTH - 1))]})`;
     context.fillRect(20 + x, 0, 1, BAR);
   }
-  context.font = '11px Roboto, "Helvetica Neue", Arial, sans-serif';
   context.fillStyle = themed("quiet");
   context.textAlign = "center";
   context.textBaseline = "top";

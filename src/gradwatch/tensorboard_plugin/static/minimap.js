@@ -26,15 +26,13 @@ export function minimap(move) {
     const [from, to] = panel.whole;
     const rows = panel.rows.map((row) => row.members);
     const image = painted(panel.grid, { ...panel, rows, from, to, width: Math.round(width), height: HEIGHT });
-    const scratch = new OffscreenCanvas(Math.round(width), HEIGHT);
-    scratch.getContext("2d").putImageData(image, 0, 0);
     context.fillStyle = themed("void");
     context.fillRect(0, 0, width, HEIGHT);
     context.globalAlpha = 0.55;
-    context.drawImage(scratch, 0, 0, width, HEIGHT);
+    context.drawImage(image, 0, 0, width, HEIGHT);
     context.globalAlpha = 1;
     const box = frame();
-    context.drawImage(scratch, box.x, box.y, box.width, box.height, box.x, box.y, box.width, box.height);
+    context.drawImage(image, box.x, box.y, box.width, box.height, box.x, box.y, box.width, box.height);
     context.strokeStyle = themed("ink");
     context.lineWidth = 2;
     context.strokeRect(box.x + 1, box.y + 1, Math.max(1, box.width - 2), Math.max(1, box.height - 2));

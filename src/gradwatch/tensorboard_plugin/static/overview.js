@@ -222,9 +222,7 @@ function thumbnail(canvas, { map, usual }) {
   const places = Array.from({ length: names }, (_, n) => n);
   const domain = domainOf([{ grid: map, names: places, from, to, usual }], { log: true, relative: false });
   const image = painted(map, { rows: places.map((n) => [n]), from, to, width, height, domain, usual });
-  const scratch = new OffscreenCanvas(width, height);
-  scratch.getContext("2d").putImageData(image, 0, 0);
-  context.drawImage(scratch, 0, 0, width, height);
+  context.drawImage(image, 0, 0, width, height);
 }
 
 /** The settings that differ between the runs, those that divide them most evenly first. */

@@ -83,12 +83,13 @@ function standing(grid, medians, log) {
 }
 
 /**
- * An image of `width` x `height` device pixels: the numbers of `rows` (lists of places among the names, one list a row)
+ * A canvas of `width` x `height` device pixels: the numbers of `rows` (lists of places among the names, one list a row)
  * over steps `from` to `to`. `usual` is each name's own; what is furthest from it stands out.
  */
 export function painted(grid, { rows, from, to, width, height, domain, usual: medians }) {
+  const canvas = new OffscreenCanvas(width, height);
+  if (!grid.columns || !rows.length) return canvas;
   const image = new ImageData(width, height);
-  if (!grid.columns || !rows.length) return image;
   const pixels = new Uint32Array(image.data.buffer);
   const across = columnSegments(grid, width, from, to);
   const down = segments(height, (pixel) => {
@@ -132,7 +133,8 @@ export function painted(grid, { rows, from, to, width, height, domain, usual: me
       for (let y = top; y < bottom; y += 1) pixels.fill(colour, y * width + left, y * width + right);
     }
   }
-  return image;
+  canvas.getContext("2d").putImageData(image, 0, 0);
+  return canvas;
 }
 
 /** Which of `members` (places) stands out at column `c`: the one furthest from its usual number. */

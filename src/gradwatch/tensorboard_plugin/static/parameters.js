@@ -3,7 +3,7 @@
 import { grid } from "./api.js";
 import { chart } from "./chart.js";
 import { SERIES } from "./colour.js";
-import { el } from "./dom.js";
+import { el, swatch } from "./dom.js";
 import { count, plural, short } from "./format.js";
 
 const NUMBERS = ["median", "min", "max", "last"];
@@ -49,7 +49,7 @@ function lineOf({ name, short: own, shape, numbers, state }, colour, states) {
   return el(
     "tr",
     { "data-parameter": name },
-    el("td", { class: "name", title: name }, colour && el("span", { class: "swatch", style: `background:var(--${colour})` }), own),
+    el("td", { class: "name", title: name }, colour && swatch(colour), own),
     el("td", {}, shape.length ? shape.map(count).join(" × ") : "scalar"),
     el("td", { class: "number" }, count(shape.reduce((product, size) => product * size, 1))),
     numbers.map((number, n) => el("td", { class: "number" }, n === last && said ? said : short(number))),

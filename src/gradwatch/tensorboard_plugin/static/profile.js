@@ -3,9 +3,8 @@
 import { envelope } from "./api.js";
 import { decades, label } from "./axes.js";
 import { NOT_FINITE, SERIES, ZERO } from "./colour.js";
-import { drawing, el, fill, themed } from "./dom.js";
+import { drawing, el, fill, swatch, themed } from "./dom.js";
 import { count, NOT_A_NUMBER, short } from "./format.js";
-import { FONT } from "./heatmap.js";
 
 const HEIGHT = 150;
 const LEFT = 52;
@@ -96,7 +95,6 @@ function depthChart({ name, title, names, status, lines, act }) {
     const width = element.clientWidth;
     if (!width) return;
     const context = drawing(canvas, width, HEIGHT);
-    context.font = FONT;
     const [low, high] = extent();
     const bottom = HEIGHT - BOTTOM;
     const y = (number) => bottom - ((Math.log10(number) - low) / (high - low)) * (bottom - TOP);
@@ -187,8 +185,4 @@ function depthChart({ name, title, names, status, lines, act }) {
   element.addEventListener("blur", () => read(null));
   new ResizeObserver(draw).observe(element);
   return { element, draw };
-}
-
-function swatch(colour) {
-  return el("span", { class: "swatch", style: `background:var(--${colour})` });
 }

@@ -1,7 +1,7 @@
 // Every layer in a line: its trend, its numbers and how it is; sorted by what a person clicks.
 
 import { el, fill } from "./dom.js";
-import { wordsAt } from "./faults.js";
+import { RANK, wordsAt } from "./faults.js";
 import { percent, short, shortened } from "./format.js";
 import { headingsOf, sorted } from "./sorting.js";
 import { HEIGHT, sparkline, WIDTH } from "./sparkline.js";
@@ -10,7 +10,6 @@ import { state } from "./state.js";
 const NUMBERS = ["median", "min", "max", "last"];
 const AT_ONCE = 100; // rows
 const LONGEST = 100; // characters of a name: two lines
-const RANK = { error: 3, warning: 2, notice: 1 };
 
 /** `table.show(panels, states)` draws; `open(name)` opens a layer's page. */
 export function layerTable(open) {
