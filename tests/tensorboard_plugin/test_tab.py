@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from werkzeug.test import Client, TestResponse
 
 from gradwatch.core.alert import Verdict
-from gradwatch.core.block import block_of
 from gradwatch.core.loss_levels import LossLevels
 from gradwatch.core.record import Missing, Run
 from gradwatch.runs.arrays import read
@@ -43,6 +42,7 @@ from gradwatch.tensorboard_plugin.matrix import (
     window,
 )
 from sink_inputs import alert_of, feed, layout_of, record_of
+from synthetic_records import block_of
 from tab_runs import ALERTS, EVIL, LONG, NAMES, Written, healthy_run, opened, unhealthy_records, unhealthy_run
 
 ROOT = Path(__file__).parents[2]
