@@ -16,6 +16,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+import gradwatch
 from gradwatch import Watch
 from gradwatch.cli import main
 from gradwatch.core.record import Run
@@ -25,6 +26,7 @@ from gradwatch.runs.compare.comparison import Comparison, compare_runs, format_s
 from gradwatch.runs.compare.divergence_point import blocks_of, distances, divergence_points, medians
 from gradwatch.runs.compare.first_difference import Difference, Rates
 from gradwatch.runs.compare.page import page
+from gradwatch.runs.summary.document import document
 from gradwatch.sinks.record.recorder import Recorder
 from sink_inputs import HEALTHY, feed, layout_of, record_of
 from training import train
@@ -302,6 +304,20 @@ def test_there_is_no_picture_of_no_difference(runs: dict[str, Path]) -> None:
     assert Tags(same).tags.count("img") == 0
     assert Tags(other).tags.count("img") == 1
     assert "Marks:" not in other
+
+
+def test_verdicts_are_whole_whatever_the_terminals_width(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    """Of the terminal that a page is written from, too."""
+    paths = [record(tmp_path / "a", "net.0", "net.1"), record(tmp_path / "b", "net.0", "net.1", jump=9.0)]
+    verdict = read(paths[0]).verdict
+    whole = next(iter(verdict.lines))
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "20")
+    assert page(compare_runs(*map(read, paths))).count(whole) == 2
+    assert main(["report", str(paths[0])]) == 0
+    assert capsys.readouterr().out.startswith(f"{whole}\n")
+    found = document(gradwatch.load_run(paths[0]))
+    assert found["verdict"]["headline"] == whole.removeprefix("GradWatch: ")
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])

@@ -89,7 +89,7 @@ def _show(console: Console, result: Comparison) -> None:
 
     for letter, record in zip("AB", result.runs, strict=True):
         name = record.path.name if console.width < 80 else str(record.path)
-        first = str(record.verdict).splitlines()[0].removeprefix("GradWatch: ")
+        first = record.verdict.lines[0].removeprefix("GradWatch: ")
         console.print(text(f"{letter}  {name}: {first}", "dim"), soft_wrap=False)
         for note in record.notes:
             console.print(text(f"   Note: {note}", "dim"))

@@ -127,7 +127,7 @@ def _page(options: argparse.Namespace) -> int:
         return code
     for note in data.notes:
         print(f"Note: {printable(note)}")
-    print(str(data.verdict).splitlines()[0])
+    print(data.verdict.lines[0])
     print(printable(out))
     if options.card is not None:
         print(printable(options.card))

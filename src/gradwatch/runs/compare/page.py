@@ -48,7 +48,7 @@ def page(result: Comparison) -> str:
         layers=[layers[0], *(layer for layer in layers[1:] if not folds or layer["step"] is not None)],
         folded=[layer for layer in layers[1:] if folds and layer["step"] is None],
         runs=[
-            {"letter": letter, "path": str(run.path), "verdict": str(run.verdict).split("\n"), "notes": run.notes}
+            {"letter": letter, "path": str(run.path), "verdict": run.verdict.lines, "notes": run.notes}
             for letter, run in zip("AB", result.runs, strict=True)
         ],
     )

@@ -118,7 +118,7 @@ def _document(run: RunArrays, limits: Limits) -> dict[str, Any]:
         "verdict": {
             "status": health_of(verdict),
             "incidents": len(loud(verdict.incidents)),
-            "headline": _cut(str(verdict).splitlines()[0].removeprefix("GradWatch: "), limits.text),
+            "headline": _cut(verdict.lines[0].removeprefix("GradWatch: "), limits.text),
             "notes": [_cut(note, limits.text) for note in (*verdict.notes, *run.notes)[: limits.incidents]],
             "interventions": [_cut(line, limits.text) for line in verdict.interventions[: limits.incidents]],
             "untrained": _untrained(verdict, limits),
