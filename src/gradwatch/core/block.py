@@ -58,10 +58,8 @@ class Block:
 
     def _record(self, row: int) -> Record:
         fresh = frozenset(name for name, rows in self.measured.items() if rows[row])
-        values = {
-            name: rows[row] if name in fresh or name == "grad_norm" else self.layout.nan_row
-            for name, rows in self.values.items()
-        }
+        # what other rows of the block have is left out: where a block is cut cannot be seen in a record
+        values = {name: rows[row] for name, rows in self.values.items() if name in fresh or name == "grad_norm"}
         scalars = {name: number for name, rows in self.scalars.items() if (number := float(rows[row])) == number}
         step, axis, optimizer = int(self.steps[row]), int(self.axis[row]), int(self.optimizers[row])
         return Record(step, axis, optimizer, self.layout, values, scalars, self.codes[row], fresh)
