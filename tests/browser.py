@@ -49,6 +49,7 @@ class Page:
 
     def open_in_tensorboard(self, base: str, *, more: str = "") -> None:
         """The tab as TensorBoard shows it; `more` goes to the end of the address."""
+        self.driver.get("about:blank")
         self.driver.get(f"{base}/#gradwatch{more}")
         frame = self.until(lambda: self.driver.find_elements("tag name", "iframe"))[0]
         self.driver.switch_to.frame(frame)

@@ -28,18 +28,29 @@ OUTSIDE = """
     return shown.filter(cut).map((e) => e.outerHTML.slice(0, 200));
 """
 """What is on the page and beyond its right edge, where nothing scrolls."""
+TWO_FRAMES = "requestAnimationFrame(() => requestAnimationFrame(arguments[0]))"
+"""Comes to its end when what has changed is drawn."""
 FILTER = """
     $('.runs-overview input[type=search]').value = arguments[0];
     $('.runs-overview input[type=search]').dispatchEvent(new Event('input'));
 """
+LISTED = "return [...document.querySelectorAll('.runs tbody tr')].map((row) => row.dataset.run)"
+FAILED = "return document.body.innerText.includes('GradWatch could not')"
 HEALTH = """
     return [...document.querySelectorAll('.choice')]
         .map((each) => [each.querySelector('input').value, each.querySelector('.health')?.title]);
 """
 BOLD = "<b>bold</b>"
+RUNS = [BOLD, "deep", "live", "unhealthy", "well"]
 SHOWN = (EVIL, f"{LONG[:39]}…{LONG[-60:]}", *NAMES[2:])
 """The names as the table has room for them."""
 WORST_FIRST = (SHOWN[3], *SHOWN[:2], SHOWN[5], SHOWN[2], SHOWN[4])
+
+
+DEEP = [f"blocks_{block}.{part}" for block in range(100) for part in ("q", "k", "v", "mlp")]
+"""The layers of the run "deep"."""
+GROWING = layout_of("a", "b")
+"""Those of the run "live"."""
 
 
 @pytest.fixture(scope="module")
@@ -50,16 +61,35 @@ def page() -> Iterator[Page]:
 
 @pytest.fixture(scope="module")
 def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All runs that the tests look at, but for "live"."""
     folder = tmp_path_factory.mktemp("logs")
     unhealthy_run(folder / "unhealthy")
     healthy_run(folder / "well")
     shutil.copytree(folder / "unhealthy", folder / BOLD)
+    layout, rng = layout_of(*DEEP), np.random.default_rng(0)
+    norms = 10 ** rng.normal(-1, 0.2, (30, 400))
+    norms[10:, 199] = 0
+    run, dead = Written(folder / "deep", layout), alert_of("dead", DEEP[199], step=10)
+    run.record(*(record_of(layout, step, norms[step]) for step in range(30)))
+    run.alert(dead)
+    run.close(dead)
     return folder
 
 
 @pytest.fixture(scope="module")
-def base(logs: Path, page: Page) -> Iterator[str]:
+def live(logs: Path) -> Iterator[Written]:
+    """A run that goes on."""
+    run = Written(logs / "live", GROWING)
+    run.record(*(record_of(GROWING, step, [1.0, 2.0]) for step in range(5)))
+    yield run
+    run.close()
+
+
+@pytest.fixture(scope="module")
+def base(logs: Path, live: Written, page: Page) -> Iterator[str]:
+    """The address of a TensorBoard that has read them all."""
     with served(logs) as address:
+        page.until(lambda: _runs(address) == len(RUNS))
         yield address
 
 
@@ -91,27 +121,6 @@ def point(page: Page, row: int, step: int, *, rows: int = len(NAMES), steps: int
 
 def names_in(page: Page) -> list[str]:
     return page.texts("tbody tr td.name")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("fast", "prefix"), [(True, ""), (False, "/deep/inside")])
-def test_tensorboard_shows_the_tab(page: Page, logs: Path, base: str, fast: bool, prefix: str) -> None:
-    def look(address: str) -> None:
-        page.until(lambda: _runs(address) == 3)
-        page.open_in_tensorboard(address)
-        assert sorted(
-            page.js("return [...document.querySelectorAll('.runs tbody tr')].map((row) => row.dataset.run)")
-        ) == sorted([BOLD, "unhealthy", "well"])
-        page.click(".runs button[value=unhealthy]")
-        page.until(lambda: len(page.texts("tbody tr")) == len(NAMES) + 1)
-        assert page.js("return document.body.innerText.includes('GradWatch could not')") is False
-
-    if fast and not prefix:
-        look(base)
-    else:
-        with served(logs, "--path_prefix", prefix, fast=fast) as address:
-            look(address)
-            page.driver.get("about:blank")
 
 
 @pytest.mark.slow
@@ -290,7 +299,6 @@ def test_the_keyboard_reaches_all(page: Page, base: str) -> None:
 
 @pytest.mark.slow
 def test_dark_mode_follows_tensorboard(page: Page, base: str) -> None:
-    page.until(lambda: _runs(base) == 3)
     page.open_in_tensorboard(base, more="&p.gradwatch.run=unhealthy")
     assert page.text(".chosen") == "unhealthy", "TensorBoard's address chooses the run"
     colour = "return getComputedStyle(document.body).backgroundColor"
@@ -306,32 +314,33 @@ def test_dark_mode_follows_tensorboard(page: Page, base: str) -> None:
 
 
 @pytest.mark.slow
-def test_new_records_appear_when_tensorboard_reloads(page: Page, base: str, tmp_path: Path) -> None:
-    layout = layout_of("a", "b")
-    run = Written(tmp_path / "live", layout)
-    run.record(*(record_of(layout, step, [1.0, 2.0]) for step in range(5)))
-    with served(tmp_path) as address:
-        page.until(lambda: _runs(address) == 1)
-        page.open_in_tensorboard(address)
-        assert "so far up to step 4" in page.text(".verdict")
-        run.record(*(record_of(layout, step, [3.0, 4.0]) for step in range(5, 30)))
-        page.until(lambda: _asked(address, "runs")["runs"][0]["last"] == 29)
-        page.driver.switch_to.default_content()
-        page.click("app-header-reload button")
-        page.driver.switch_to.frame(0)
-        page.until(lambda: "so far up to step 29" in page.text(".verdict"))
-        assert page.texts("tbody td:nth-child(8)")[1:] == ["3", "4"], "the last numbers"
-        page.driver.switch_to.default_content()
-        page.driver.get("about:blank")
-    run.close()
+def test_new_records_appear_when_tensorboard_reloads(page: Page, base: str, live: Written) -> None:
+    page.open_in_tensorboard(base, more="&p.gradwatch.run=live")
+    assert "so far up to step 4" in page.text(".verdict")
+    live.record(*(record_of(GROWING, step, [3.0, 4.0]) for step in range(5, 30)))
+    page.until(lambda: {run["name"]: run["last"] for run in _asked(base, "runs")["runs"]}["live"] == 29)
+    page.driver.switch_to.default_content()
+    page.click("app-header-reload button")
+    page.driver.switch_to.frame(0)
+    page.until(lambda: "so far up to step 29" in page.text(".verdict"))
+    assert page.texts("tbody td:nth-child(8)")[1:] == ["3", "4"], "the last numbers"
 
 
 @pytest.mark.slow
-def test_without_a_record_it_says_what_to_do(page: Page, base: str, tmp_path: Path) -> None:
-    with served(tmp_path) as address:
+def test_of_a_folder_without_a_record_it_says_what_to_do_and_then_shows_the_first(
+    page: Page, base: str, tmp_path: Path
+) -> None:
+    """Under an address with a prefix, and read by the slower of TensorBoard's two readers."""
+    with served(tmp_path, "--path_prefix", "/deep/inside", fast=False) as address:
         page.open(address)
         assert page.text(".message h2") == "No run here has a GradWatch record yet"
         assert "callbacks=[GradWatch()]" in page.text(".message pre")
+        unhealthy_run(tmp_path / "unhealthy")
+        page.until(lambda: _runs(address) == 1)
+        page.open_in_tensorboard(address)
+        page.until(lambda: len(page.texts("tbody tr")) == len(NAMES) + 1)
+        assert page.text(".chosen") == "unhealthy"
+        assert page.js(FAILED) is False
         page.driver.get("about:blank")
 
 
@@ -374,11 +383,12 @@ def address(page: Page) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_back_goes_back_within_the_tab(page: Page, base: str) -> None:
-    page.until(lambda: _runs(base) == 3)
+def test_tensorboard_shows_the_tab_and_back_goes_back_within_it(page: Page, base: str) -> None:
     page.open_in_tensorboard(base)
+    assert sorted(page.js(LISTED)) == RUNS
     page.click(".runs button[value=unhealthy]")
-    page.until(lambda: page.js("return !!$('.heatmap .map')"))
+    page.until(lambda: page.js("return !!$('.heatmap .map')") and len(page.texts("tbody tr")) == len(NAMES) + 1)
+    assert page.js(FAILED) is False
     page.click("tbody tr:nth-child(4) td.name button")
     page.until(lambda: page.js("return !!$('.card')"))
     outer = "return decodeURIComponent(window.parent.location.hash)"
@@ -387,7 +397,7 @@ def test_back_goes_back_within_the_tab(page: Page, base: str) -> None:
     page.until(lambda: page.js("return $('.layer-page').hidden && !!$('.heatmap .map')"))
     assert page.js(outer) == "#gradwatch&p.gradwatch.run=unhealthy"
     page.js("window.parent.history.back()")
-    page.until(lambda: len(page.texts(".runs tbody tr")) == 3)
+    page.until(lambda: len(page.texts(".runs tbody tr")) == len(RUNS))
     assert page.js(outer) == "#gradwatch"
     page.js("window.parent.history.forward()")
     page.until(lambda: page.text(".chosen") == "unhealthy")
@@ -400,7 +410,7 @@ def test_the_address_is_the_state(page: Page, base: str) -> None:
     page.open(base, run="unhealthy", layer="head")
     assert page.text(".layer-name").startswith("head")
     page.open(base)
-    assert len(page.texts(".runs tbody tr")) == 3, "an address to the overview opens it"
+    assert len(page.texts(".runs tbody tr")) == len(RUNS), "an address to the overview opens it"
     wanted = {
         "run": "unhealthy",
         "statistic": "update_ratio",
@@ -462,34 +472,23 @@ def test_colours_fit_what_is_zoomed_into(page: Page, base: str) -> None:
 
 
 @pytest.mark.slow
-def test_modules_close_and_the_origin_is_always_named(page: Page, tmp_path: Path) -> None:
-    names = [f"blocks_{block}.{part}" for block in range(100) for part in ("q", "k", "v", "mlp")]
-    layout, rng = layout_of(*names), np.random.default_rng(0)
-    run = Written(tmp_path / "deep", layout)
-    norms = 10 ** rng.normal(-1, 0.2, (30, 400))
-    norms[10:, 199] = 0
-    run.record(*(record_of(layout, step, norms[step]) for step in range(30)))
-    dead = alert_of("dead", names[199], step=10)
-    run.alert(dead)
-    run.close(dead)
-    with served(tmp_path) as address:
-        page.open(address, run="deep")
-        assert point(page, 49, 20, rows=103, steps=30).splitlines()[0] == names[196], "its module is open"
-        title, step, value, *_ = point(page, 52, 20, rows=103, steps=30).splitlines()
-        assert (title, step, value) == (names[199], "step 20", "grad_norm 0")
-        closed = point(page, 60, 20, rows=103, steps=30).splitlines()
-        assert closed[0].startswith("blocks_57.")
-        assert closed[-1] == "of 4 layers in this row the one that is furthest from its usual"
-        page.js("$('.heatmap').setPointerCapture = () => {};")
-        plot = geometry(page)
-        where = [20, plot["top"] + 60.5 / 103 * plot["height"]]
-        page.js(HOVER, *where, "pointerdown"), page.js(HOVER, *where, "pointerup")
-        page.until(lambda: "modules" in page.driver.current_url)
-        assert point(page, 62, 20, rows=106, steps=30).splitlines()[0] == "blocks_57.v"
-        page.driver.back()
-        page.until(lambda: "modules" not in page.driver.current_url)
-        assert len(point(page, 60, 20, rows=103, steps=30).splitlines()) == len(closed)
-        page.driver.get("about:blank")
+def test_modules_close_and_the_origin_is_always_named(page: Page, base: str) -> None:
+    page.open(base, run="deep")
+    assert point(page, 49, 20, rows=103, steps=30).splitlines()[0] == DEEP[196], "its module is open"
+    title, step, value, *_ = point(page, 52, 20, rows=103, steps=30).splitlines()
+    assert (title, step, value) == (DEEP[199], "step 20", "grad_norm 0")
+    closed = point(page, 60, 20, rows=103, steps=30).splitlines()
+    assert closed[0].startswith("blocks_57.")
+    assert closed[-1] == "of 4 layers in this row the one that is furthest from its usual"
+    page.js("$('.heatmap').setPointerCapture = () => {};")
+    plot = geometry(page)
+    where = [20, plot["top"] + 60.5 / 103 * plot["height"]]
+    page.js(HOVER, *where, "pointerdown"), page.js(HOVER, *where, "pointerup")
+    page.until(lambda: "modules" in page.driver.current_url)
+    assert point(page, 62, 20, rows=106, steps=30).splitlines()[0] == "blocks_57.v"
+    page.driver.back()
+    page.until(lambda: "modules" not in page.driver.current_url)
+    assert len(point(page, 60, 20, rows=103, steps=30).splitlines()) == len(closed)
 
 
 @pytest.mark.slow
@@ -574,14 +573,13 @@ def test_a_drag_with_shift_says_what_is_in_the_region(page: Page, base: str) -> 
 @pytest.mark.slow
 def test_the_overview_sorts_filters_and_compares(page: Page, base: str) -> None:
     page.open(base)
-    order = "return [...document.querySelectorAll('.runs tbody tr')].map((row) => row.dataset.run)"
-    assert set(page.js(order)[:2]) == {BOLD, "unhealthy"}, "the worst first"
-    assert page.js(order)[2] == "well"
+    assert set(page.js(LISTED)[:2]) == {BOLD, "unhealthy"}, "the worst first"
+    assert page.js(LISTED)[2:] == ["deep", "live", "well"]
     row = page.text(".runs tr[data-run=unhealthy] .found")
     assert row == "nonfinite in encoder.1, since step 40, still open and 1 more"
     assert page.text(".runs tr[data-run=unhealthy] .loss").startswith("1.93 → 1.")
     page.click("button[data-sort=run]")
-    assert page.js(order)[0] == "well"
+    assert page.js(LISTED)[0] == "well"
     assert address(page) == {"order": "run down"}
     page.click("button[data-sort='set batch size']")
     assert page.js(order)[0] == "well"
@@ -589,7 +587,7 @@ def test_the_overview_sorts_filters_and_compares(page: Page, base: str) -> None:
     assert page.js(order)[2] == "well"
     assert page.js("return $('th[aria-sort=ascending]').innerText.trim()") == "batch size ↑"
     page.js(FILTER, "nonfin")
-    assert set(page.js(order)) == {BOLD, "unhealthy"}
+    assert set(page.js(LISTED)) == {BOLD, "unhealthy"}
     page.js(FILTER, "")
     assert page.js("return $('.compare').disabled")
     for name in ("well", "unhealthy"):
@@ -598,14 +596,15 @@ def test_the_overview_sorts_filters_and_compares(page: Page, base: str) -> None:
     page.until(lambda: len(page.texts(".side")) == 2)
     assert json.loads(address(page)["runs"]) == ["well", "unhealthy"]
     page.driver.back()
-    page.until(lambda: len(page.texts(".runs tbody tr")) == 3)
+    page.until(lambda: len(page.texts(".runs tbody tr")) == len(RUNS))
 
 
 @pytest.mark.slow
 def test_the_chooser_shows_health(page: Page, base: str) -> None:
     page.open(base, run="well")
     page.click(".chooser summary")
-    page.until(lambda: sorted(page.js(HEALTH)) == [[BOLD, "Error"], ["unhealthy", "Error"], ["well", "Healthy"]])
+    healths = ["Error", "Warning", "No alert so far", "Error", "Healthy"]
+    page.until(lambda: sorted(page.js(HEALTH)) == [list(each) for each in zip(RUNS, healths, strict=True)])
 
 
 @pytest.mark.slow
@@ -616,20 +615,31 @@ def test_a_healthy_layers_page_has_a_status(page: Page, base: str) -> None:
     assert page.text(".layer-status").startswith("nonfinite")
 
 
+SIZES = [(1280, 800), (1920, 1080), (800, 600), (390, 844)]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [(1280, 800), (1920, 1080), (800, 600), (390, 844)])
 @pytest.mark.parametrize(
-    "state",
-    [{}, {"run": BOLD}, {"run": "unhealthy", "layer": LONG}, {"run": "unhealthy", "step": "40", "steps": "10-50"}],
+    ("state", "first"),
+    [
+        ({}, 0),
+        ({"run": BOLD}, 1),
+        ({"run": "unhealthy", "layer": LONG}, 2),
+        ({"run": "unhealthy", "step": "40", "steps": "10-50"}, 3),
+    ],
 )
-def test_nothing_is_cut_at_any_size(page: Page, base: str, size: tuple[int, int], state: dict[str, str]) -> None:
-    metrics = {"width": size[0], "height": size[1], "deviceScaleFactor": 1, "mobile": False}
-    page.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+def test_nothing_is_cut_at_any_size(page: Page, base: str, state: dict[str, str], first: int) -> None:
+    """Opened at the size `first`; then the window changes."""
     try:
-        page.open(base, **state)
-        assert page.js("return document.documentElement.scrollWidth <= window.innerWidth")
-        assert page.js(OUTSIDE) == []
-        headline = page.js("return $('.verdict h2')?.getBoundingClientRect().height ?? 0")
-        assert headline < 110, "a long name does not take the screen"
+        for number, (width, height) in enumerate(SIZES[first:] + SIZES[:first]):
+            metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+            page.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+            page.drawn() if number else page.open(base, **state)
+            page.driver.execute_async_script(TWO_FRAMES)
+            assert page.js("return innerWidth") == width
+            assert page.js("return document.documentElement.scrollWidth <= window.innerWidth"), width
+            assert page.js(OUTSIDE) == [], width
+            headline = page.js("return $('.verdict h2')?.getBoundingClientRect().height ?? 0")
+            assert headline < 110, "a long name does not take the screen"
     finally:
         page.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
