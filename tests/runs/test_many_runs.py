@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import re
 import xml.etree.ElementTree as ET
+from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from browser import Page, chromium
 from gradwatch.cli import main
 from gradwatch.core.alert import Severity, Verdict
 from gradwatch.core.record import Run
@@ -170,10 +172,21 @@ def test_healthy_layers_of_a_large_model_are_folded_away(tmp_path: Path) -> None
     assert "healthy-layers" not in (tmp_path / "small" / "gradwatch_report.html").read_text().partition("<body>")[2]
 
 
-@pytest.mark.slow
-def test_no_page_is_wider_than_the_window(tmp_path: Path) -> None:
-    from browser import chromium
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Page]:
+    with chromium() as page:
+        yield page
 
+
+@pytest.fixture
+def page(browser: Page) -> Iterator[Page]:
+    yield browser
+    browser.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
+    browser.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+@pytest.mark.slow
+def test_no_page_is_wider_than_the_window(page: Page, tmp_path: Path) -> None:
     long, turned = "r" * 200, "turned\u202eback"
     for name, rate in ((long, 0.1), ("b", 0.5)):
         sink, layout = Recorder(folder=tmp_path / name, every_n_steps=1), layout_of("x" * 300, turned, EVIL, "no_" * 90)
@@ -184,35 +197,31 @@ def test_no_page_is_wider_than_the_window(tmp_path: Path) -> None:
     assert main(["report", str(tmp_path / long)]) == 0
     assert main(["report", str(tmp_path)]) == 0
     assert main(["compare", str(tmp_path / long), str(tmp_path / "b"), "-o", str(tmp_path / "c.html")]) == 0
-    with chromium() as page:
-        for file in (tmp_path / long / "gradwatch_report.html", tmp_path / "gradwatch_runs.html", tmp_path / "c.html"):
-            page.driver.get(file.as_uri())
-            for width in (1920, 1280, 800, 390):
-                metrics = {"width": width, "height": 844, "deviceScaleFactor": 1, "mobile": False}
-                page.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
-                assert page.js("return document.documentElement.scrollWidth <= innerWidth"), (file.name, width)
-            assert "\u202e" not in page.text("body")
-        assert page.complaints() == []
+    for file in (tmp_path / long / "gradwatch_report.html", tmp_path / "gradwatch_runs.html", tmp_path / "c.html"):
+        page.driver.get(file.as_uri())
+        for width in (1920, 1280, 800, 390):
+            metrics = {"width": width, "height": 844, "deviceScaleFactor": 1, "mobile": False}
+            page.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+            assert page.js("return document.documentElement.scrollWidth <= innerWidth"), (file.name, width)
+        assert "\u202e" not in page.text("body")
+    assert page.complaints() == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layers", [3, 400])
-def test_a_printed_report_takes_few_pages_and_cuts_no_map(tmp_path: Path, layers: int) -> None:
-    from browser import chromium
-
+def test_a_printed_report_takes_few_pages_and_cuts_no_map(page: Page, tmp_path: Path, layers: int) -> None:
     recorded(tmp_path / "run", verdict=unhealthy("layer1"), layers=layers)
     assert main(["report", str(tmp_path / "run")]) == 0
-    with chromium() as page:
-        page.driver.get((tmp_path / "run" / "gradwatch_report.html").as_uri())
-        page.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
-        heights = page.js(
-            "return [...document.querySelectorAll('.plot:not(.curve)')].map((e) => e.getBoundingClientRect().height)"
-        )
-        assert max(heights) <= 430
-        assert page.js(
-            "return [...document.querySelectorAll('figure')].every((e) => getComputedStyle(e).breakInside === 'avoid')"
-        )
-        pdf = page.driver.execute_cdp_cmd("Page.printToPDF", {"paperWidth": 8.27, "paperHeight": 11.69})["data"]
-        pages = len(re.findall(rb"/Type\s*/Page\b", base64.b64decode(pdf)))
-        assert 1 <= pages <= 3
-        assert page.complaints() == []
+    page.driver.get((tmp_path / "run" / "gradwatch_report.html").as_uri())
+    page.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
+    heights = page.js(
+        "return [...document.querySelectorAll('.plot:not(.curve)')].map((e) => e.getBoundingClientRect().height)"
+    )
+    assert max(heights) <= 430
+    assert page.js(
+        "return [...document.querySelectorAll('figure')].every((e) => getComputedStyle(e).breakInside === 'avoid')"
+    )
+    pdf = page.driver.execute_cdp_cmd("Page.printToPDF", {"paperWidth": 8.27, "paperHeight": 11.69})["data"]
+    pages = len(re.findall(rb"/Type\s*/Page\b", base64.b64decode(pdf)))
+    assert 1 <= pages <= 3
+    assert page.complaints() == []
