@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 HERE = Path(__file__).resolve().parent
 EXAMPLES = HERE.parent.parent / "examples"
 
@@ -108,5 +110,6 @@ def drawn(runs: dict[str, Losses]) -> str:
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)
     found = {example: losses_of(example) for example in PANELS if (EXAMPLES / f"{example}.py").exists()}
     (HERE / "interventions.svg").write_text(drawn(found), encoding="utf-8")
