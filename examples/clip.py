@@ -42,7 +42,7 @@ def train(interventions: tuple = ()) -> tuple[GradWatch, float, list[float]]:
     L.seed_everything(0, verbose=False)
     learn, held_out = digits()
     model, watch = Reader(), GradWatch(interventions=interventions)
-    trainer = L.Trainer(max_epochs=15, callbacks=[watch], logger=False, enable_checkpointing=False)
+    trainer = L.Trainer(max_epochs=9, callbacks=[watch], logger=False, enable_checkpointing=False)
     trainer.fit(model, learn, held_out)
     return watch, float(trainer.callback_metrics["accuracy"]), model.losses
 
