@@ -208,7 +208,7 @@ def gradient_penalty(model: nn.Module, x: Tensor, y: Tensor, step: int) -> Tenso
 
 @training()
 def gradient_penalty_at_times(model: nn.Module, x: Tensor, y: Tensor, step: int) -> Tensor:
-    return gradient_penalty(model, x, y, step) if step in (1, 4) else F.cross_entropy(model(x), y)
+    return gradient_penalty(model, x, y, step) if step in (1, 3) else F.cross_entropy(model(x), y)
 
 
 @training()

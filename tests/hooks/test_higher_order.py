@@ -19,7 +19,7 @@ from higher_order import FORBIDDING, NO_SIGNAL, TRAININGS, WITHOUT_LOSS, Net, ba
 from reference import bits, hooks_on
 from training import quiet_trainer
 
-STEPS = 5
+STEPS = 4
 ALL = pytest.mark.parametrize("name", quick.cases(TRAININGS, quick.HIGHER_ORDER))
 pytestmark = pytest.mark.filterwarnings("ignore:Using backward.. with create_graph", "ignore:.torch.jit")
 
