@@ -12,8 +12,8 @@ PYTHONIOENCODING, ...) it does not: for that take `subprocess`.
 
 from __future__ import annotations
 
-import array
 import atexit
+import errno
 import functools
 import gc
 import importlib.metadata
@@ -24,11 +24,13 @@ import runpy
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
 import threading
 import traceback
+import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
@@ -38,8 +40,8 @@ from typing import IO, Any
 TESTS = Path(__file__).resolve().parent
 IMPORTED = ["lightning.pytorch", "pytorch_lightning", "torch.utils.tensorboard"]
 """What the process that forks imports first."""
-LENGTH = 8
-"""Bytes that say how long a request is."""
+LENGTH = 1 << 20
+"""Bytes of a request, at most: it is one message."""
 
 
 class Fork:
@@ -90,11 +92,7 @@ def start(
     said, status = os.pipe()
     streams = [_number(output), _number(output if errors is None else errors), status]
     request = pickle.dumps((list(arguments), os.path.abspath(cwd), dict(os.environ if env is None else env)))
-    there = _server()
-    rights = array.array("i", [*streams, *fds])
-    head = len(request).to_bytes(LENGTH, "big")
-    there.sendmsg([head], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
-    there.sendall(request)
+    socket.send_fds(_server(), [request], [*streams, *fds])
     os.close(status)
     return Fork(os.fdopen(said, "rb", buffering=0))
 
@@ -143,24 +141,33 @@ _connection: socket.socket | None = None
 
 
 def _server() -> socket.socket:
-    """The connection to the process that forks, which ends with it."""
+    """The connection to the process that forks, which workers of pytest-xdist share; it ends with the last of them."""
     global _connection
     if _connection is None:
-        ours, theirs = socket.socketpair()
-        command = [sys.executable, "-c", f"import forks; forks.serve({theirs.fileno()}, {IMPORTED!r})"]
-        one = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-        env = {**os.environ, **one, "PYTHONPATH": search_path()}
-        with theirs:
-            streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "pass_fds": [theirs.fileno()]}
-            process = subprocess.Popen(command, env=env, start_new_session=True, **streams)
-        atexit.register(_close, ours, process)
-        _connection = ours
+        address = f"\0forks of {os.environ.get('PYTEST_XDIST_TESTRUNUID') or uuid.uuid4().hex}"  # no file, but a name
+        _connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        while _connection.connect_ex(address):
+            _start_server(address)
+        atexit.register(_connection.close)
     return _connection
 
 
-def _close(connection: socket.socket, process: subprocess.Popen[bytes]) -> None:
-    connection.close()
-    process.wait()
+def _start_server(address: str) -> None:
+    """Unless another worker is about to."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
+        try:
+            listening.bind(address)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return
+            raise
+        listening.listen()
+        command = [sys.executable, "-c", f"import forks; forks.serve({listening.fileno()}, {IMPORTED!r})"]
+        one = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+        env = {**os.environ, **one, "PYTHONPATH": search_path()}
+        streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "pass_fds": [listening.fileno()]}
+        process = subprocess.Popen(command, env=env, start_new_session=True, **streams)
+    atexit.register(process.wait)
 
 
 def _number(file: IO[bytes] | int) -> int:
@@ -180,19 +187,37 @@ def serve(descriptor: int, imported: Sequence[str]) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no one waits for those between
     sys.path.remove(str(TESTS))
     os.set_inheritable(descriptor, False)
-    connection = socket.socket(fileno=descriptor)
-    while True:
-        head, files, _, _ = socket.recv_fds(connection, LENGTH, 64)
-        if not head:
-            return
-        request, length = b"", int.from_bytes(head, "big")
-        while len(request) < length:
-            request += connection.recv(length - len(request))
-        if not os.fork():
-            connection.close()
-            _between(pickle.loads(request), files)
-        for file in files:
-            os.close(file)
+    with socket.socket(fileno=descriptor) as listening:
+        clients: list[socket.socket] = []
+        while True:
+            for ready in select.select([listening, *clients], [], [])[0]:
+                if ready is listening:
+                    clients.append(listening.accept()[0])
+                    _check_user(clients[-1])
+                elif (request := _received(ready)) is None:
+                    clients.remove(ready)
+                    ready.close()
+                    if not clients:
+                        return
+                elif os.fork():
+                    for file in request[1]:
+                        os.close(file)
+                else:
+                    for connection in (listening, *clients):
+                        connection.close()
+                    _between(*request)
+
+
+def _check_user(client: socket.socket) -> None:
+    """No one else may have us run things: the name of the socket is there for all to see."""
+    _, user, _ = struct.unpack("3i", client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    assert user == os.getuid()
+
+
+def _received(client: socket.socket) -> tuple[Any, list[int]] | None:
+    """A request and the files that came with it; None if the client has gone."""
+    request, files, _, _ = socket.recv_fds(client, LENGTH, 64)
+    return (pickle.loads(request), files) if request else None
 
 
 def _between(request: Any, files: list[int]) -> None:

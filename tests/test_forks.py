@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
+import uuid
 from pathlib import Path
 
 import pytest
@@ -88,3 +90,26 @@ def test_files_are_handed_over() -> None:
     assert os.read(ours, 100) == b"", "nothing else keeps it open"
     os.close(ours)
     assert process.wait() == 0
+
+
+WORKER = """
+import sys, forks
+forks.IMPORTED.clear()  # what it runs needs none of that
+print(forks.run(["-c", "import os; print(open(f'/proc/{os.getppid()}/stat').read().split()[3])"]).stdout, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.slow
+def test_workers_of_a_run_share_the_process_that_forks_which_ends_with_them() -> None:
+    env = {"PYTHONPATH": forks.search_path(), "PYTEST_XDIST_TESTRUNUID": uuid.uuid4().hex}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    workers = [subprocess.Popen([sys.executable, "-c", WORKER], env=env, **pipes) for _ in range(3)]
+    (shared,) = {int(worker.stdout.readline()) for worker in workers}
+    assert Path(f"/proc/{shared}").exists()
+    for worker in workers:
+        worker.stdin.close()
+    for worker in workers:
+        worker.wait()
+        worker.stdout.close()
+    assert not Path(f"/proc/{shared}").exists()
