@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import forks
 from gradwatch import __version__
 from gradwatch.cli import main
 from gradwatch.cli.demo import CASES
@@ -116,14 +117,17 @@ def test_another_fault_is_shown_with_its_fix(tmp_path: Path, capfd) -> None:
 @pytest.mark.slow
 def test_ctrl_c_ends_it_with_one_line(tmp_path: Path) -> None:
     code = "import sys; from gradwatch.cli import main; sys.exit(main(sys.argv[1:]))"
-    command = [sys.executable, "-c", code, "demo", "--out", str(tmp_path), "--case", "stalled"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as demo:
-        while not demo.stdout.readline().startswith("1. "):
-            assert demo.poll() is None, demo.stderr.read()
-        demo.send_signal(signal.SIGINT)
-        out, err = demo.communicate(timeout=60)
-    assert (demo.returncode, err.splitlines()[1:]) == (130, ["gradwatch demo: interrupted"])
-    assert "GradWatch" not in out
+    out, err = tmp_path / "out", tmp_path / "err"
+    arguments = ["-c", code, "demo", "--out", str(tmp_path), "--case", "stalled"]
+    with out.open("wb") as output, err.open("wb") as errors:
+        demo = forks.start(arguments, output, errors=errors, env={**os.environ, "PYTHONUNBUFFERED": "1"})
+    while "1. " not in out.read_text():
+        assert not demo.ended(0.05), err.read_text()
+    os.kill(demo.pid, signal.SIGINT)
+    demo.ended(60)
+    demo.kill()  # where it goes on
+    assert (demo.wait(), err.read_text().splitlines()[1:]) == (130, ["gradwatch demo: interrupted"])
+    assert "GradWatch" not in out.read_text()
 
 
 @pytest.mark.slow

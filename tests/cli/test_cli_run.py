@@ -98,7 +98,8 @@ print("measured at", watch.history.steps)
 
 
 @pytest.mark.slow
-def test_an_unhealthy_run_fails_on_request(script: Any, capfd: Any) -> None:
+def test_an_unhealthy_run_fails_on_request(script: Any, capfd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gradwatch.cli.run.subprocess", SimpleNamespace(Popen=Forked))
     assert main(["run", "--every", "2", "--fail-on", "error", script(UNHEALTHY_SCRIPT)]) == 1
     out, err = capfd.readouterr()
     assert "measured at [0, 2, 4, 6, 8, 10]" in out
