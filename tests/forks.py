@@ -35,7 +35,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 TESTS = Path(__file__).resolve().parent
 IMPORTED = ["lightning.pytorch", "pytorch_lightning", "torch.utils.tensorboard"]
@@ -236,9 +236,14 @@ def _between(request: Any, files: list[int]) -> None:
     os.setsid()
     for file in (status, ready, go):
         os.close(file)
+    become(request, output, errors, rest)
+
+
+def become(request: tuple[list[str], str, dict[str, str]], output: int, errors: int, files: list[int]) -> NoReturn:
+    """Be the process that was asked for, to its end: arguments, folder, environment."""
     code: object = 1
     try:
-        _become(request, output, errors, rest)
+        _run(request, output, errors, files)
         code = 0
     except SystemExit as ended:
         code = ended.code
@@ -254,8 +259,7 @@ def _between(request: Any, files: list[int]) -> None:
     os._exit(code or 0)
 
 
-def _become(request: tuple[list[str], str, dict[str, str]], output: int, errors: int, files: list[int]) -> None:
-    """Be the process that was asked for."""
+def _run(request: tuple[list[str], str, dict[str, str]], output: int, errors: int, files: list[int]) -> None:
     arguments, folder, environment = request
     nothing = os.open(os.devnull, os.O_RDONLY)
     for file, stream in ((nothing, 0), (output, 1), (errors, 2)):

@@ -7,13 +7,16 @@ import logging
 import os
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
 import pytest
-from lightning.fabric.strategies.launchers import subprocess_script
+from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
+from lightning.pytorch.strategies.launchers import subprocess_script
 
+import forks
 import ranks
 from ddp_training import BATCHES, SHARED, VARIANTS, PlannedError, SeededModule, fit_on_ranks, numbers_of, trained
 from gradwatch import GradWatch, load_run
@@ -116,10 +119,19 @@ def test_lightning_starts_the_processes(strategy: str, tmp_path: Path) -> None:
     assert "failed" not in ended.output
 
 
+class Forked:
+    """Stands in for `subprocess.Popen` in Lightning's launcher: the script again, in a fork, of the same session."""
+
+    def __init__(self, command: list[str], env: dict[str, str], cwd: None) -> None:
+        if not os.fork():
+            forks.become((command[1:], os.getcwd(), env), os.dup(1), os.dup(2), [])
+
+
 def killed(rank: str, watched: str, folder: str) -> None:
     """A user's script, of which a rank is killed, as by a system without memory."""
     # it looks every five seconds, and kills a script that has not ended by then: a matter of chance
-    subprocess_script._ChildProcessObserver._run = lambda observer: True  # type: ignore[method-assign]
+    _ChildProcessObserver._run = lambda observer: True  # type: ignore[method-assign]
+    subprocess_script.subprocess = SimpleNamespace(Popen=Forked)  # type: ignore[assignment]
     watches = [GradWatch()] if watched else []
     fit_on_ranks(SeededModule(odd=("kill", int(rank))), *watches, strategy="ddp", default_root_dir=folder)
 
