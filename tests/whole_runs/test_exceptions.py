@@ -29,6 +29,7 @@ ERRORS = {error.__name__: error for error in (ZeroDivisionError, KeyboardInterru
 EVENTS = [name for name, value in vars(pl.Callback).items() if isfunction(value) and not name.startswith("_")]
 LATER = 2
 """At which of its calls a place fails, where it is called as often."""
+SHORT = {"limit_train_batches": 2, "limit_val_batches": 1}
 
 
 class FailureAt:
@@ -58,15 +59,23 @@ def failing_callback(failure: FailureAt) -> pl.Callback:
     return type("FailingCallback", (pl.Callback,), {name: staticmethod(failing(name)) for name in EVENTS})()
 
 
-def every_event(run: LightningRun, failure: FailureAt) -> None:
+@cache
+def checkpoint_of_an_epoch(watched: bool) -> bytes:
+    def usage(run: LightningRun) -> None:
+        trainer = run.fit(failing_callback(FailureAt("", 0)), max_epochs=1, **SHORT)
+        trainer.save_checkpoint(run.root / "saved.ckpt")
+
+    with TemporaryDirectory() as folder:
+        outcome_of(usage, LightningRun(PACKAGES[0], Path(folder), watched=watched))
+        return Path(folder, "saved.ckpt").read_bytes()
+
+
+def every_event(run: LightningRun, failure: FailureAt, saved: bytes) -> None:
     """Every event there is: a fit resumed from a checkpoint, validation, test, prediction; then a fit once more."""
     callback, module, last = failing_callback(failure), run.module(), run.root / "last.ckpt"
-    saving = {"enable_checkpointing": True, "limit_train_batches": 2, "limit_val_batches": 1}
-    checkpoint = partial(run.get("callbacks.ModelCheckpoint"), dirpath=run.root, save_last=True)
-    failure.armed = False
-    run.fit(callback, checkpoint(), module=module, max_epochs=1, **saving)
-    failure.armed = True
-    trainer = run.trainer(callback, checkpoint(), max_epochs=3, **saving)
+    last.write_bytes(saved)
+    saving = run.get("callbacks.ModelCheckpoint")(dirpath=run.root, save_last=True)
+    trainer = run.trainer(callback, saving, max_epochs=3, enable_checkpointing=True, **SHORT)
     run.attempt(lambda: trainer.fit(module, data(), data(), ckpt_path=last))
     for act in (trainer.validate, trainer.test, trainer.predict):
         if act.__name__ in failure.place or failure.place in ("", "setup", "teardown"):
@@ -80,7 +89,8 @@ def every_event(run: LightningRun, failure: FailureAt) -> None:
 
 
 def outcome_with_failure(event: str, number: int, error: type[BaseException], run: LightningRun) -> Outcome:
-    return outcome_of(lambda run: every_event(run, FailureAt(event, number, error)), run)
+    saved = checkpoint_of_an_epoch(run.watched)
+    return outcome_of(lambda run: every_event(run, FailureAt(event, number, error), saved), run)
 
 
 @cache
@@ -88,7 +98,7 @@ def calls_without_failure() -> Counter[str]:
     """How often each event is called where nothing fails."""
     failure = FailureAt("", 0)
     with TemporaryDirectory() as folder, quiet():
-        every_event(LightningRun(PACKAGES[0], Path(folder), watched=False), failure)
+        every_event(LightningRun(PACKAGES[0], Path(folder), watched=False), failure, checkpoint_of_an_epoch(False))
     return failure.calls
 
 
