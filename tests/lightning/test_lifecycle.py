@@ -11,6 +11,7 @@ import pickle
 import sys
 from collections.abc import Callable
 from functools import cache
+from itertools import cycle
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -231,15 +232,7 @@ SEARCHES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("search", "place"),
-    [
-        ("Tuner.lr_find", 0),
-        ("Tuner.scale_batch_size by powers", 1),
-        ("Tuner.scale_batch_size by bisection", 0),
-        *((search, place) for search in ("LearningRateFinder", "BatchSizeFinder") for place in (0, 1)),
-    ],
-)
+@pytest.mark.parametrize(("search", "place"), [*zip(SEARCHES, cycle((0, 1)), strict=False)])
 def test_searches(search: str, place: int, tmp_path: Path) -> None:
     run = same(SEARCHES[search], tmp_path, place)
     (watch,), (trainer,) = run.watches, run.trainers
