@@ -54,12 +54,13 @@ class ShardedModule(pl.LightningModule):
         clip: float | None = None,
         odd: tuple[str, int] = ("", -1),
         known: float = math.inf,
+        every: int = 1,
     ) -> None:
-        """`odd`: what happens in batch `UNHEALTHY`, and on which rank. `known`: of how many steps it finds out what is
-        true, which takes far longer than the step.
+        """`odd`: what happens in batch `UNHEALTHY`, and on which rank. `known`, `every`: it finds out what is true at
+        every so many of the first `known` steps, which takes far longer than the step.
         """
         super().__init__()
-        self.known = known
+        self.known, self.every, self.steps = known, every, 0
         self.parallel, self.clip, self.odd = parallel, clip, odd
         self.truths: list[dict[str, dict[str, float]]] = []
 
@@ -92,10 +93,11 @@ class ShardedModule(pl.LightningModule):
         return {name: whole(p).clone() for name, (_, p) in names(self).items()}
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.finds_out = len(self.truths) < self.known
+        self.finds_out = self.steps < self.known and self.steps % self.every == 0
+        self.steps += 1
         if not self.finds_out:
             return
-        gradients, self.old = self.gradients(), self.new if self.truths else self.weights()
+        gradients, self.old = self.gradients(), self.new if self.truths and self.every == 1 else self.weights()
         zeros = per_site(self, {name: float((dense(g) == 0).sum()) for name, g in gradients.items()})
         sizes = per_site(self, {name: float(g.numel()) for name, g in gradients.items()})
         shares = {site: zeros[site] / sizes[site] for site in zeros}
