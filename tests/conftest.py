@@ -13,16 +13,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 
 import quick  # noqa: F401 (its profiles of hypothesis have to be known before pytest chooses one)
-from gradwatch.hooks.hook_set import HookSet
 
 # every process would compile again what the others have compiled, and pytest rewrite every test file
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 os.environ.pop("GRADWATCH", None)  # it would put a watch into every Trainer
-torch.set_num_threads(1)  # the tensors are tiny, and the machine is shared
 # every Trainer asks what the installed packages register, and their files are read anew each time
 importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_points)
 
@@ -45,6 +42,9 @@ def pytest_collection_finish() -> None:
     """Exclude what has been imported by now from garbage collection, which otherwise takes a quarter of a second each
     time (measured: up to a third of a file's time). Hypothesis is imported by then: it asks what refers to an object.
     """
+    import torch  # here, since the process that hands out tests to others does without
+
+    torch.set_num_threads(1)  # the tensors are tiny, and the machine is shared
     gc.collect()
     gc.freeze()
 
@@ -52,6 +52,8 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(autouse=True)
 def no_hook_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Fails a test that leaves a hook of a HookSet registered."""
+    from gradwatch.hooks.hook_set import HookSet
+
     given: list[tuple[Any, int]] = []
     add, room = HookSet.add, [100]
 
