@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -76,6 +75,8 @@ def test_a_layer_whose_output_is_edited_in_place(name: str) -> None:
 def reader() -> tuple[nn.Sequential, Tensor, Tensor]:
     """A network that has learnt to read digits, images of its test set [N, 1, 8, 8] and their labels."""
     torch.manual_seed(0)
+    from sklearn.datasets import load_digits  # two seconds, which no other test of this file needs
+
     bunch = load_digits()
     pictures = torch.tensor(bunch.images[:, None] / 16, dtype=torch.float32)
     labels = torch.tensor(bunch.target)
