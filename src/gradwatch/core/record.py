@@ -218,8 +218,8 @@ class Record:
     layout: Layout
     """The sites, in the order of the arrays below."""
     values: Mapping[str, Floats]
-    """Statistic -> array of shape [sites], NaN where it was not measured. Statistics that were not measured at this step
-    may be left out; `value` gives NaN for them. Read-only.
+    """Statistic -> array of shape [sites], NaN where it was not measured. Statistics that were not measured at this
+    step may be left out; `value` gives NaN for them. Read-only.
     """
     scalars: Mapping[str, float]
     """Numbers of the whole step: `loss`, `lr`, `batch`, `accumulated` (micro-batches added up) of `accumulate`, ..."""
