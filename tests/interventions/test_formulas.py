@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import cycle
 from typing import Any
 
 import lightning.pytorch as pl
@@ -65,6 +66,9 @@ TRAININGS: dict[str, Mode] = {
 
 SAMPLE = ("plain", "accumulated", "two optimizers")
 """Of the quick run."""
+
+LOW = ("bf16-true", "fp16 with a loss scale")
+"""Trainings whose gradients are of low precision when they are acted on, or were."""
 
 WINDOW = {"accumulated": (1.0, 1.0, (BATCHES % 4) / 4)}
 """The shares of an accumulation window that have come at the steps of an epoch; elsewhere all of it."""
@@ -247,9 +251,16 @@ def is_the_formula(which: str, training: str, **options: Any) -> None:
     assert len(before.steps) >= 14
 
 
-@pytest.mark.parametrize("training", quick.cases(TRAININGS, SAMPLE))
+@pytest.mark.parametrize("training", quick.cases([name for name in TRAININGS if name not in LOW], SAMPLE))
 @pytest.mark.parametrize("which", FORMULAS)
 def test_every_gradient_is_the_formulas(which: str, training: str) -> None:
+    is_the_formula(which, training)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("which", "training"), list(zip(FORMULAS, cycle(LOW), strict=False)))
+def test_gradients_of_low_precision_are_the_formulas(which: str, training: str) -> None:
+    """In one of these trainings or the other, by turns."""
     is_the_formula(which, training)
 
 

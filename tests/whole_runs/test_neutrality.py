@@ -17,7 +17,6 @@ import pytest
 import torch
 from torch import nn
 
-import quick
 from architectures import CATALOGUE
 from gradwatch import History, Watch
 from gradwatch.core.alert import AlertRaised, Finding, Severity
@@ -68,20 +67,25 @@ def weights_without_a_watch(name: str) -> dict[str, bytes]:
     return bits(train_architecture(name, None)[0])
 
 
-@pytest.mark.parametrize("name", quick.cases(NAMES, NAMES[:1]))
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"budget": None},
-        {"budget": 0.9},
-        {"signals": "off"},
-        {"every_n_steps": 3},
-        {"every_n_steps": "auto"},
-        {"on_alert": "stop"},
-        {"on_alert": print},
-    ],
-    ids=str,
-)
+OPTIONS: list[dict[str, Any]] = [
+    {"budget": None},
+    {"budget": 0.9},
+    {"signals": "off"},
+    {"every_n_steps": 3},
+    {"every_n_steps": "auto"},
+    {"on_alert": "stop"},
+    {"on_alert": print},
+]
+FIRST = [pytest.param(NAMES[0], options, id=f"{NAMES[0]}-{options}") for options in OPTIONS]
+OTHERS = [
+    pytest.param(name, options, id=f"{name}-{options}", marks=pytest.mark.slow)
+    for turn, name in enumerate(NAMES[1:])
+    for options in OPTIONS[turn % 2 :: 2]
+]
+"""Each with every other option, by turns."""
+
+
+@pytest.mark.parametrize(("name", "options"), [*FIRST, *OTHERS])
 def test_weights_under_every_option(name: str, options: dict[str, Any]) -> None:
     watched, _ = train_architecture(name, lambda model: Watch(model, sinks=(Memory(),), **options))
     assert bits(watched) == weights_without_a_watch(name)
