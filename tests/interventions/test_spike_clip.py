@@ -172,6 +172,21 @@ def test_a_history_that_its_count_contradicts_begins_again() -> None:
     assert factors(acts, (1.0, 1.0, 100.0))[2] < 0.1
 
 
+@pytest.mark.parametrize("number", [math.nan, -math.inf])
+def test_what_stands_where_no_norm_is_yet_is_not_taken_over(number: float) -> None:
+    acts, same = action(SpikeClip(warmup=10)), action(SpikeClip(warmup=10))
+    for norm in noise(20):
+        for one in (acts, same):
+            factors(one, (norm, norm, norm))
+    assert acts.memory is not None
+    state = acts.memory.state_dict()
+    assert torch.isposinf(state["logs"][:, -1]).all()
+    state["logs"][:, -1] = number
+    acts.memory.load_state_dict(state)
+    for norm in (*noise(5, seed=1), 100.0):
+        assert factors(acts, (norm, norm, norm)) == factors(same, (norm, norm, norm))
+
+
 # ---- in trainings
 
 

@@ -163,4 +163,4 @@ class _NormHistories:
         )
         intact = found.isfinite().sum(dim=1) == added.clamp(max=self._window)
         self._added[own_rows] = torch.where(intact, added, 0)
-        self._logs[own_rows] = torch.where(intact[:, None], found, inf)
+        self._logs[own_rows] = torch.where(intact[:, None] & found.isfinite(), found, inf)
