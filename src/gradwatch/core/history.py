@@ -374,10 +374,10 @@ class History:
             self._columns[name] = MeasuredRows(len(self.layout), forgotten=int(state["written"].get(name, 0)))
             self._columns[name].extend(numbers[there], values[there], most=self._most_rows)
         self._openings[: self._count + 1 if self._count < OPENING else None] = state["opening"]
-        gone = set(state["sites"]) - set(state.get("activations", ())) - self.layout.index.keys()
+        gone = set(state["sites"]) - set(state["activations"]) - self.layout.index.keys()
         if not unknown and not gone:
             self.layout = replace(self.layout, order=tuple(self.layout.index[name] for name in state["order"]))
-            if state.get("edges") is not None:
+            if state["edges"] is not None:
                 now = dict(zip(found.tolist(), here.tolist(), strict=True))
                 edges = LayerGraph((now[before], now[after]) for before, after in state["edges"].tolist()).edges
                 self.layout = replace(self.layout, order=topological_order(self.layout.order, edges), edges=edges)
