@@ -90,12 +90,9 @@ def rate_text(history: History) -> str:
     return f" ({said})"
 
 
-def better_rate(history: History, *, back: int = 1, records: int = EFFECT_RECORDS) -> str:
-    """The remedy where steps are too large from the record `back` from the end on. It names a value that was measured.
-
-    `records`: as in `rate_jump`.
-    """
-    if (jump := rate_jump(history, back=back, records=records)) is not None:
+def better_rate(history: History, *, back: int = 1) -> str:
+    """The remedy where steps are too large from the record `back` from the end on: a value that was measured."""
+    if (jump := rate_jump(history, back=back)) is not None:
         return jump.remedy
     if (passes := summed_passes(history)) is not None:
         return f"loss / N before each of a step's N backward passes, which are added up: N is {passes} at least."

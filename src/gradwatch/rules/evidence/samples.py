@@ -63,8 +63,8 @@ def streak_lengths(found: Mask) -> Sites:
 
 
 def streak_starts(found: Mask, ago: Sites) -> Sites:
-    """The position from the end of the history of the first of these samples; the latest sample where it is not true
-    there. `ago`: records since each sample, 0 for the latest.
+    """The position from the end of the history of the first of the samples that `streak_lengths` counts; the latest
+    where it counts none. `ago`: records since each sample, 0 for the latest.
     """
     return np.asarray(ago[::-1][np.maximum(streak_lengths(found) - 1, 0)] + 1)
 
