@@ -157,16 +157,6 @@ class BlockBuilder:
         used[~agrees] = np.nan
         return _without_taps(steps[-1], used), agrees
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"diagnosis": self._diagnosis.state_dict(), "noise": self.noise.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises ValueError, TypeError or KeyError for a state that does not fit."""
-        noise = NoiseScale()
-        noise.load_state_dict(state["noise"])
-        self._diagnosis.load_state_dict(state["diagnosis"])
-        self.noise = noise
-
     def _complete_scalars(self, step: StepState, total: float, source: NonfiniteSource) -> None:
         """Add to the numbers of the whole step those that had to come to the host."""
         scalars, reading = step.scalars, step.reading

@@ -35,6 +35,7 @@ from gradwatch.measure.devices import wait_for
 from gradwatch.measure.gradient_reader import GradientReader
 from gradwatch.measure.layers import find_layers, is_lazy
 from gradwatch.measure.modules.sampled_step import SampledStep
+from gradwatch.measure.noise_scale import NoiseScale
 from gradwatch.measure.nonfinite_rank import NonfiniteSource
 from gradwatch.measure.optimizer_steps import OptimizerSteps
 from gradwatch.measure.step_info import StepInfo
@@ -209,23 +210,29 @@ class Engine:
     def state_dict(self) -> dict[str, Any]:
         """Baselines, alerts and counters: tensors, numbers and text."""
         self.queue.complete_all()
-        state = {**self.blocks.state_dict(), "schedule": self.schedule.state_dict(), "begun": self._optimizers.begun}
+        state = {
+            "diagnosis": self.diagnosis.state_dict(),
+            "noise": self.blocks.noise.state_dict(),
+            "schedule": self.schedule.state_dict(),
+            "begun": self._optimizers.begun,
+        }
         counts = self.interventions.state_dict()  # there after the fit, too
         return state | {"interventions": counts} if counts else state
 
     @guard
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state`. One that does not fit is declined with one line in the log, and changes nothing."""
-        before = self.schedule.state_dict()
+        before, noise = self.schedule.state_dict(), NoiseScale()
         try:
             begun = [check_whole("begun", steps, "optimizer steps", least=0) for steps in state["begun"]]
             self.schedule.load_state_dict(state["schedule"])
-            self.blocks.load_state_dict(state)
+            noise.load_state_dict(state["noise"])
+            self.diagnosis.load_state_dict(state["diagnosis"])
         except Exception as error:  # a state may hold anything, and its values raise anything
             self.schedule.load_state_dict(before)
             logger.warning("GradWatch declined the state in the checkpoint and starts anew: %s", damage(error))
             return
-        self._optimizers.begun = begun
+        self.blocks.noise, self._optimizers.begun = noise, begun
         self.interventions.resume(max(begun, default=0))
         try:
             if self.interventions.given and "interventions" in state:
