@@ -13,10 +13,9 @@ from torch import Tensor, nn
 
 from gradwatch.core.record import Floats, Layout
 from gradwatch.hooks.hook_set import HookCosts
-from gradwatch.measure.devices import moved
 from gradwatch.measure.modules import ModuleStatistic, OutputCallback
 from gradwatch.measure.modules.autograd_graph import register_node_hook
-from gradwatch.measure.reductions import is_dense_real
+from gradwatch.measure.reductions import is_dense_real, joined
 
 MAX_EXAMPLES = 64
 """Examples of an output that are measured, at most: enough to tell a regularity from chance. Judgement."""
@@ -87,8 +86,7 @@ class DoubleSoftmax(ModuleStatistic):
         if not step.sums:
             return None
         found, sites = zip(*step.sums, strict=True)
-        sums = torch.cat([moved(each, found[0].device, torch.float32) for each in found])
-        return DoubleSoftmaxReading(layout, {"misfits": sums}, [*sites])
+        return DoubleSoftmaxReading(layout, {"misfits": joined(found)}, [*sites])
 
     def _hook_probabilities(
         self, site: int, class_dim: int | None, arguments: object, tensors: Iterable[Tensor]

@@ -14,12 +14,11 @@ from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
 from gradwatch.core.record import Floats, Layout
 from gradwatch.hooks.hook_set import HookCosts, recorded
-from gradwatch.measure.devices import moved
 from gradwatch.measure.modules import GradOutputCallback, ModuleStatistic, OutputCallback
 from gradwatch.measure.modules.call_loops import MAX_TRIES, CallLoops, carries_gradient, detect_loop
 from gradwatch.measure.modules.input_hooks import Arguments, InputCallback, is_hookable, view_with_hook
 from gradwatch.measure.modules.time_growth import LayerCalls, time_growths
-from gradwatch.measure.reductions import wide_norm, wide_type, widest_type
+from gradwatch.measure.reductions import joined, wide_norm, wide_type
 
 MAX_TIME_STEPS = 2**17
 """Time steps measured in one optimizer step at most, which bounds the memory of a loop that never steps its optimizer.
@@ -143,10 +142,7 @@ class TimeStepGradients(ModuleStatistic):
                 pieces += [norms for call in calls for norms in call.norms] + output_norms
         if not pieces:
             return None
-        device = pieces[0].device
-        wide = torch.float32 if all(piece.dtype is torch.float32 for piece in pieces) else widest_type(device)
-        together = torch.cat([moved(piece, device, wide) for piece in pieces])
-        return TimeStepReading(layout, {"time_steps": together}, layer_calls)
+        return TimeStepReading(layout, {"time_steps": joined(pieces)}, layer_calls)
 
     def _sequence_callback(self, site: int, module: nn.Module) -> InputCallback:
         there = weakref.ref(module)
