@@ -19,7 +19,7 @@ NEXT_NODES = "gradwatch.behind"
 """The key in a node's `metadata` under which the nodes behind it are held."""
 
 LEAF = "AccumulateGrad"
-"""Nodes of parameters: they may live as long as those, and have nothing behind them."""
+"""The kind of the nodes that put gradients into leaves: they may live as long as these, and nothing is behind them."""
 
 MAX_UNPREPARED = 64
 """Calls of hooked modules, tapped tensors, or nodes of a loss, up to which a graph needs no preparation on any stack:

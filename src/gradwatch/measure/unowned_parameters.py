@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gradwatch.hooks.graph_release import MAX_UNPREPARED, release_in_a_loop
-from gradwatch.measure.modules.autograd_graph import LEAF, kind_of, parents
+from gradwatch.hooks.graph_release import LEAF, MAX_UNPREPARED, release_in_a_loop
+from gradwatch.measure.modules.autograd_graph import kind_of, parents
 
 MAX_NODES = 20_000
 """Nodes of a graph that are visited, 1 us each. Judgement: a transformer of 24 layers has 2,000."""

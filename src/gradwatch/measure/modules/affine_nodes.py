@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
-from gradwatch.measure.modules.autograd_graph import LEAF, kind_of, leaf_of, parents
+from gradwatch.hooks.graph_release import LEAF
+from gradwatch.measure.modules.autograd_graph import kind_of, leaf_of, parents
 
 BIAS_NODES = {
     "Addmm": (0, -1),

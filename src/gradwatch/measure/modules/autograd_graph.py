@@ -8,11 +8,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from gradwatch.hooks.graph_release import LEAF
 from gradwatch.hooks.hook_set import HookCosts, recorded
 from gradwatch.measure.reductions import is_dense_real
-
-LEAF = "AccumulateGrad"
-"""The kind of the nodes that put gradients into leaves."""
 
 # fmt: off
 VIEWS = frozenset({

@@ -15,9 +15,9 @@ import numpy as np
 from torch import Tensor, nn
 
 from gradwatch.core.record import Floats, Layout
-from gradwatch.hooks.graph_release import MAX_UNPREPARED, release_in_a_loop
+from gradwatch.hooks.graph_release import LEAF, MAX_UNPREPARED, release_in_a_loop
 from gradwatch.measure.modules import ModuleStatistic
-from gradwatch.measure.modules.autograd_graph import LEAF, VIEWS, kind_of, parents
+from gradwatch.measure.modules.autograd_graph import VIEWS, kind_of, parents
 
 MAX_LOSS_NODES = 512
 """Nodes visited from the loss on: a loss of a few terms has ten, one summed over a hundred time steps three hundred.
