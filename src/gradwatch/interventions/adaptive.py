@@ -11,9 +11,9 @@ from torch import Tensor
 
 from gradwatch.core.arguments import check_number
 from gradwatch.interventions.contract import Action, At, Editing, InterventionSettings, ParameterScope
-from gradwatch.measure.devices import moved
+from gradwatch.measure.devices import moved, widest_type
 from gradwatch.measure.layers import choose
-from gradwatch.measure.reductions import exact_norm, widest_type
+from gradwatch.measure.reductions import exact_norm
 
 SMALL_UNITS, TOGETHER = 2**16, 2**22
 """Elements up to which a gradient is copied behind others, and of all that are had in float64 at once: 32 MiB.

@@ -21,9 +21,8 @@ from gradwatch.interventions.contract import (
     Scaling,
 )
 from gradwatch.interventions.group_norms import GroupNorms
-from gradwatch.measure.devices import moved
+from gradwatch.measure.devices import moved, widest_type
 from gradwatch.measure.layers import choose
-from gradwatch.measure.reductions import widest_type
 
 EPSILON = 1e-6
 """Added to the norm in the divisor, as in torch.nn.utils.clip_grad_norm_."""

@@ -12,9 +12,8 @@ from torch import Tensor
 from gradwatch.core.arguments import check_choice, check_number, check_whole
 from gradwatch.interventions.contract import Action, At, InterventionSettings, ParameterScope, Scaling
 from gradwatch.interventions.group_norms import GroupNorms
-from gradwatch.measure.devices import moved
+from gradwatch.measure.devices import moved, widest_type
 from gradwatch.measure.layers import choose
-from gradwatch.measure.reductions import widest_type
 
 NORMAL_MAD = 1.4826
 """Ratio of the standard deviation of a normal distribution to its median absolute deviation."""

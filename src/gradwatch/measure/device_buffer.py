@@ -14,7 +14,7 @@ from torch import Tensor
 from gradwatch.core.record import Floats
 from gradwatch.hooks.hook_set import is_capturing
 from gradwatch.measure import devices
-from gradwatch.measure.devices import Event, has_float64, moved
+from gradwatch.measure.devices import Event, moved, widest_type
 
 
 class DeviceBuffer:
@@ -31,8 +31,7 @@ class DeviceBuffer:
         """`doubles`: whether there are numbers that float32 cannot hold."""
         self.device = device
         self.places = places
-        single = not has_float64(device) or (device.type == "cpu" and not doubles)
-        dtype = torch.float32 if single else torch.float64
+        dtype = torch.float32 if device.type == "cpu" and not doubles else widest_type(device)
         self._rows = {row: torch.full((places + 1,), torch.nan, dtype=dtype, device=device) for row in rows}
         on_cpu = device.type == "cpu"
         self._views = {row: tensor.numpy() for row, tensor in self._rows.items()} if on_cpu else {}
@@ -71,8 +70,7 @@ class RowBlock:
         source = buffer[row]
         self._source = source
         self._norms = torch.empty((ROWS, len(source)), dtype=source.dtype, device=source.device)
-        wide = torch.float64 if has_float64(source.device) else torch.float32
-        self._losses = torch.empty(ROWS, dtype=wide, device=source.device)
+        self._losses = torch.empty(ROWS, dtype=widest_type(source.device), device=source.device)
         self._loss_slots = self._losses.unbind()
         self._clipped = torch.full((ROWS, CLIP_CHECKS), torch.nan, dtype=source.dtype, device=source.device)
         on_cpu = source.device.type == "cpu"
@@ -174,7 +172,7 @@ def _packed(tensors: list[Tensor]) -> tuple[Tensor, Event]:
     """`tensors`, 1-d, one after the other on their way to the host."""
     device = next(tensor.device for tensor in tensors if devices.is_asynchronous(tensor.device))
     # whole numbers up to 2^53 and all floats are exact in float64; a device without it has no such counts
-    wide = torch.float64 if has_float64(device) else torch.float32
+    wide = widest_type(device)
     if all(tensor.dtype is tensors[0].dtype and tensor.is_floating_point() for tensor in tensors):
         wide = tensors[0].dtype if tensors[0].dtype in (torch.float32, torch.float64) else torch.float32
     return devices.start_copy(torch.cat([moved(tensor, device, wide) for tensor in tensors]))

@@ -17,6 +17,11 @@ def has_float64(device: torch.device) -> bool:
     return device.type != "mps"
 
 
+def widest_type(device: torch.device) -> torch.dtype:
+    """The widest type of floats that `device` has."""
+    return torch.float64 if has_float64(device) else torch.float32
+
+
 def moved(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """`tensor` on `device`, of `dtype` if given, in float32 where it would be float64 and `device` has none.
 

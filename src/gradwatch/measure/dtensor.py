@@ -14,8 +14,7 @@ from torch import Tensor, distributed
 
 from gradwatch.core.record import Floats
 from gradwatch.measure.device_buffer import ROWS, DeviceBuffer, HostCopy
-from gradwatch.measure.devices import current_stream, moved
-from gradwatch.measure.reductions import widest_type
+from gradwatch.measure.devices import current_stream, moved, widest_type
 
 SUMMED = frozenset({"zeros"})
 """Rows whose numbers add up over ranks; all other rows hold norms, whose squares add up."""

@@ -20,10 +20,10 @@ from gradwatch.hooks.hook_set import (
     is_capturing,
     is_hooked_by_others,
 )
-from gradwatch.measure.devices import moved
+from gradwatch.measure.devices import moved, widest_type
 from gradwatch.measure.dtensor import is_dtensor
 from gradwatch.measure.layers import is_lazy
-from gradwatch.measure.reductions import Plan, is_vmapped, norm_into, widest_type
+from gradwatch.measure.reductions import Plan, is_vmapped, norm_into
 
 
 class _DeviceSquares:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradwatch.measure.device_buffer import host_view, on_host
-from gradwatch.measure.devices import has_float64, moved
+from gradwatch.measure.devices import has_float64, moved, widest_type
 
 SMALL = 4096
 """Elements up to which equal shapes are stacked and reduced together (measured: docs/performance.md)."""
@@ -78,11 +78,6 @@ def version_of(tensor: Tensor) -> int:
 def wide_type(tensor: Tensor) -> torch.dtype:
     """The type in which its numbers are reduced: float64 for float64, float32 for all narrower ones."""
     return torch.float64 if tensor.dtype is torch.float64 else torch.float32
-
-
-def widest_type(device: torch.device) -> torch.dtype:
-    """The widest type that `device` has."""
-    return torch.float64 if has_float64(device) else torch.float32
 
 
 def gathered(numbers: Sequence[Tensor]) -> Tensor:

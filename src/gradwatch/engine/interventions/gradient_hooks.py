@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from gradwatch.hooks.hook_set import HookSet, is_capturing
 from gradwatch.interventions.contract import Editing, Scaling
 from gradwatch.measure.device_buffer import host_view
-from gradwatch.measure.devices import moved
-from gradwatch.measure.reductions import SAFE_SQUARE, dense_real, exact_norm, norm_into, widest_norm, widest_type
+from gradwatch.measure.devices import moved, widest_type
+from gradwatch.measure.reductions import SAFE_SQUARE, dense_real, exact_norm, norm_into, widest_norm
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradwatch.engine.nan_trace.operations import InputSummary
 from gradwatch.measure.device_buffer import on_host
-from gradwatch.measure.reductions import widest_type
+from gradwatch.measure.devices import widest_type
 
 
 class Finiteness(IntEnum):

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from gradwatch.core.record import ROOT, Floats, Layout
 from gradwatch.hooks.hook_set import HookCosts
-from gradwatch.measure.devices import moved
+from gradwatch.measure.devices import moved, widest_type
 from gradwatch.measure.dtensor import is_dtensor
 from gradwatch.measure.layers import is_lazy
 from gradwatch.measure.modules import ModuleStatistic, OutputCallback
 from gradwatch.measure.modules.affine_nodes import bias_of, count_other_hooks, linear_map_of, weight_of
 from gradwatch.measure.modules.autograd_graph import register_node_hook, skip_views
-from gradwatch.measure.reductions import gathered, is_dense_real, joined, wide_type, widest_type
+from gradwatch.measure.reductions import gathered, is_dense_real, joined, wide_type
 
 MIN_SHARE = 0.05
 """Norm of an expected gradient, as a share of the norm for signals without a pattern, under which it is rounding error:
