@@ -37,6 +37,9 @@ TREE_SUMS = frozenset({"cuda", "xpu"})
 COUNTED_TOGETHER = 48 * 2**20
 """Bytes on an accelerator whose signs are taken together to be counted: as much more memory for a moment. Judgement."""
 
+NARROW = (torch.float16, torch.bfloat16)
+"""Types whose numbers have 3 digits: products and differences are taken in float32, so that a factor keeps its own."""
+
 SAFE_SQUARE = 1e-34
 """Mean square under which float32 squares begin to underflow: norms below it are computed again."""
 
@@ -203,7 +206,7 @@ def zeros_into(tensor: Tensor, out: Tensor) -> None:
 def _zeros_on_host(values: Tensor) -> int:
     """Number of zeros in `values`, on the CPU: numpy compares and counts twice as fast as torch (measured)."""
     flat = _in_memory_order(values.detach().resolve_neg()).view(-1)
-    narrow = flat.dtype in (torch.float16, torch.bfloat16)
+    narrow = flat.dtype in NARROW
     numbers = host_view(flat.view(torch.int16) if narrow else flat)
     assert numbers is not None, "it is on the CPU"
     room, zeros = np.empty(min(len(numbers), ONE_SUM), dtype=bool), 0

@@ -14,14 +14,11 @@ from torch import Tensor
 
 from gradwatch.measure.device_buffer import DeviceBuffer, on_host
 from gradwatch.measure.devices import moved
-from gradwatch.measure.reductions import ENLARGED, NORM, SMALL, STACK, FloatLimits, Plan
+from gradwatch.measure.reductions import ENLARGED, NARROW, NORM, SMALL, STACK, FloatLimits, Plan
 
 COPY_BYTES = 4 * 2**20
 """Bytes of weights copied on a sampled step for `update_ratio`; larger models copy some parameters at a time.
 Judgement."""
-
-NARROW = (torch.float16, torch.bfloat16)
-"""Types that are compared in float32."""
 
 UPDATES_ROW = "updates"
 """Row of the buffer: norms of the differences between weights and their copies."""

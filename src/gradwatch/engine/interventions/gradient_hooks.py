@@ -14,7 +14,7 @@ from gradwatch.hooks.hook_set import HookSet, is_capturing
 from gradwatch.interventions.contract import Editing, Scaling
 from gradwatch.measure.device_buffer import host_view
 from gradwatch.measure.devices import moved, widest_type
-from gradwatch.measure.reductions import SAFE_SQUARE, dense_real, exact_norm, norm_into, widest_norm
+from gradwatch.measure.reductions import NARROW, SAFE_SQUARE, dense_real, exact_norm, norm_into, widest_norm
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ def apply_action(
     if seen is not None and seen == 1.0:
         return gradient, 1.0, norm
     after = norm * factor
-    if gradient.dtype in (torch.float16, torch.bfloat16) and seen is None:
+    if gradient.dtype in NARROW and seen is None:
         return (gradient.float() * moved(factor, gradient.device)).to(gradient.dtype), factor, after
     # the product of a 0-dim gradient has the type of the factor
     return (gradient * moved(factor, gradient.device)).to(gradient.dtype), factor, after

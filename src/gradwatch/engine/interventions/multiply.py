@@ -12,10 +12,7 @@ from torch import Tensor, nn
 from gradwatch.core.record import Floats
 from gradwatch.measure.device_buffer import host_view
 from gradwatch.measure.devices import moved
-
-NARROW = (torch.float16, torch.bfloat16)
-"""Types whose product with a factor on an accelerator is taken in float32: the factor itself would be rounded to
-3 digits."""
+from gradwatch.measure.reductions import NARROW
 
 WIDENED = 48 * 2**20
 """Bytes of gradients that are had in float32 at once; of a larger one all of it. Judgement."""
