@@ -274,7 +274,7 @@ class Engine:
         """A batch is over, whether the optimizer stepped or not."""
         if self.failed or self._reader is None:
             return
-        if self._sampling or self._samples.thresholds is not None:
+        if self._sampling or self._samples.pause is not None:
             self._samples.unhook_modules()
         self._reader.tensor_taps.in_batch = self._announced = False
         if self._open is not None:

@@ -11,33 +11,21 @@ PAUSED = 2**31 - 1
 no one else sets it, so that `gc.disable` and thresholds of the user's own stay in force.
 """
 
-Thresholds = tuple[int, int, int]
 
-
-def pause() -> Thresholds | None:
-    """Pause the collector; what `resume` needs, None where it is off or paused already.
+@contextmanager
+def no_collections() -> Iterator[None]:
+    """Within it the collector is paused, unless it is off or paused already.
 
     Every hook on a module, and every node of the graph that it reaches, is a few objects. At thousands of modules the
     collector would go through the whole model again and again: half of what hooks cost there (measured).
     """
-    thresholds = gc.get_threshold()
-    if thresholds[0] in (0, PAUSED):
-        return None
-    gc.set_threshold(PAUSED, *thresholds[1:])
-    return thresholds
-
-
-def resume(thresholds: Thresholds | None) -> None:
-    """Undo the `pause` that returned `thresholds`, unless somebody has set others since."""
-    if thresholds is not None and gc.get_threshold()[0] == PAUSED:
-        gc.set_threshold(*thresholds)
-
-
-@contextmanager
-def no_collections() -> Iterator[None]:
-    """Within it, the collector is paused."""
-    thresholds = pause()
+    first, *others = gc.get_threshold()
+    if first in (0, PAUSED):
+        yield
+        return
+    gc.set_threshold(PAUSED, *others)
     try:
         yield
     finally:
-        resume(thresholds)
+        if gc.get_threshold()[0] == PAUSED:  # otherwise somebody has set others since
+            gc.set_threshold(first, *others)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from gradwatch.core.layer_graph import Edge
 from gradwatch.core.record import Layout
-from gradwatch.hooks import garbage_collector
+from gradwatch.hooks.garbage_collector import no_collections
 from gradwatch.hooks.hook_set import HookCosts
 from gradwatch.measure.layers import Layer
 from gradwatch.measure.modules import ModuleStatistic
@@ -60,8 +61,8 @@ class SampledStep:
         if statistics:
             statistics.append(self._data_flow)
         self._module_hooks = ModuleHooks(statistics, self._costs)
-        self.thresholds: garbage_collector.Thresholds | None = None
-        """Of Python's garbage collector, while it is paused."""
+        self.pause: ExitStack | None = None
+        """Within which Python's garbage collector is paused; None while it is not."""
         self._refusal_reported = False
         self._unowned = UnownedParameters()
 
@@ -83,8 +84,9 @@ class SampledStep:
         """
         if self.hooks_modules:
             self._recomputed.on = everything
-            if self.thresholds is None:
-                self.thresholds = garbage_collector.pause()
+            if self.pause is None:
+                self.pause = ExitStack()
+                self.pause.enter_context(no_collections())
             self._module_hooks.attach(layers, layout, full=self._full)
             if not whole_batch:
                 self._resume()
@@ -95,8 +97,9 @@ class SampledStep:
         self._resume()
 
     def _resume(self) -> None:
-        garbage_collector.resume(self.thresholds)
-        self.thresholds = None
+        if self.pause is not None:
+            self.pause.close()
+            self.pause = None
 
     def unsupported(self) -> str:
         """A sentence about an option that has no effect in this run, once; otherwise empty."""
