@@ -54,7 +54,7 @@ class Engine:
     def __init__(self, model: nn.Module, options: Options, sinks: Iterable[Sink]) -> None:
         """Raises ValueError for a pattern that matches no layer, an intervention's too."""
         self.options, self.failed = options, False
-        interventions, rules = options.chosen_interventions(), options.chosen_rules()
+        interventions, rules = tuple(options.interventions), options.chosen_rules()
         # without patterns, nothing can be wrong before they are attached
         layers = find_layers(model, options.patterns) if interventions or options.layers is not None else ()
         self.replay, self.alert_reaction = BatchReplay(), AlertReaction(options.on_alert)

@@ -93,7 +93,6 @@ class Options:
         every = {1: "every step", "auto": "as the budget allows"}.get(
             self.every_n_steps, f"every {self.every_n_steps} steps"
         )
-        acting = bool(self.chosen_interventions())
         share = f"{'' if self.budget is None else 'about '}every {interval} steps"
         signals = "signals off" if self.signals == "off" else f"signals sampled, {share}"
         if self.signals != "off" and mode.ranks > 1:
@@ -103,17 +102,14 @@ class Options:
         if self.signals == "off" and self.activations is True:
             signals = f"signals off, activations sampled, {share}"
         return {
-            "grad_norm": f"gradient norms {mode.label(sharded=sharded, acting=acting)}, {every}",
+            "grad_norm": f"gradient norms {mode.label(sharded=sharded, acting=bool(self.interventions))}, {every}",
             "signal_norm": signals,
         }
 
     @property
     def may_end(self) -> bool:
         """Whether something may end the training: then all ranks ask each other after every batch."""
-        return self.on_alert == "stop" or any(one.settings.ends for one in self.chosen_interventions())
-
-    def chosen_interventions(self) -> tuple[Intervention, ...]:
-        return tuple(self.interventions)
+        return self.on_alert == "stop" or any(one.settings.ends for one in self.interventions)
 
     def chosen_rules(self) -> tuple[Rule, ...]:
         return default_rules() if self.rules is None else tuple(self.rules)
