@@ -187,7 +187,7 @@ def test_what_is_taken_out_is_freed(options: dict[str, Any]) -> None:
 def test_of_micro_batches_too() -> None:
     """Sentinels look at parameters where several backward passes make a step."""
     from gradwatch.core.training_loop import TrainingMode
-    from gradwatch.measure.nonfinite_rank import NonfiniteSource
+    from gradwatch.measure.nonfinite_source import NonfiniteSource
 
     model = net()
     origin, parameters = NonfiniteSource(TrainingMode(accumulate=2)), list(model.parameters())

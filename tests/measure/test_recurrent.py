@@ -407,7 +407,7 @@ def test_a_hook_that_fails_leaves_the_training_alone(
     def fails(*_: object, **__: object) -> Tensor:
         raise RuntimeError("planned")
 
-    monkeypatch.setattr(f"gradwatch.measure.modules.recurrent.{where}", fails)
+    monkeypatch.setattr(f"gradwatch.measure.modules.time_step_gradients.{where}", fails)
     model = make()
     with Watch(model, sinks=()) as watch:
         model(inputs()).sum().backward()

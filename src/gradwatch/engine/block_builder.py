@@ -18,7 +18,7 @@ from gradwatch.measure.device_buffer import RowBlock
 from gradwatch.measure.gradient_reader import ARRIVED
 from gradwatch.measure.loss_scale import remaining_scale
 from gradwatch.measure.noise_scale import NoiseScale
-from gradwatch.measure.nonfinite_rank import NonfiniteSource
+from gradwatch.measure.nonfinite_source import NonfiniteSource
 from gradwatch.measure.optimizer_parameters import DISAGREE
 from gradwatch.measure.site_values import Places, norms
 

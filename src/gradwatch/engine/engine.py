@@ -36,7 +36,7 @@ from gradwatch.measure.gradient_reader import GradientReader
 from gradwatch.measure.layers import find_layers, is_lazy
 from gradwatch.measure.modules.sampled_step import SampledStep
 from gradwatch.measure.noise_scale import NoiseScale
-from gradwatch.measure.nonfinite_rank import NonfiniteSource
+from gradwatch.measure.nonfinite_source import NonfiniteSource
 from gradwatch.measure.optimizer_steps import OptimizerSteps
 from gradwatch.measure.step_info import StepInfo
 from gradwatch.sinks import Sink

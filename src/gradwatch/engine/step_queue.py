@@ -19,7 +19,7 @@ from gradwatch.engine.step import StepState
 from gradwatch.measure.device_buffer import ROWS, HostCopy
 from gradwatch.measure.dtensor import ShardBlock
 from gradwatch.measure.modules.sampled_step import LayerFlow
-from gradwatch.measure.nonfinite_rank import NonfiniteSource
+from gradwatch.measure.nonfinite_source import NonfiniteSource
 
 logger = logging.getLogger("gradwatch")
 

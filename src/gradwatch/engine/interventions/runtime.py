@@ -15,10 +15,10 @@ from gradwatch.core.arguments import damage
 from gradwatch.core.record import Layout
 from gradwatch.core.training_loop import TrainingMode
 from gradwatch.engine.diagnosis import Diagnosis
-from gradwatch.engine.interventions.counts import AppliedFactors, ChangeCounts, StepEffect
 from gradwatch.engine.interventions.gates import GateDecision, Gates
 from gradwatch.engine.interventions.gradient_hooks import GradientHooks, HookedAction, norm_of, norm_ratio
 from gradwatch.engine.interventions.signal_hooks import SignalHooks
+from gradwatch.engine.interventions.step_effect import AppliedFactors, ChangeCounts, StepEffect
 from gradwatch.engine.interventions.step_gradients import StepGradients
 from gradwatch.engine.interventions.step_plan import (
     ActiveIntervention,

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from gradwatch.core.alert import short_list
 from gradwatch.engine.diagnosis import Diagnosis
-from gradwatch.engine.interventions.counts import AppliedFactors
 from gradwatch.engine.interventions.gradient_hooks import HookedAction, apply_action, norm_of
+from gradwatch.engine.interventions.step_effect import AppliedFactors
 from gradwatch.engine.interventions.step_plan import ActiveIntervention, CannotAct
 from gradwatch.hooks.hook_set import HookCosts, HookSet, is_capturing
 from gradwatch.interventions import Editing, ParameterScope, Scaling

@@ -13,9 +13,9 @@ from torch import Tensor
 from gradwatch.core.guard import UserFacingError
 from gradwatch.core.record import Layout
 from gradwatch.core.training_loop import TrainingMode
-from gradwatch.engine.interventions.counts import ChangeCounts
 from gradwatch.engine.interventions.gradient_hooks import GradientHooks
 from gradwatch.engine.interventions.multiply import CpuScalars
+from gradwatch.engine.interventions.step_effect import ChangeCounts
 from gradwatch.interventions import Action, Gate, Intervention, ParameterScope, Scaling
 from gradwatch.measure.devices import moved
 from gradwatch.measure.optimizer_parameters import OptimizerParameters

@@ -22,8 +22,8 @@ from gradwatch.measure.modules.loss_head import LossHead
 from gradwatch.measure.modules.module_hooks import ModuleHooks, ModuleHooksReading
 from gradwatch.measure.modules.output_statistics import OutputStatistics
 from gradwatch.measure.modules.recomputed_gradients import RecomputedGradients
-from gradwatch.measure.modules.recurrent import TimeStepGradients
 from gradwatch.measure.modules.signal_statistics import SignalStatistics
+from gradwatch.measure.modules.time_step_gradients import TimeStepGradients
 from gradwatch.measure.unowned_parameters import UnownedParameters
 
 FULL_HOOKS_REFUSED = (
