@@ -16,8 +16,8 @@ from gradwatch.hooks.hook_set import HookCosts
 from gradwatch.measure.layers import Layer
 from gradwatch.measure.modules import ModuleStatistic
 from gradwatch.measure.modules.data_flow import DataFlow
-from gradwatch.measure.modules.double_softmax import DoubleSoftmax
 from gradwatch.measure.modules.frozen_weights import FrozenWeights
+from gradwatch.measure.modules.logit_misfit import LogitMisfit
 from gradwatch.measure.modules.loss_head import LossHead
 from gradwatch.measure.modules.module_hooks import ModuleHooks, ModuleHooksReading
 from gradwatch.measure.modules.output_statistics import OutputStatistics
@@ -56,7 +56,7 @@ class SampledStep:
         statistics: list[ModuleStatistic] = [OutputStatistics(), FrozenWeights()] if forward else []
         if signals != "off":
             statistics += [SignalStatistics(), self._head, TimeStepGradients(self._costs)]
-            statistics += [DoubleSoftmax(self._costs), self._recomputed]
+            statistics += [LogitMisfit(self._costs), self._recomputed]
         self._data_flow = DataFlow()
         if statistics:
             statistics.append(self._data_flow)

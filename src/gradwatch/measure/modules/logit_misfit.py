@@ -39,7 +39,7 @@ class _StepMisfits:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DoubleSoftmaxReading:
+class LogitMisfitReading:
     """The misfits of one step, on the device."""
 
     layout: Layout
@@ -60,7 +60,7 @@ class DoubleSoftmaxReading:
         return {"logit_misfit": ratio}
 
 
-class DoubleSoftmax(ModuleStatistic):
+class LogitMisfit(ModuleStatistic):
     """Compares the gradient of probabilities with the gradient under a loss that takes them as logits.
 
     For a cross entropy that takes p [classes] as logits, dL/dp_i of every class i but the target is w softmax(p)_i with
@@ -81,12 +81,12 @@ class DoubleSoftmax(ModuleStatistic):
             return partial(self._hook_probabilities, site, -3)
         return partial(self._hook_probabilities, site, None) if kind == "Sigmoid" else None
 
-    def collect(self, layout: Layout) -> DoubleSoftmaxReading | None:
+    def collect(self, layout: Layout) -> LogitMisfitReading | None:
         step, self.step = self.step, _StepMisfits()
         if not step.sums:
             return None
         found, sites = zip(*step.sums, strict=True)
-        return DoubleSoftmaxReading(layout, {"misfits": joined(found)}, [*sites])
+        return LogitMisfitReading(layout, {"misfits": joined(found)}, [*sites])
 
     def _hook_probabilities(
         self, site: int, class_dim: int | None, arguments: object, tensors: Iterable[Tensor]
