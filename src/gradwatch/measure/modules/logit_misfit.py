@@ -1,4 +1,6 @@
-"""Whether a loss takes probabilities as logits, as the gradient of the output of a Softmax or Sigmoid shows."""
+"""Whether a loss takes probabilities as logits, as the gradient of the output of a Softmax or Sigmoid shows: also for
+losses that `loss_head.py` does not know in the graph.
+"""
 
 from __future__ import annotations
 
