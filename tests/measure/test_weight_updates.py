@@ -11,11 +11,11 @@ from gradwatch import Watch
 from gradwatch.measure import reductions
 from gradwatch.measure.device_buffer import DeviceBuffer
 from gradwatch.measure.reductions import exact_norm
-from gradwatch.measure.weight_updates import COPY_BYTES, UPDATES_ROW, UpdateNorms
+from gradwatch.measure.weight_updates import COPY_BYTES, UpdateNorms
 
 
 def buffer(places: int) -> DeviceBuffer:
-    return DeviceBuffer(torch.device("cpu"), places, (UPDATES_ROW,))
+    return DeviceBuffer(torch.device("cpu"), places, ("updates",))
 
 
 def sizes(weights: list[Tensor]) -> list[tuple[int, int]]:
@@ -42,7 +42,7 @@ def test_against_float64() -> None:
         assert sorted(members) == [i for i, weight in enumerate(weights) if weight.numel()]
         for slot, member in enumerate(members):
             moved = weights[member].double() - old[member].double()
-            assert room[UPDATES_ROW][slot].item() == pytest.approx(norms(moved), rel=1e-4)
+            assert room["updates"][slot].item() == pytest.approx(norms(moved), rel=1e-4)
         assert updates.compare(weights) == [], "the copies live for one step"
 
 
@@ -58,7 +58,7 @@ def test_many_weights_that_do_not_move_or_hardly(monkeypatch: pytest.MonkeyPatch
         weight.mul_(1.5)
     for slot, member in enumerate(updates.compare(weights)):
         moved = weights[member].double() - old[member].double()
-        assert room[UPDATES_ROW][slot].item() == pytest.approx(norms(moved), rel=1e-4)
+        assert room["updates"][slot].item() == pytest.approx(norms(moved), rel=1e-4)
     assert [tuple(tensor.shape) for tensor in alone] == [(70, 70)]
 
 
@@ -76,7 +76,7 @@ def test_large_models_take_turns() -> None:
         for slot, member in enumerate(members):
             size = weights[member].numel()
             moved = float(weights[member][0]) / 3 * np.sqrt(size)
-            assert room[UPDATES_ROW][slot].item() == pytest.approx(moved, rel=1e-4)
+            assert room["updates"][slot].item() == pytest.approx(moved, rel=1e-4)
         assert len(members) < len(weights)
         seen += members
     assert sorted(seen) == [0, 1, 2, 3]
@@ -110,4 +110,4 @@ def test_weights_that_change_their_shape(changed: int) -> None:
     members = updates.compare(weights)
     assert sorted(members) == list(range(31))
     for slot, member in enumerate(members):
-        assert room[UPDATES_ROW][slot].item() == pytest.approx(np.sqrt(weights[member].numel()))
+        assert room["updates"][slot].item() == pytest.approx(np.sqrt(weights[member].numel()))

@@ -15,7 +15,6 @@ from gradwatch.engine.diagnosis import Diagnosis
 from gradwatch.engine.interventions.runtime import InterventionRuntime
 from gradwatch.engine.step import StepState
 from gradwatch.measure.device_buffer import RowBlock
-from gradwatch.measure.gradient_reader import ARRIVED
 from gradwatch.measure.loss_scale import remaining_scale
 from gradwatch.measure.noise_scale import NoiseScale
 from gradwatch.measure.nonfinite_source import NonfiniteSource
@@ -173,7 +172,7 @@ class BlockBuilder:
             self._finite_until = step.step_count
         elif self._finite_until == step.step_count - 1:  # later the weights may not be finite
             self._locate_nonfinite(step, source)
-        if step.own_passes and ARRIVED in reading.index:
+        if step.own_passes and "arrived" in reading.index:
             scalars |= self._noise_scale(step, total)
 
     def _locate_nonfinite(self, step: StepState, source: NonfiniteSource) -> None:
@@ -207,7 +206,7 @@ class BlockBuilder:
         parts, examples = step.passes * step.ranks, int(scalars.get("examples", 0))
         if parts < 2 or not examples:
             return {}
-        micro = float(np.nansum(np.square(step.reading.per_parameter(ARRIVED))))
+        micro = float(np.nansum(np.square(step.reading.per_parameter("arrived"))))
         # the loss of each micro-batch was divided by N, and of an incomplete window only n have come
         whole = scalars.get("accumulate", 1.0)
         small, big = micro * whole**2 / step.passes, (total * whole / step.passes) ** 2

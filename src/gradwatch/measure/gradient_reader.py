@@ -33,16 +33,12 @@ from gradwatch.measure.reductions import ZEROS, norm_into
 from gradwatch.measure.site_values import Coverage, Places, Reading
 from gradwatch.measure.stale_gradients import StaleGradientCheck
 from gradwatch.measure.tensor_taps import TensorTaps
-from gradwatch.measure.weight_updates import UPDATES_ROW as UPDATED
 
 BEFORE = ("grad_norm", "zeros", "weights")
 """Rows of the buffer that are read before the optimizer moves: the first at any step, the others on sampled steps."""
 
-AFTER = ("grad_norm_clipped", UPDATED)
+AFTER = ("grad_norm_clipped", "updates")
 """Those that are read after it: the first at any step, if at all."""
-
-ARRIVED = "arrived"
-"""Row of the buffer: root of the sum of squares of what the hooks have measured, on sampled steps."""
 
 
 class GradientReader:
@@ -124,7 +120,7 @@ class GradientReader:
         self.parameters = [found.get(name, REMOVED) for name in self.layout.names(self.layout.parameters)]
         self._place = {id(p): place for place, p in enumerate(self.parameters) if p is not REMOVED}
         doubles = has_doubles(self.parameters)
-        rows = (*BEFORE, ARRIVED, *AFTER)
+        rows = (*BEFORE, "arrived", *AFTER)
         self._block = None
         self.buffer = DeviceBuffer(main_device(self.parameters), len(self.parameters), rows, doubles=doubles)
         if any(map(is_dtensor, others)):
@@ -342,17 +338,19 @@ class GradientReader:
         return index
 
     def _arrived(self, parameters: OptimizerParameters, scale: Tensor | None) -> dict[str, Places]:
-        """Fill the row of what has arrived at `parameters`; the slot of each parameter."""
+        """Fill the row `arrived`, roots of the sums of squares of what hooks have measured at `parameters`; the slot of
+        each parameter.
+        """
         places = parameters.indices
         taken = self.parameter_hooks.take(places, self.buffer.device)
         if taken is None:
             return {}
         squares, arrived = taken
         norms = squares.sqrt() if scale is None else squares.sqrt() / moved(scale, squares.device)
-        self.buffer[ARRIVED][: len(places)].copy_(norms)
+        self.buffer["arrived"][: len(places)].copy_(norms)
         index = np.full(self.buffer.places, -1, dtype=np.intp)
         index[places] = np.where(arrived, np.arange(len(places)), -1)
-        return {ARRIVED: index}
+        return {"arrived": index}
 
     def _of_ranks(
         self,

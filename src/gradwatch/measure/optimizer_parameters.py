@@ -20,7 +20,7 @@ from gradwatch.measure.dtensor import largest_part, local_tensor
 from gradwatch.measure.layers import REMOVED, is_lazy
 from gradwatch.measure.reductions import NORM, FloatLimits, Plan, Reduction, version_of
 from gradwatch.measure.site_values import Coverage, Places
-from gradwatch.measure.weight_updates import UPDATES_ROW, UpdateNorms
+from gradwatch.measure.weight_updates import UpdateNorms
 
 CHANGE_CHECKS = 8
 """Parameters of an optimizer whose gradients show for all, between samples, whether they were changed. Judgement."""
@@ -204,7 +204,7 @@ class OptimizerParameters:
             return {}
         index = np.full(buffer.places, -1, dtype=np.intp)
         index[[self.indices[member] for member in members]] = np.arange(len(members))
-        return {UPDATES_ROW: index}
+        return {"updates": index}
 
 
 def _written(gradients: list[Tensor | None]) -> list[int]:

@@ -20,9 +20,6 @@ COPY_BYTES = 4 * 2**20
 """Bytes of weights copied on a sampled step for `update_ratio`; larger models copy some parameters at a time.
 Judgement."""
 
-UPDATES_ROW = "updates"
-"""Row of the buffer: norms of the differences between weights and their copies."""
-
 
 class UpdateNorms:
     """Copies weights before a step and compares them after it: all, or turn by turn as many as `COPY_BYTES` allow."""
@@ -76,8 +73,8 @@ class UpdateNorms:
         self._current = None
 
     def compare(self, weights: Sequence[Any]) -> list[int]:
-        """Write the norms of the differences into `UPDATES_ROW` and free the copies. Returns the index of the weight of
-        each slot, from the first on; empty where a weight has changed its shape.
+        """Write the norms of the differences into the row `updates` and free the copies. Returns the index of the
+        weight of each slot, from the first on; empty where a weight has changed its shape.
         """
         copies = self._current
         if copies is None:
@@ -115,7 +112,7 @@ class _WeightCopies:
         self._shapes = [weights[member].shape for member, _ in self._singles]
         samples = self._samples(weights)
         first = sum(map(len, stacked))
-        self._plan = Plan([_wide(sample) for sample in samples], buffer[UPDATES_ROW][first:])
+        self._plan = Plan([_wide(sample) for sample in samples], buffer["updates"][first:])
         order = self._plan.positions
         self.members = [member for part in stacked for member in part] + [self._singles[i][0] for i in order]
         """Index of the weight of each slot."""
@@ -123,7 +120,7 @@ class _WeightCopies:
         self._limits = FloatLimits(counts)
         whole = [weights[member].numel() for member in self.members]
         scales = [(all_of / count) ** 0.5 if count else 1.0 for all_of, count in zip(whole, counts, strict=True)]
-        self._scales = moved(torch.tensor(scales, dtype=buffer[UPDATES_ROW].dtype), buffer.device)
+        self._scales = moved(torch.tensor(scales, dtype=buffer["updates"].dtype), buffer.device)
         """Factors that make norms of every k-th element estimates for whole tensors."""
         self._scaled = any(scale != 1.0 for scale in scales)
 
@@ -139,7 +136,7 @@ class _WeightCopies:
         self._copies = []
 
     def compare(self, weights: Sequence[Any]) -> bool:
-        """Write the norms into `UPDATES_ROW`. Returns False where a weight has changed its shape."""
+        """Write the norms into the row `updates`. Returns False where a weight has changed its shape."""
         before = self._copies
         after = [torch.stack(choose(weights)) for choose in self._stacks] + self._samples(weights)
         if [tensor.shape for tensor in after] != [tensor.shape for tensor in before]:
@@ -150,13 +147,13 @@ class _WeightCopies:
         return True
 
     def _norms(self, tensors: Sequence[Tensor]) -> None:
-        out, count, slot = self._buffer[UPDATES_ROW], len(self._stacks), 0
+        out, count, slot = self._buffer["updates"], len(self._stacks), 0
         for stack in tensors[:count]:
             NORM.rows(stack.view(len(stack), -1), out[slot : slot + len(stack)])
             slot += len(stack)
         self._plan.run(tensors[count:])
         self._limits.recompute(
-            self._buffer.view(UPDATES_ROW, len(self.members)),
+            self._buffer.view("updates", len(self.members)),
             lambda slot: self._tensor_of_slot(tensors, slot),
             lambda slots: self._enlarged_norms(tensors, slots),
         )
