@@ -73,8 +73,8 @@ class GradientReader:
         """With shards, the rows that wait for an exchange, if steps wait for each other."""
         self.exchanged: deque[ShardBlock] = deque()
         """Rows that were exchanged, until someone has seen whether a rank was in trouble."""
-        self._reserved: tuple[int, int] | None = None
-        """In `waiting_rows`: where the rows of the step go that are read before the optimizer moves, and after."""
+        self._reserved: dict[str, int] = {}
+        """The first row of `BEFORE` and of `AFTER` -> where the step's go in `waiting_rows`."""
         self._whole_slots: dict[str, tuple[Places, Places]] = {}
         """Row of the buffer -> the slots of each parameter's part that were seen there last, and those of the whole."""
         self._place: dict[int, int] = {}
@@ -90,7 +90,7 @@ class GradientReader:
         self._place.clear()
         self._by_optimizer.clear()
         self.parameters, self.layers, self.model, self.shards = [], [], nn.Module(), None
-        self.waiting_rows = self._reserved = None
+        self.waiting_rows, self._reserved = None, {}
         self.exchanged.clear()
 
     def rescan(self) -> tuple[str, ...]:
@@ -222,9 +222,8 @@ class GradientReader:
             with self.deferred_errors:
                 if not self.errors:
                     index = self._reduce(parameters, sampled=sampled, scale=scale)
-            first = None if self._reserved is None else self._reserved[0]
-            self.latest = self._of_ranks(parameters, BEFORE if sampled else BEFORE[:1], index, first, loss)
-            if first is None:
+            self.latest = self._of_ranks(parameters, BEFORE if sampled else BEFORE[:1], index, loss)
+            if self.waiting_rows is None:
                 assert isinstance(self.latest.block, ShardBlock)
                 self.exchanged.append(self.latest.block)
             return self.latest
@@ -256,12 +255,12 @@ class GradientReader:
         assert self.shards is not None
         if self.waiting_rows is None:
             self.waiting_rows = ShardBlock(self.shards, ROWS)
-        before = self.waiting_rows.reserve(len(BEFORE) if sampled else 1)
-        self._reserved = before, self.waiting_rows.reserve(len(AFTER) if sampled else int(clipped))
+        self._reserved[BEFORE[0]] = self.waiting_rows.reserve(len(BEFORE) if sampled else 1)
+        self._reserved[AFTER[0]] = self.waiting_rows.reserve(len(AFTER) if sampled else int(clipped))
 
     def exchange(self) -> ShardBlock | None:
         """Exchange the rows that wait, with all ranks; None where none was reserved."""
-        block, self.waiting_rows, self._reserved = self.waiting_rows, None, None
+        block, self.waiting_rows, self._reserved = self.waiting_rows, None, {}
         if block is not None:
             block.exchange(self.errors)
             self.exchanged.append(block)
@@ -309,8 +308,7 @@ class GradientReader:
                 index |= parameters.update_norms(self.buffer)
         if self.shards is not None:
             rows = AFTER if sampled else AFTER[:1] if clipped else ()
-            first = None if self._reserved is None else self._reserved[1]
-            return self._of_ranks(parameters, rows, index, first) if rows else None
+            return self._of_ranks(parameters, rows, index) if rows else None
         if not index:
             return None
         assert parameters.coverage is not None, "they were reduced"
@@ -357,19 +355,16 @@ class GradientReader:
         parameters: OptimizerParameters,
         rows: tuple[str, ...],
         index: Mapping[str, Places],
-        first: int | None,
         loss: Tensor | None = None,
     ) -> Reading:
-        """What all ranks make of their parts. `first`: where they wait for it; None: at once.
+        """What all ranks make of their parts: at once, or where the rows wait for it.
 
         Every rank has the same `rows`, those it cannot fill too.
         """
-        assert self.shards is not None
-        if first is None:
-            block, first = self._exchanged({row: index[row] for row in rows if row in index}, rows, loss), 0
+        block, first = self.waiting_rows, self._reserved.get(rows[0], 0)
+        if block is None:
+            block = self._exchanged(index, rows, loss)
         else:
-            assert self.waiting_rows is not None, "they were reserved"
-            block = self.waiting_rows
             self._fill(block, first, rows, index, loss)
         coverage = parameters.coverage or Coverage(
             self.layout, np.full(len(self.parameters), Missing.MEASURED, np.int8)
