@@ -16,7 +16,7 @@ from gradwatch.core.record import Floats
 from gradwatch.measure.device_buffer import ROWS, DeviceBuffer, HostCopy
 from gradwatch.measure.devices import current_stream, moved, widest_type
 
-SUMMED = frozenset({"zeros"})
+SUMMED = frozenset({"zeros", "edited"})
 """Rows whose numbers add up over ranks; all other rows hold norms, whose squares add up."""
 
 

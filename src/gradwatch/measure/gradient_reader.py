@@ -40,6 +40,9 @@ BEFORE = ("grad_norm", "zeros", "weights")
 AFTER = ("grad_norm_clipped", "updates")
 """Those that are read after it: the first at any step, if at all."""
 
+EDITED = ("edited_norm", "edited")
+"""Those that interventions fill: norms after an edit, and 1 where it has changed a gradient."""
+
 
 class GradientReader:
     """Owns the parameter hooks, and reads the gradients and weights of the optimizers' parameters."""
@@ -120,7 +123,7 @@ class GradientReader:
         self.parameters = [found.get(name, REMOVED) for name in self.layout.names(self.layout.parameters)]
         self._place = {id(p): place for place, p in enumerate(self.parameters) if p is not REMOVED}
         doubles = has_doubles(self.parameters)
-        rows = (*BEFORE, "arrived", *AFTER)
+        rows = (*BEFORE, "arrived", *AFTER, *EDITED)
         self._block = None
         self.buffer = DeviceBuffer(main_device(self.parameters), len(self.parameters), rows, doubles=doubles)
         if any(map(is_dtensor, others)):

@@ -33,7 +33,7 @@ from gradwatch.engine.pending_actions import PendingActions
 from gradwatch.interventions import ActionState, Editing, Gate, Intervention, Scaling
 from gradwatch.measure.device_buffer import HostCopy
 from gradwatch.measure.devices import moved, widest_type
-from gradwatch.measure.gradient_reader import GradientReader
+from gradwatch.measure.gradient_reader import EDITED, GradientReader
 from gradwatch.measure.layers import NoSuchLayer, is_lazy
 from gradwatch.measure.site_values import Places, Reading
 from gradwatch.measure.step_info import StepInfo
@@ -402,37 +402,32 @@ def _edit(
 ) -> Tensor:
     """Edit the gradients one by one; returns the factors by which their norms changed, shape [n]; see `norm_ratio`."""
     before, dry = gradients.norms_of(active), active.intervention.settings.dry_run
-    # two rows that are not in use here; ranks add the squares of the norms in the first, the numbers in the second
-    row, differ = "grad_norm_clipped", "zeros"
+    norms, edited = (reader.buffer[row] for row in EDITED)
     slots = np.full(len(reader.parameters), -1, dtype=np.intp)
     one_by_one: list[int] = active.indices.tolist()
     if action.factors is not None and reader.shards is None and not dry:
-        norms, numbers = reader.buffer[row], reader.buffer[differ]
         for indices, device_indices, after, changed in gradients.multiply_units(one_by_one, action, scale):
             slots[indices] = indices
             norms.index_copy_(0, device_indices, moved(after, norms.device, norms.dtype))
-            numbers.index_copy_(0, device_indices, moved(changed, numbers.device, numbers.dtype))
+            edited.index_copy_(0, device_indices, moved(changed, edited.device, edited.dtype))
         one_by_one = [index for index in one_by_one if slots[index] < 0]
     for index in one_by_one:
-        edited = gradients.edit(index, action, scale, step_count, intact=intact, dry=dry)
-        if edited is None:
+        found = gradients.edit(index, action, scale, step_count, intact=intact, dry=dry)
+        if found is None:
             continue
-        new, differs = edited
+        new, differs = found
         slots[index] = index
-        reader.buffer.slot(row, index).copy_(moved(norm_of(new), reader.buffer.device))
-        reader.buffer.slot(differ, index).copy_(moved(differs, reader.buffer.device))
+        norms[index].copy_(moved(norm_of(new), norms.device))
+        edited[index].copy_(moved(differs, edited.device))
     own = active.device_indices
     if reader.shards is None:
-        wide = widest_type(reader.buffer.device)
-        rows = (reader.buffer[name] for name in (row, differ))
-        found = [numbers[: len(slots)] if own is None else numbers[own] for numbers in rows]
-        after, changed = torch.where(present, found[0].to(wide), 0.0), (found[1] > 0) & present
+        after, count = (row[: len(slots)] if own is None else row[own] for row in (norms, edited))
+        after, changed = torch.where(present, after.to(widest_type(after.device)), 0.0), (count > 0) & present
     else:
-        slots = reader.exchange_rows({row: slots, differ: slots})[row]
-        there = _on_device(slots, before.device)
-        found = [_norms_of(reader, name, there) for name in (row, differ)]
-        after, numbers = found if own is None else (numbers[own] for numbers in found)
-        changed = numbers > 0
+        there = _on_device(reader.exchange_rows(dict.fromkeys(EDITED, slots))[EDITED[0]], before.device)
+        whole = (_norms_of(reader, row, there) for row in EDITED)
+        after, count = whole if own is None else (row[own] for row in whole)
+        changed = count > 0
     if scale is not None:
         after = after / moved(scale, after.device)
     if not dry:
