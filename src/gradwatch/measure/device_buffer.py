@@ -50,10 +50,6 @@ class DeviceBuffer:
         """Start the copy of `rows` to the host; they may be written again as soon as this returns."""
         return HostCopy({row: self._views.get(row, self._rows[row]) for row in rows})
 
-    def slot(self, row: str, place: int) -> Tensor:
-        """The 0-d slot at `place`."""
-        return self._rows[row][place]
-
 
 ROWS = 64
 """Steps whose norms come to the host together. Judgement."""

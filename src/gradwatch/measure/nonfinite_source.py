@@ -62,7 +62,7 @@ class NonfiniteSource:
         norms = buffer.view("norms")
         for place, index in enumerate(chosen):
             number = None if norms is None else norms[place:]
-            self._hooks.on_gradient(trained[index], partial(self._look, buffer.slot("norms", place), number))
+            self._hooks.on_gradient(trained[index], partial(self._look, buffer["norms"][place], number))
         self._buffer, self._parameters = buffer, parameters
 
     def disarm(self) -> None:

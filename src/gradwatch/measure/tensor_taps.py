@@ -121,7 +121,7 @@ class TensorTaps:
         self._beyond: set[int] = set()
         self._step = _TappedGradients()
         scratch = DeviceBuffer(torch.device("cpu"), 1, ("norm",), doubles=True)
-        self._slot, self._norm = scratch.slot("norm", 0), scratch.view("norm")
+        self._slot, self._norm = scratch["norm"][0], scratch.view("norm")
         """A slot for the norms that are read as they come, and its number."""
         self._warned: set[str] = set()
 
