@@ -84,7 +84,7 @@ class Digits(L.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=1e-3)
 
 
-def demo(out: Path, *, epochs: int = 5) -> None:
+def demo(out: Path, *, epochs: int) -> None:
     """Train both networks, print what GradWatch says of each, and leave the logs under `out`."""
     console = Console(highlight=False)
     learn, held_out = digits()

@@ -35,7 +35,7 @@ class TrainingMode:
         """' on rank 1'; empty with one process."""
         return f" on rank {self.rank}" if self.ranks > 1 else ""
 
-    def label(self, *, sharded: bool = False, acting: bool = False) -> str:
+    def label(self, *, sharded: bool, acting: bool) -> str:
         """What a gradient norm of this run means, as text. `acting`: whether interventions follow the measurement."""
         later = ["interventions"] * acting + [f"clipping ({self.clipping})"] * bool(self.clipping)
         parts = [

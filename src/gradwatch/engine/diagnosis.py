@@ -204,7 +204,7 @@ class Diagnosis:
         self.history.amend(values, scalars)
         self._judged = None
 
-    def emit(self, n: int = 1, *, before: int = 0) -> None:
+    def emit(self, n: int, *, before: int = 0) -> None:
         """`n` records are complete: send them on. They are the latest, but for the last `before` of them."""
         if not self.dispatcher:
             return

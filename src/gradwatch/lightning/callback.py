@@ -391,7 +391,7 @@ def _is_alive(trainer: Callable[[], Any], watch: Callable[[], GradWatch | None])
     return there is not None and there.state.status == "running" and watch() in there.callbacks
 
 
-def injected(*, every_n_steps: Any = 1) -> GradWatch:
+def injected(*, every_n_steps: Any) -> GradWatch:
     """A watch that the environment asked for: silent in a Trainer that has another one."""
     watch = GradWatch(every_n_steps=every_n_steps)
     watch._injected = True

@@ -442,7 +442,7 @@ class FloatLimits:
         self,
         norms: NDArray[np.floating[Any]] | None,
         tensor: Callable[[int], Tensor | None],
-        tiny: Callable[[NDArray[np.intp]], NDArray[np.float64]] | None = None,
+        tiny: Callable[[NDArray[np.intp]], NDArray[np.float64]],
     ) -> float:
         """Compute again those of `norms` that float32 cannot hold: infinite, zero and tiny ones.
 
@@ -456,12 +456,10 @@ class FloatLimits:
         if min(listed) >= self._all_safe and max(listed) < np.inf:
             return sum(listed)
         slots = np.flatnonzero((norms < self._safe) | (norms == np.inf))
-        if tiny is not None:
-            small = slots[norms[slots] < np.inf]
-            if len(small):
-                norms[small] = tiny(small)
-            slots = slots[norms[slots] == np.inf]
-        for slot in slots:
+        small = slots[norms[slots] < np.inf]
+        if len(small):
+            norms[small] = tiny(small)
+        for slot in slots[norms[slots] == np.inf]:
             if (one := tensor(int(slot))) is not None:
                 with np.errstate(over="ignore"):  # beyond float32 it stays infinite
                     norms[slot] = on_host(exact_norm(one.detach()))

@@ -95,7 +95,7 @@ def _rgb(colour: str) -> tuple[int, int, int]:
     return int(colour[:2], 16), int(colour[2:4], 16), int(colour[4:], 16)
 
 
-def css_gradient(colours: tuple[str, ...] = VIRIDIS) -> str:
+def css_gradient(colours: tuple[str, ...]) -> str:
     """The scale as a CSS gradient, from its low end to its high end."""
     return f"linear-gradient(to right, {', '.join('#' + colour for colour in colours)})"
 

@@ -28,9 +28,7 @@ run."""
 class RecordCache:
     """The records of the latest requests, until their run continues."""
 
-    def __init__(self, *, limit: int = CACHE_BYTES) -> None:
-        """`limit`: bytes."""
-        self._limit = limit
+    def __init__(self) -> None:
         self._kept: OrderedDict[tuple[str, str], tuple[object, RunRecord]] = OrderedDict()
         self._lock = Lock()
 
@@ -44,7 +42,7 @@ class RecordCache:
         with self._lock:
             self._kept[key] = version, record
             self._kept.move_to_end(key)
-            while len(self._kept) > 1 and sum(kept.nbytes for _, kept in self._kept.values()) > self._limit:
+            while len(self._kept) > 1 and sum(kept.nbytes for _, kept in self._kept.values()) > CACHE_BYTES:
                 self._kept.popitem(last=False)
         return record
 

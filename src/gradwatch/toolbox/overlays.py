@@ -32,15 +32,15 @@ def images_to_rgb(images: Tensor) -> Tensor:
     return _rescaled_to_rgb(images if images.shape[1] == 3 else images.float().mean(1, keepdim=True))
 
 
-def enlarged(pictures: Tensor, side: int, *, smooth: bool = False) -> Tensor:
-    """[N, channels, H, W] with the longer side near `side` pixels: each pixel as a square, or bilinear (`smooth`)."""
+def enlarged(pictures: Tensor, side: int) -> Tensor:
+    """[N, channels, H, W] with the longer side near `side` pixels: each pixel as a square."""
     height, width = pictures.shape[-2:]
     longer = max(height, width)
     if longer > side:
         size = max(1, round(height * side / longer)), max(1, round(width * side / longer))
         return F.interpolate(pictures, size, mode="area")
     size = height * (side // longer), width * (side // longer)
-    return F.interpolate(pictures, size, mode="bilinear" if smooth else "nearest-exact")
+    return F.interpolate(pictures, size, mode="nearest-exact")
 
 
 def tiled(tiles: Tensor, *, line: int = 2) -> Tensor:

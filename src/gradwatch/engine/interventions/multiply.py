@@ -91,7 +91,7 @@ def multiply(
             torch._foreach_mul_(tensors, times[members].tolist())
 
 
-def sharing_memory(gradients: Gradients, others: Iterable[Tensor] = ()) -> set[int]:
+def sharing_memory(gradients: Gradients, others: Iterable[Tensor]) -> set[int]:
     """Members that must not be written to: they share memory with other `gradients` or with `others`, or one
     number stands for several elements.
     """

@@ -20,6 +20,9 @@ VIEWS = frozenset({
 # fmt: on
 """Kinds of nodes that change no number, only shape or type."""
 
+MAX_VIEWS = 4
+"""Such nodes in a row that are skipped. Judgement."""
+
 
 def kind_of(node: Any) -> str:
     """The kind of a node, as torch's derivatives.yaml calls it: "Addmm" of `AddmmBackward0`."""
@@ -36,9 +39,9 @@ def parents(node: Any) -> list[Any]:
     return [parent for parent, _ in node.next_functions]
 
 
-def skip_views(node: Any, *, max_nodes: int = 4) -> Any:
-    """The first node from `node` towards the leaves that computes something; None if `max_nodes` do not reach it."""
-    for _ in range(max_nodes):
+def skip_views(node: Any) -> Any:
+    """The first node from `node` towards the leaves that computes something; None if `MAX_VIEWS` do not reach it."""
+    for _ in range(MAX_VIEWS):
         if node is None or kind_of(node) not in VIEWS:
             return node
         node = parents(node)[0]

@@ -44,9 +44,7 @@ class LayerFlow:
 class SampledStep:
     """Owns the hooks that are attached for a sampled step, and removes them when it has been read."""
 
-    def __init__(
-        self, signals: Literal["auto", "safe", "full", "off"], activations: Literal["auto"] | bool = "auto"
-    ) -> None:
+    def __init__(self, signals: Literal["auto", "safe", "full", "off"], activations: Literal["auto"] | bool) -> None:
         """`activations`: whether forward statistics are measured; "auto": where signals are."""
         self._full = signals == "full"
         self._costs = HookCosts()

@@ -22,7 +22,7 @@ MAX_MARKS = 12
 """Alerts that are marked, at most."""
 
 
-def card(data: RunData, *, source: str = "") -> str:
+def card(data: RunData, *, source: str) -> str:
     """SVG. `source`: the name of the run, for people."""
     verdict, course = data.verdict, data.summary.grad_norm
     loud = data.loud

@@ -46,7 +46,7 @@ class OwnEventFile:
         self._checked, self._checked_size = monotonic(), 0
         self._append(self._event(wall_time=now, file_version="brain.Event:2"))
 
-    def add_summary(self, summary: Any, step: int | None = None) -> None:
+    def add_summary(self, summary: Any, step: int | None) -> None:
         """Raises OSError where it cannot be written, and NoRoom where it may not be. None of it is written then."""
         self._append(self._event(wall_time=time(), step=step, summary=summary))
 
