@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -14,21 +14,9 @@ class UserFacingError(Exception):
     """An exception that is meant to end the training; `guard` lets it through."""
 
 
-class Guarded(Protocol):
-    """An object with guarded methods."""
-
-    failed: bool
-    """Whether its guarded methods do nothing any more."""
-
-    def fail(self, error: Exception) -> None:
-        """Report `error`, which a guarded method raised."""
-
-
 def guard(method: Callable[P, T]) -> Callable[P, T | None]:
-    """Decorator for methods of a `Guarded` object: an exception goes to the object's `fail`, and is not raised.
-
-    A `UserFacingError` is raised. Once the object has `failed`, the method does nothing. It returns None where it does
-    nothing or fails.
+    """Decorator for a method: an exception goes to `fail` of its object, and is not raised, unless it is a
+    `UserFacingError`. Once the object has `failed`, the method does nothing. Both times it returns None.
     """
 
     @wraps(method)
