@@ -214,7 +214,7 @@ class Engine:
             "diagnosis": self.diagnosis.state_dict(),
             "noise": self.blocks.noise.state_dict(),
             "schedule": self.schedule.state_dict(),
-            "begun": self._optimizers.begun,
+            "begun": list(self._optimizers.begun),
         }
         counts = self.interventions.state_dict()  # there after the fit, too
         return state | {"interventions": counts} if counts else state

@@ -29,7 +29,8 @@ class OptimizerSteps:
         self.calling_hooks: set[int] = set()
         """Identities of those whose hooks were called: wrappers, and what is no torch optimizer, may call none."""
         self._count = 0
-        self._begun: list[int] = []
+        self.begun: list[int] = []
+        """Steps begun, by the optimizers' numbers."""
         self.awaited: Any = None
         """The optimizer whose gradients were measured, and which has not stepped since."""
         self.inside: Any = None
@@ -76,25 +77,16 @@ class OptimizerSteps:
         if again:
             return None
         number = self._numbers[id(optimizer)]
-        if number >= len(self._begun):
-            self._begun += [0] * (number + 1 - len(self._begun))
-        index = self._begun[number]
-        self._begun[number] = index + 1
+        if number >= len(self.begun):
+            self.begun += [0] * (number + 1 - len(self.begun))
+        index = self.begun[number]
+        self.begun[number] = index + 1
         return number, index
 
     def last_index(self, optimizer: Any) -> int:
         """The steps that `optimizer` had begun before its latest."""
         number = self._numbers.get(id(optimizer), -1)
-        return self._begun[number] - 1 if 0 <= number < len(self._begun) else 0
-
-    @property
-    def begun(self) -> list[int]:
-        """Steps begun, by the optimizers' numbers."""
-        return list(self._begun)
-
-    @begun.setter
-    def begun(self, steps: list[int]) -> None:
-        self._begun = list(steps)
+        return self.begun[number] - 1 if 0 <= number < len(self.begun) else 0
 
     def clear(self) -> None:
         """Take the hooks off, and forget the optimizers."""

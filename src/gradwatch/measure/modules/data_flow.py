@@ -68,13 +68,9 @@ class DataFlow(ModuleStatistic):
         self._walks = 0
         self._due = True
         self._unknowable = False
-        self._edges: tuple[Edge, ...] | None = None
+        self.edges: tuple[Edge, ...] | None = None
+        """Those found up to the last `collect`; None where they cannot be found, or no layer has run."""
         self.walk = _GraphWalk(self._graph, self._traced, nodes)
-
-    @property
-    def edges(self) -> tuple[Edge, ...] | None:
-        """The edges found up to the last `collect`; None where they cannot be found, or no layer has run."""
-        return self._edges
 
     def on_output(self, site: int, module: nn.Module, kind: str) -> OutputCallback | None:
         if kind or self._unknowable:
@@ -97,7 +93,7 @@ class DataFlow(ModuleStatistic):
         if self._due:
             self._walks += bool(self._traced)
             self._unknowable |= walk.ran_in_backward or walk.nodes_left <= 0
-            self._edges = None if self._unknowable or not self._traced else self._graph.edges
+            self.edges = None if self._unknowable or not self._traced else self._graph.edges
         self._due = not self._traced or (walk.new_layer_ran and self._walks < self._max_walks)
         self._number_traced = len(self._traced)
         if (due, unknowable, traced) != (self._due, self._unknowable, self._number_traced):
