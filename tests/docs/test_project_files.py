@@ -59,3 +59,14 @@ def test_the_way_of_a_number_is_the_one_that_it_takes(tmp_path: Path) -> None:
     finally:
         sys.setprofile(before)
     assert files - called == set()
+
+
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/developing.md"])
+def test_files_and_names_that_developers_are_told_are_there(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    source = ROOT / "src" / "gradwatch"
+    names = set(re.findall(r"\b\w+", " ".join(path.read_text(encoding="utf-8") for path in source.rglob("*.py"))))
+    for place in re.findall(r"`((?:\w+/)+(?:\w+\.py)?)`", text):
+        assert (source / place).exists() or (ROOT / place).exists(), place
+    for method in re.findall(r"`([A-Z][a-z]\w+\.\w+)`", text):
+        assert names.issuperset(method.split(".")), method
