@@ -25,8 +25,10 @@ from gradwatch.measure.site_values import Places, norms
 class BlockBuilder:
     """Turns steps into a block, with what is computed from several of their numbers."""
 
-    def __init__(self, diagnosis: Diagnosis, interventions: InterventionRuntime) -> None:
+    def __init__(self, diagnosis: Diagnosis, interventions: InterventionRuntime, source: NonfiniteSource) -> None:
         self.noise = NoiseScale()
+        self.source = source
+        """The same as `Engine.source`."""
         self._diagnosis = diagnosis
         self._interventions = interventions
         self.clip_norm: float | None = None
@@ -39,9 +41,7 @@ class BlockBuilder:
         """Whether a sampled step of shards has shown that gradients change between the measurement and the step: others
         do not show it."""
 
-    def build(
-        self, steps: Sequence[StepState], ended: int, source: NonfiniteSource, overhead: float
-    ) -> tuple[Block, list[StepState]]:
+    def build(self, steps: Sequence[StepState], ended: int, overhead: float) -> tuple[Block, list[StepState]]:
         """The block of `steps`, all of one layout, of which the first `ended` have ended; and those of them whose
         gradients have changed unseen between the measurement and the step.
 
@@ -61,7 +61,7 @@ class BlockBuilder:
             if finite and step.norms_only:
                 self._finite_until = step.step_count
             else:
-                self._complete_scalars(step, total, source)
+                self._complete_scalars(step, total)
         unseen, plain = [], [step.used_as_measured for step in steps[:ended]]
         clipped = [bool(step.clip_checked) for step in steps[:ended]]
         for row, step in enumerate(steps[:ended]):
@@ -156,7 +156,7 @@ class BlockBuilder:
         used[~agrees] = np.nan
         return _without_taps(steps[-1], used), agrees
 
-    def _complete_scalars(self, step: StepState, total: float, source: NonfiniteSource) -> None:
+    def _complete_scalars(self, step: StepState, total: float) -> None:
         """Add to the numbers of the whole step those that had to come to the host."""
         scalars, reading = step.scalars, step.reading
         for name, copy in step.numbers.items():
@@ -167,19 +167,19 @@ class BlockBuilder:
         if "loss" in scalars and np.isnan(scalars["loss"]):
             scalars["loss_nan"] = 1.0  # NaN also stands for a number that is missing
         if step.sentinels is not None:
-            source.receive(step.step_count, step.sentinels)
+            self.source.receive(step.step_count, step.sentinels)
         if np.isfinite(total):
             self._finite_until = step.step_count
         elif self._finite_until == step.step_count - 1:  # later the weights may not be finite
-            self._locate_nonfinite(step, source)
+            self._locate_nonfinite(step)
         if step.own_passes and "arrived" in reading.index:
             scalars |= self._noise_scale(step, total)
 
-    def _locate_nonfinite(self, step: StepState, source: NonfiniteSource) -> None:
+    def _locate_nonfinite(self, step: StepState) -> None:
         """Record the rank and batch of a gradient that is not finite, as far as they are known."""
         rank, micro = step.bad_rank, -1
         if rank is None:
-            rank, micro = source.rank_and_batch_of(step.step_count, wait=step.sentinels is not None) or (None, -1)
+            rank, micro = self.source.rank_and_batch_of(step.step_count, wait=step.sentinels is not None) or (None, -1)
         if rank is not None and step.ranks > 1:
             step.scalars["rank"] = float(rank)
         if micro >= 0 and "batch" in step.scalars:

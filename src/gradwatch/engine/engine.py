@@ -64,7 +64,9 @@ class Engine:
         self.interventions = InterventionRuntime(
             interventions, [layer.name for layer in layers], self.diagnosis, self.alert_reaction.end
         )
-        self.blocks = BlockBuilder(self.diagnosis, self.interventions)
+        self._run, self._mode = Run(self.diagnosis.history.layout, ""), TrainingMode()
+        self.source, self._agreement = NonfiniteSource(self._mode), RankAgreement()
+        self.blocks = BlockBuilder(self.diagnosis, self.interventions, self.source)
         self._model: nn.Module | None = model
         self._reader: GradientReader | None = None
         self._samples = SampledStep(options.signals, options.activations)
@@ -80,8 +82,6 @@ class Engine:
         """Steps of an optimizer that are measured and not sampled, and for which the hooks are as they are now."""
         self._announced = False
         """Whether the loop has reported a backward pass that has not come to a parameter yet."""
-        self._run, self._mode = Run(self.diagnosis.history.layout, ""), TrainingMode()
-        self.source, self._agreement = NonfiniteSource(self._mode), RankAgreement()
         self._next = self._exchanged_at = 0
         """The step of an optimizer for which `_arm` was called last, or should have been; and how many there had been
         of all optimizers when ranks exchanged what they had.
@@ -116,8 +116,7 @@ class Engine:
         self._mode, self._run, self._batches = mode or self._mode, run or self._run, batches
         self._clipped = bool(self._mode.clipping)
         self.source, self.replay.devices = NonfiniteSource(self._mode), cuda_devices_of(self._model)
-        self.queue.source = self.source
-        self.blocks.clip_norm = self._mode.clip_norm
+        self.blocks.source, self.blocks.clip_norm = self.source, self._mode.clip_norm
         self._reader = GradientReader(self._model, self.options.patterns)
         self._reader.tensor_taps.listen()
         if alive is not None:

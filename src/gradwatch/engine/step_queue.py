@@ -19,7 +19,6 @@ from gradwatch.engine.step import StepState
 from gradwatch.measure.device_buffer import ROWS, HostCopy
 from gradwatch.measure.dtensor import ShardBlock
 from gradwatch.measure.modules.sampled_step import LayerFlow
-from gradwatch.measure.nonfinite_source import NonfiniteSource
 
 logger = logging.getLogger("gradwatch")
 
@@ -53,7 +52,6 @@ class StepQueue:
         """Whether steps wait for each other."""
         self.for_exchange = False
         """Whether they wait until ranks have exchanged them, which no rank may ask for alone."""
-        self.source: NonfiniteSource | None = None
         self._diagnosis, self._builder, self._overhead = diagnosis, builder, overhead
         self._judging, self._unseen, self._fail = judging, unseen, fail
         self._open: list[StepState] = []
@@ -189,7 +187,6 @@ class StepQueue:
         return self._flow != before
 
     def _judge(self, steps: list[StepState], ended: int) -> None:
-        assert self.source is not None, "attached"
         if isinstance(steps[0].reading.block, ShardBlock):
             steps = list(takewhile(attrgetter("is_whole"), steps))  # where a rank has failed, all are going to stop
             if not steps:
@@ -198,7 +195,7 @@ class StepQueue:
         self._judging(steps)
         if (flow := steps[0].flow) is not None:  # it has what is new, and those behind it have no more
             self._diagnosis.learn_flow(flow)
-        block, unseen = self._builder.build(steps, ended, self.source, self._overhead.share)
+        block, unseen = self._builder.build(steps, ended, self._overhead.share)
         self._was_nonfinite = not self.for_exchange and not isfinite(block.values["grad_norm"][-1, 0])
         try:
             self._diagnosis.judge(block)
