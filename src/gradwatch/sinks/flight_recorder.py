@@ -77,13 +77,12 @@ class FlightRecorder:
         self._run = None
 
     def keep(self, alerts: Sequence[Alert], history: History, verdict: Verdict) -> dict[str, str]:
-        """Write an incident file if one of `alerts`, which were opened or have grown, needs one.
+        """Write an incident file for `alerts`, which it `wants`: one at least.
 
-        Returns "incident_file" and "checkpoint", paths or empty, for the alerts that need one; an empty dict where none
-        does. Raises OSError.
+        Returns "incident_file" and "checkpoint", paths or empty; an empty dict where this rank writes none. Raises
+        OSError.
         """
-        wanted, run = ranked(alert for alert in alerts if self.wants(alert)), self._run
-        if not wanted or run is None:
+        if (run := self._run) is None:
             return {}
         loop, rank = run.loop, run.loop.rank if run.loop else 0
         if rank and not (self.keep_batch and history[-1].scalars.get("rank") == rank):
@@ -93,7 +92,7 @@ class FlightRecorder:
         path, pointer = "", checkpoint[0] if checkpoint else ""
         if folder is not None and self._written < self.limit:
             self._written += 1
-            path, pointer = self._write(folder, run, wanted[0], history, verdict, checkpoint)
+            path, pointer = self._write(folder, run, ranked(alerts)[0], history, verdict, checkpoint)
         return {"incident_file": path, "checkpoint": pointer}
 
     def wants(self, alert: Alert) -> bool:
