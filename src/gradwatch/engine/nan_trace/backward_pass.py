@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gradwatch.engine.nan_trace.values import dtype_of, finiteness_of, worst_finiteness
-from gradwatch.hooks.graph_release import release_in_a_loop
+from gradwatch.hooks.graph_release import LEAF, release_in_a_loop
 from gradwatch.hooks.hook_set import HookSet
 
 
@@ -83,7 +83,7 @@ class BackwardTrace:
             for (before, _), bad in zip(self._nodes[at].next_functions, gradients.nonfinite_out, strict=False):
                 if not bad or before is None:
                     continue
-                at_parameter |= before.name().endswith("AccumulateGrad")
+                at_parameter |= before.name().endswith(LEAF)
                 if self._numbers[before] not in seen:
                     seen.add(self._numbers[before])
                     reached.append(self._numbers[before])
