@@ -126,7 +126,7 @@ def test_fewer_steps_where_they_are_asked_for(tmp_path: Path) -> None:
         ({"keep_batch": "yes"}, TypeError, "keep_batch='yes': expected True or False"),
         ({"steps": 0}, ValueError, "steps=0: expected a number of records of at least 1"),
         ({"steps": True}, TypeError, "steps=True: expected a number of records"),
-        ({"limit": 1.5}, TypeError, "limit=1.5: expected a number of bundles"),
+        ({"limit": 1.5}, TypeError, "limit=1.5: expected a number of files"),
     ],
 )
 def test_wrong_arguments_are_named(options: dict[str, Any], error: type[Exception], says: str) -> None:

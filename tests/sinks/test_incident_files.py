@@ -35,7 +35,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "report.md").read_text(encoding="ut
 DOCUMENTED = "".join(
     line.split("|")[1] for line in PAGE.split("## Incident files")[1].splitlines() if line.startswith("| `")
 )
-"""What is in a bundle, by the page."""
+"""What is in an incident file, by the page."""
 BAD_BATCH = 7
 """The batch whose loss is the logarithm of zero."""
 

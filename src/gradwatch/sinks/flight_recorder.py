@@ -58,7 +58,7 @@ class FlightRecorder:
         self.keep_batch = check_flag("keep_batch", keep_batch)
         self.keep_checkpoint = check_flag("keep_checkpoint", keep_checkpoint)
         self.steps = check_whole("steps", steps, "a number of records of at least 1")
-        self.limit = check_whole("limit", limit, "a number of bundles of at least 1")
+        self.limit = check_whole("limit", limit, "a number of files of at least 1")
         self._run: Run | None = None
         self._written = 0
 
