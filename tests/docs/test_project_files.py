@@ -62,7 +62,7 @@ def test_the_way_of_a_number_is_the_one_that_it_takes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/developing.md"])
-def test_files_and_names_that_developers_are_told_are_there(page: str) -> None:
+def test_files_and_names_for_developers_are_there(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     source = ROOT / "src" / "gradwatch"
     names = set(re.findall(r"\b\w+", " ".join(path.read_text(encoding="utf-8") for path in source.rglob("*.py"))))
