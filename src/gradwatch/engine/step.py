@@ -218,7 +218,7 @@ def read_after(step: StepState, *, reader: GradientReader, clipped: bool, by_nor
             step.changed |= reader.look_again(parameters)
     if reader.stale_gradients.hooked or step.changed or step.looked or step.effect or step.evaluations > 1:
         reader.stale_gradients.after_step(fused=parameters.is_fused)
-    if step.sampled or parameters.after_step or sharded:
+    if step.sampled or parameters.read_again or sharded:
         step.reading_after = reader.measure_after(parameters, sampled=step.sampled, clipped=clipped)
         if step.reading_after is not None:
             step.reading_after.before = step.reading

@@ -278,7 +278,7 @@ class GradientReader:
             gradients = parameters.gradients()
             if [gradient is None for gradient in gradients] != parameters.absent:
                 return True
-            parameters.after_step["grad_norm_clipped"] = parameters.reduce(self.buffer, "grad_norm_clipped", gradients)
+            parameters.read_again["grad_norm_clipped"] = parameters.reduce(self.buffer, "grad_norm_clipped", gradients)
             if scale is not None:
                 self.buffer["grad_norm_clipped"].div_(moved(scale, self.buffer.device))
         return False
@@ -305,7 +305,7 @@ class GradientReader:
 
         `clipped`: of shards, whether all ranks have looked again.
         """
-        index, parameters.after_step = parameters.after_step, {}
+        index, parameters.read_again = parameters.read_again, {}
         if sampled:
             with self.deferred_errors:
                 index |= parameters.update_norms(self.buffer)

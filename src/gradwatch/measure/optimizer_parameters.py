@@ -63,8 +63,8 @@ class OptimizerParameters:
     """The gradients that are watched for changes, and `_written` of them when they were measured; let go after the
     step.
     """
-    after_step: dict[str, Places] = field(default_factory=dict)
-    """Row -> slots of what was read again for after the step."""
+    read_again: dict[str, Places] = field(default_factory=dict)
+    """Row -> slots of gradients that were read again, until what follows the step is read."""
     _plans: dict[str, tuple[Plan, FloatLimits, Norms | None, Places]] = field(default_factory=dict)
     _updates: UpdateNorms | None = None
     _clip_checks: tuple[int, ...] | None = None
@@ -148,7 +148,7 @@ class OptimizerParameters:
 
     def release(self) -> None:
         """Drop what was kept for after the step."""
-        self.after_step, self.marked = {}, None
+        self.read_again, self.marked = {}, None
         if self._updates is not None:
             self._updates.drop()
 
