@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -65,7 +65,7 @@ class Engine:
             interventions, [layer.name for layer in layers], self.diagnosis, self.alert_reaction.end
         )
         self._run, self._mode = Run(self.diagnosis.history.layout, ""), TrainingMode()
-        self.source, self._agreement = NonfiniteSource(self._mode), RankAgreement()
+        self.source, self._agreement = NonfiniteSource(self._mode), RankAgreement(deque(), ())
         self.blocks = BlockBuilder(self.diagnosis, self.interventions, self.source)
         self._model: nn.Module | None = model
         self._reader: GradientReader | None = None
@@ -118,6 +118,7 @@ class Engine:
         self.source, self.replay.devices = NonfiniteSource(self._mode), cuda_devices_of(self._model)
         self.blocks.source, self.blocks.clip_norm = self.source, self._mode.clip_norm
         self._reader = GradientReader(self._model, self.options.patterns)
+        self._agreement = RankAgreement(self._reader.exchanged, self._reader.errors)
         self._reader.tensor_taps.listen()
         if alive is not None:
             self.interventions.alive = alive
@@ -176,7 +177,7 @@ class Engine:
             self.queue.complete_all()
             if self._reader is not None and not self.failed:
                 self._agreement.lag = 0
-                self._agreement.check(self._reader.exchanged, self._reader.errors)
+                self._agreement.check()
         except Exception as error:
             self.fail(error)
         finally:
@@ -384,9 +385,8 @@ class Engine:
         measured = self.schedule.is_measured(index)
         if not self.queue.for_exchange:
             if measured:
-                self._agreement.check(self._reader.exchanged, self._reader.errors)
-                self._agreement.count += 1
-                self._clipped |= self._agreement.closely
+                self._agreement.check()
+                self._clipped |= self._agreement.begin()
             return True
         if self._reader.is_full() or self.source.step_count - self._exchanged_at > ROWS:
             self._exchange()
@@ -409,12 +409,10 @@ class Engine:
             self.fail(error)
             if self.failed:
                 return
-        check = partial(self._agreement.check, reader.exchanged, reader.errors)
-        check()
+        self._agreement.check()
         if (block := reader.exchange()) is not None:
-            self._agreement.count += 1
-            self._clipped |= self._agreement.closely
-            self.queue.exchanged(check, block.send())
+            self._clipped |= self._agreement.begin()
+            self.queue.exchanged(self._agreement.check, block.send())
 
     def _finish(self) -> None:
         """End the open step: the optimizer has stepped, or will not."""

@@ -16,7 +16,9 @@ and by then every rank has judged the steps before. Between exchanges of many st
 class RankAgreement:
     """Counts the exchanges, which all ranks begin alike, also one on which GradWatch has failed."""
 
-    def __init__(self) -> None:
+    def __init__(self, exchanged: deque[ShardBlock], errors: Sequence[Exception]) -> None:
+        """`exchanged`: the reader's exchanges that were not checked. `errors`: of this rank."""
+        self._exchanged, self._errors = exchanged, errors
         self.lag = EXCHANGES_UNDER_WAY
         self.count = 0
         """Exchanges so far; the number of the one to come."""
@@ -24,15 +26,17 @@ class RankAgreement:
         """Whether no rank enters another one."""
         self._closely_from: int | None = None
 
-    def check(self, exchanged: deque[ShardBlock], errors: Sequence[Exception]) -> None:
-        """Raise, on all ranks before the same exchange, where one was in trouble at an earlier one, and it is `over`.
-
-        `exchanged`: the exchanges that were not checked. `errors`: of this rank.
-        """
-        while len(exchanged) > self.lag:
-            if exchanged.popleft().trouble:
+    def check(self) -> None:
+        """Raise, on all ranks before the same exchange, where one was in trouble at an earlier one: it is `over`."""
+        while len(self._exchanged) > self.lag:
+            if self._exchanged.popleft().trouble:
                 self.over = True
-                raise errors[0] if errors else RuntimeError("something failed on another rank")
+                raise self._errors[0] if self._errors else RuntimeError("something failed on another rank")
+
+    def begin(self) -> bool:
+        """An exchange begins. Whether all ranks read the gradients again after the steps of the one to come."""
+        self.count += 1
+        return self._closely_from is not None and self.count >= self._closely_from
 
     def look_closely(self, exchange: int) -> None:
         """A sample in the exchange of that number has shown that the gradients change after they were measured.
@@ -41,8 +45,3 @@ class RankAgreement:
         """
         if self._closely_from is None:
             self._closely_from = exchange + 2 * (self.lag + 1)
-
-    @property
-    def closely(self) -> bool:
-        """Whether all ranks read the gradients again after the steps of the exchange to come."""
-        return self._closely_from is not None and self.count >= self._closely_from
