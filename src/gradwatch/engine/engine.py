@@ -77,7 +77,11 @@ class Engine:
         self._judged: list[tuple[int, int]] = []
         """Of each of the steps that are being judged: `Record.step`, and its number among those of its optimizer."""
         self._open: StepState | None = None
-        self._measuring = self._sampling = self._everything = self._batches = self._capture_noted = False
+        """The step that was measured and has not ended."""
+        self._measuring = self._sampling = self._everything = False
+        """Whether the coming step is measured, whether it is sampled, and with what only some samples measure."""
+        self._batches = self._capture_noted = False
+        """Whether the loop reports its batches; and whether it was said that captured steps are not measured."""
         self._ordinary = range(0)
         """Steps of an optimizer that are measured and not sampled, and for which the hooks are as they are now."""
         self._announced = False
