@@ -9,6 +9,7 @@ import pytest
 
 from gradwatch.core.alert import Finding
 from gradwatch.core.history import History
+from gradwatch.core.median import median
 from gradwatch.core.record import Missing
 from gradwatch.rules import (
     ActBlowup,
@@ -24,7 +25,7 @@ from gradwatch.rules import (
     Vanishing,
 )
 from gradwatch.rules.dead import Death, death_of
-from gradwatch.rules.evidence.baseline import first_steps, median, median_and_spread, was_learnt
+from gradwatch.rules.evidence.baseline import first_steps, median_and_spread, was_learnt
 from gradwatch.rules.evidence.gradient_jump import gradient_jump
 from gradwatch.rules.evidence.jumps import beginning
 from gradwatch.rules.evidence.layer_levels import bias_text, factor_text

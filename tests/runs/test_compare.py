@@ -19,11 +19,12 @@ from torch import Tensor, nn
 import gradwatch
 from gradwatch import Watch
 from gradwatch.cli import main
+from gradwatch.core.median import median
 from gradwatch.core.record import Run
 from gradwatch.runs.arrays import read
 from gradwatch.runs.compare import divergence_point
 from gradwatch.runs.compare.comparison import Comparison, compare_runs, format_size
-from gradwatch.runs.compare.divergence_point import blocks_of, distances, divergence_points, medians
+from gradwatch.runs.compare.divergence_point import blocks_of, distances, divergence_points
 from gradwatch.runs.compare.first_difference import Difference, Rates
 from gradwatch.runs.compare.page import page
 from gradwatch.runs.summary.document import document
@@ -412,4 +413,4 @@ def test_medians_are_those_of_numpy(rows: int) -> None:
     numbers = rng.normal(size=(rows, 50))
     numbers[rng.random(numbers.shape) < rng.random(50)] = np.nan
     numbers[rng.random(numbers.shape) < 0.1] = -np.inf
-    assert np.array_equal(medians(numbers), np.nanmedian(numbers, axis=0), equal_nan=True)
+    assert np.array_equal(median(numbers), np.nanmedian(numbers, axis=0), equal_nan=True)

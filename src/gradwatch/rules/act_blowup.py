@@ -11,8 +11,9 @@ import numpy as np
 
 from gradwatch.core.alert import Finding, Severity, short_list
 from gradwatch.core.history import History
+from gradwatch.core.median import median
 from gradwatch.core.record import Floats, Layout, Mask, Sites
-from gradwatch.rules.evidence.baseline import LEVEL_RECORDS, median
+from gradwatch.rules.evidence.baseline import LEVEL_RECORDS
 from gradwatch.rules.evidence.jumps import beginning
 from gradwatch.rules.evidence.layer_levels import weights_of
 from gradwatch.rules.evidence.recent_rows import RecentRows

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from gradwatch.core.median import median
 from gradwatch.core.record import Floats
 
 BLOCK_STEPS = 8
@@ -141,33 +142,24 @@ class _Pooled:
 
 def _pooled(steps: NDArray[np.int64], logs: Floats, edges: NDArray[np.int64]) -> _Pooled:
     blocks, layers = len(edges) - 1, logs.shape[1]
-    median = np.full((blocks, layers), np.nan)
-    change, count = median.copy(), np.zeros((blocks, layers))
+    level = np.full((blocks, layers), np.nan)
+    change, count = level.copy(), np.zeros((blocks, layers))
     moves = np.abs(np.diff(logs, axis=0))
     starts = np.searchsorted(steps, edges)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # of layers that were not measured
-        usual = medians(moves) if len(moves) else np.zeros(layers)
+        usual = median(moves) if len(moves) else np.zeros(layers)
         for block in range(blocks):
             rows = slice(starts[block], starts[block + 1])
             if starts[block + 1] > starts[block]:
-                median[block] = medians(logs[rows])
+                level[block] = median(logs[rows])
                 count[block] = np.count_nonzero(~np.isnan(logs[rows]), axis=0)
             # with its neighbours: the few steps of a block alone say little of its noise
             wide = moves[max(0, starts[max(0, block - 1)]) : starts[min(blocks, block + 2)]]
             if len(wide):
-                change[block] = medians(wide)
+                change[block] = median(wide)
     sigma = SIGMA_OF_DEVIATION / np.sqrt(2) * np.fmax(np.nan_to_num(change), np.nan_to_num(usual))
-    return _Pooled(median, MEDIAN_ERROR * sigma / np.sqrt(np.maximum(1, count)), np.diff(starts) > 0)
-
-
-def medians(rows: Floats) -> Floats:
-    """The median of each column's numbers, NaN where it has none. Of many columns `numpy.nanmedian` takes minutes."""
-    ordered, columns = np.sort(rows, axis=0), np.arange(rows.shape[1])  # NaN comes last
-    count = np.count_nonzero(~np.isnan(rows), axis=0)
-    lower, upper = np.maximum(count - 1, 0) // 2, np.minimum(count // 2, len(rows) - 1)
-    found: Floats = (ordered[lower, columns] + ordered[upper, columns]) / 2
-    return found
+    return _Pooled(level, MEDIAN_ERROR * sigma / np.sqrt(np.maximum(1, count)), np.diff(starts) > 0)
 
 
 def _course(run: _Pooled) -> Floats:

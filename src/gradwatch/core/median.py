@@ -1,0 +1,14 @@
+"""The median of each of many columns, without what is not a number: `numpy.nanmedian` takes minutes for them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from gradwatch.core.record import Floats
+
+
+def median(numbers: Floats) -> Floats:
+    """As `numpy.nanmedian` over axis 0: NaN sorts to the end. NaN where there is no number."""
+    ordered, count = np.sort(numbers, axis=0), np.count_nonzero(~np.isnan(numbers), axis=0, keepdims=True)
+    low, high = (np.take_along_axis(ordered, places, axis=0)[0] for places in ((count - 1) // 2, count // 2))
+    return np.asarray((low + high) / 2)
