@@ -216,9 +216,24 @@ class OutputStatistics(ModuleStatistic):
 
     def on_output(self, site: int, module: nn.Module, kind: str) -> OutputCallback:
         if kind:
-            return partial(_measure_activation, self, site, _kind_of_output(module, kind))
+            return partial(self._measure_activation, site, _kind_of_output(module, kind))
         channels = any(part in type(module).__name__ for part in CHANNELS_SECOND)
-        return partial(_measure_layer, self, site, channels)
+        return partial(self._measure_layer, site, channels)
+
+    def _measure_layer(self, site: int, channels: bool, arguments: object, tensors: Iterable[Tensor]) -> None:
+        step = self.step
+        step.channels = channels
+        for value in arguments if isinstance(arguments, tuple) else ():
+            if isinstance(value, Tensor) and not value.requires_grad:
+                _measure(step, value, site, LAYER_INPUT)
+        for tensor in tensors:
+            _measure(step, tensor, site, OUTPUT)
+
+    def _measure_activation(
+        self, site: int, tensor_kind: TensorKind, arguments: object, tensors: Iterable[Tensor]
+    ) -> None:
+        for tensor in tensors:
+            _measure(self.step, tensor, site, tensor_kind)
 
     def collect(self, layout: Layout) -> OutputReading | None:
         step = self.step
@@ -263,25 +278,6 @@ def _highest(sites: Sequence[int], peaks: Tensor) -> tuple[list[int], Tensor]:
         torch.stack([each[row] for row in own]).amax(0) if len(own) > 1 else each[own[0]] for own in rows.values()
     ]
     return list(rows), torch.stack(highest)
-
-
-def _measure_layer(
-    statistic: OutputStatistics, site: int, channels: bool, arguments: object, tensors: Iterable[Tensor]
-) -> None:
-    step = statistic.step
-    step.channels = channels
-    for value in arguments if isinstance(arguments, tuple) else ():
-        if isinstance(value, Tensor) and not value.requires_grad:
-            _measure(step, value, site, LAYER_INPUT)
-    for tensor in tensors:
-        _measure(step, tensor, site, OUTPUT)
-
-
-def _measure_activation(
-    statistic: OutputStatistics, site: int, tensor_kind: TensorKind, arguments: object, tensors: Iterable[Tensor]
-) -> None:
-    for tensor in tensors:
-        _measure(statistic.step, tensor, site, tensor_kind)
 
 
 def _kind_of_output(module: nn.Module, kind: str) -> TensorKind:

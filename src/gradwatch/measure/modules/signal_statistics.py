@@ -88,7 +88,7 @@ class SignalStatistics(ModuleStatistic):
         self.step = _StepSignals()
 
     def on_grad_output(self, site: int, module: nn.Module, kind: str) -> GradOutputCallback | None:
-        return None if kind else partial(_measure, self, site)
+        return None if kind else partial(self._measure, site)
 
     def collect(self, layout: Layout) -> SignalReading | None:
         step, self.step = self.step, _StepSignals(unsafe=self.step.unsafe)
@@ -96,20 +96,19 @@ class SignalStatistics(ModuleStatistic):
         tensors = {name: gathered([number for number, _, _ in row]) for name, row in rows.items() if row}
         return SignalReading(layout, step, tensors, frozenset(step.unsafe)) if tensors else None
 
-
-def _measure(statistic: SignalStatistics, site: int, gradient: Tensor) -> None:
-    step = statistic.step
-    if len(step.norms) >= MAX_TENSORS:
-        return
-    if gradient.requires_grad:
-        gradient = gradient.detach()
-    values = gradient
-    if not is_dense_real(gradient):
-        gradient = local_tensor(gradient)
-        values = dense_real(gradient)
-        if not is_dense_real(values):
+    def _measure(self, site: int, gradient: Tensor) -> None:
+        step = self.step
+        if len(step.norms) >= MAX_TENSORS:
             return
-    norm = exact_norm(values) if site in step.unsafe else wide_norm(values)
-    step.norms.append((norm, site, gradient.numel()))
-    if gradient.dtype is torch.float16:
-        step.nonzero.append((torch.count_nonzero(values), site, values.numel()))
+        if gradient.requires_grad:
+            gradient = gradient.detach()
+        values = gradient
+        if not is_dense_real(gradient):
+            gradient = local_tensor(gradient)
+            values = dense_real(gradient)
+            if not is_dense_real(values):
+                return
+        norm = exact_norm(values) if site in step.unsafe else wide_norm(values)
+        step.norms.append((norm, site, gradient.numel()))
+        if gradient.dtype is torch.float16:
+            step.nonzero.append((torch.count_nonzero(values), site, values.numel()))
