@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradwatch.measure.unowned_parameters import LOOKS, UnownedParameters
+from gradwatch.measure.modules.unowned_parameters import LOOKS, UnownedParameters
 
 
 class Net(nn.Module):

@@ -24,7 +24,7 @@ from gradwatch.measure.modules.output_statistics import OutputStatistics
 from gradwatch.measure.modules.recomputed_gradients import RecomputedGradients
 from gradwatch.measure.modules.signal_statistics import SignalStatistics
 from gradwatch.measure.modules.time_step_gradients import TimeStepGradients
-from gradwatch.measure.unowned_parameters import UnownedParameters
+from gradwatch.measure.modules.unowned_parameters import UnownedParameters
 
 FULL_HOOKS_REFUSED = (
     "signals='full': inside torch.func and in forward-mode AD, where torch's own full backward hooks raise, those of "
