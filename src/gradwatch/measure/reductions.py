@@ -460,7 +460,6 @@ class FloatLimits:
         if len(small):
             norms[small] = tiny(small)
         for slot in slots[norms[slots] == np.inf]:
-            if (one := tensor(int(slot))) is not None:
-                with np.errstate(over="ignore"):  # beyond float32 it stays infinite
-                    norms[slot] = on_host(exact_norm(one.detach()))
+            with np.errstate(over="ignore"):  # beyond float32 it stays infinite
+                norms[slot] = on_host(exact_norm(_there(tensor(int(slot))).detach()))
         return sum(listed)
