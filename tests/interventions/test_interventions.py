@@ -188,6 +188,8 @@ def test_scale_and_zero_follow_their_schedules() -> None:
         for name, gradient in before.items():
             assert torch.equal(after[name], gradient * factors[name[0]])
     assert watch.history.series("clip_factor", "0").tolist() == pytest.approx([1.0, 0.5, 0.25, 0.125])
+    for site in ("2", "2.weight"):
+        assert watch.history.series("clip_factor", site).tolist() == pytest.approx([2.0] * 4), "a ratio of norms"
     assert watch.history.series("clip_rate", "4").tolist() == [1, 1, 0, 0]
     assert watch.history.series("clip_rate").tolist() == pytest.approx([2 / 3, 1, 2 / 3, 2 / 3])
 

@@ -224,10 +224,13 @@ def test_schedules_count_the_optimizers_steps() -> None:
         factors.append(step)
         return 0.0 if step < 2 else 1.0
 
-    _, found = gradients_of(recurrent(), [Scale(schedule, layers="cell", on="signal")], steps=4)
+    layers = [Scale(schedule, layers="cell", on="signal"), Scale(-0.5, layers="head", on="signal")]
+    watch, found = gradients_of(recurrent(), layers, steps=4)
     assert [bool(g["cell.weight_hh"].any()) for g in found] == [False, False, True, True]
     assert sorted(set(factors)) == [0, 1, 2, 3]
     assert bool(plain[0]["cell.weight_hh"].any())
+    assert watch is not None
+    assert watch.history.series("clip_factor", "head").tolist() == [0.5] * 4, "a ratio of norms"
 
 
 def test_a_gradient_penalty_is_left_alone() -> None:

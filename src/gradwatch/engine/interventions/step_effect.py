@@ -79,7 +79,8 @@ class StepEffect:
             if one.signals:
                 sites, factors_of_sites = one.indices, self.factors(one)
                 rate[sites] = np.fmax(rate[sites], factors_of_sites != 1.0)
-                factor[sites] = np.where(np.isnan(factor[sites]), factors_of_sites, factor[sites] * factors_of_sites)
+                size = np.abs(factors_of_sites)
+                factor[sites] = np.where(np.isnan(factor[sites]), size, factor[sites] * size)
                 rate[0] = float(np.mean(rate[layers][~np.isnan(rate[layers])] > 0))
         return values
 
@@ -112,9 +113,9 @@ class StepEffect:
             after = self.used if before is read and np.array_equal(applied, counted, equal_nan=True) else None
             ratio = (_after(layout, coverage, norm, counted) if after is None else after) / before
             ratio[np.isinf(before)] = np.nan
-            ratio[layout.parameters] = counted
+            ratio[layout.parameters] = size = np.abs(counted)
             # of a gradient of zeros, or one that is not finite
-            mean = sums(layout, counted * acted_on) / sums(layout, acted_on)
+            mean = sums(layout, size * acted_on) / sums(layout, acted_on)
         np.copyto(factor, np.where(np.isfinite(ratio), ratio, mean), where=covered)
         changed = sums(layout, touched) > 0
         rate[covered & changed] = 1.0
