@@ -27,7 +27,8 @@ def gradcam(model: nn.Module, layer: str | nn.Module, inputs: Tensor, target: Ta
 
     Grad-CAM (Selvaraju et al. 2017, arXiv 1610.02391): with y the score of the class and A_k the feature maps,
     w_k = mean over i, j of dy/dA_kij (equation 1), map = ReLU(sum over k of w_k A_k) (equation 2); interpolated to
-    [H, W] bilinearly and divided by its greatest value. A map without a positive value is 0 everywhere.
+    [H, W] bilinearly and divided by its greatest value. A map without a positive value is 0 everywhere, one of numbers
+    that are not finite NaN.
 
     The model runs as in `eval()`. Its mode, `requires_grad`, every `.grad` and the random state are restored when it
     returns or raises; an active watch does not measure this run. Raises TypeError and ValueError, which name what is
