@@ -117,6 +117,17 @@ def test_in_hooks_too_where_float32_cannot_hold_the_squares(
     assert 0 < min(factors[0]) < 1
 
 
+@pytest.mark.parametrize("clip", [Clip(0.05, per="parameter", at="hook"), Clip(value=1e-3, at="hook")])
+def test_of_several_backward_passes_the_one_that_a_hook_changed_most_is_counted(clip: Clip) -> None:
+    _, once, _ = train_with([clip], steps=1)
+    _, twice, _ = train_with([clip], steps=1, edit=lambda model, step: (squares(model, step) * 1e-6).backward())
+    for site in ("0", "0.weight"):
+        assert twice.history.series("clip_rate", site).tolist() == [1.0], "the second pass has a small gradient"
+    factors = [watch.history.series("clip_factor", "0.weight").tolist() for watch in (once, twice)]
+    assert factors[0] == factors[1]
+    assert "changed 3 of 3 layers in 100 % of 1 steps" in str(twice.verdict)
+
+
 def test_of_an_infinite_element_that_is_clipped_in_a_hook_no_factor_is_recorded() -> None:
     model = wide_net_of_three()
     model[0].weight.register_hook(lambda gradient: gradient.clone().index_fill_(0, torch.tensor(0), torch.inf))

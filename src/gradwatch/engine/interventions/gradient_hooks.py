@@ -43,7 +43,7 @@ class GradientHooks:
         self.before = torch.zeros(count, dtype=widest_type(device), device=device)
         """Norm of the gradient that each hook was given last, with the loss scale if there is one."""
         self.factors = torch.ones((numbers, count), dtype=torch.float32, device=device)
-        """The factor by which each intervention changed that norm."""
+        """The factor by which each intervention changed the norm, of the call since `used` that it changed most."""
         self.steps = [0] * count
         """For each parameter, the number of its optimizer's next step."""
         self.alive: Callable[[], bool] = lambda: True
@@ -93,9 +93,7 @@ class GradientHooks:
                     other, factor, after = apply_action(
                         hooked.action, new, norm, present, weight, scale, owner.steps[index]
                     )
-                    slot_of_factor = factors.select(0, number)
-                    # a number that is assigned is copied to the device, and the host waits for that
-                    slot_of_factor.fill_(factor) if isinstance(factor, float) else slot_of_factor.copy_(factor)
+                    keep_most_changed(factors.select(0, number), factor, first=owner.calls[index] == 1)
                     if not hooked.dry:
                         new, norm = other, after
             except Exception as error:  # raised here, it would end the user's backward pass
@@ -136,6 +134,15 @@ def apply_action(
         return (gradient.float() * moved(factor, gradient.device)).to(gradient.dtype), factor, after
     # the product of a 0-dim gradient has the type of the factor
     return (gradient * moved(factor, gradient.device)).to(gradient.dtype), factor, after
+
+
+def keep_most_changed(kept: Tensor, factor: Tensor | float, *, first: bool) -> None:
+    """Put `factor` into `kept`, both 0-d, if it is the `first` or further from 1; NaN, one that is not known, is
+    furthest.
+    """
+    # a number that is assigned is copied to the device, and the host waits for that
+    now = torch.full_like(kept, factor) if isinstance(factor, float) else factor.to(kept.dtype)
+    kept.copy_(now if first else torch.where(((now - 1).abs() > (kept - 1).abs()) | now.isnan(), now, kept))
 
 
 def norm_of(tensor: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gradwatch.core.alert import short_list
 from gradwatch.engine.diagnosis import Diagnosis
-from gradwatch.engine.interventions.gradient_hooks import HookedAction, apply_action, norm_of
+from gradwatch.engine.interventions.gradient_hooks import HookedAction, apply_action, keep_most_changed, norm_of
 from gradwatch.engine.interventions.step_effect import AppliedFactors
 from gradwatch.engine.interventions.step_plan import ActiveIntervention, CannotAct
 from gradwatch.hooks.hook_set import HookCosts, HookSet, is_capturing
@@ -139,12 +139,8 @@ class SignalHooks:
 
     def _record(self, number: int, site: int, factor: Tensor | float) -> None:
         """An intervention changed a signal's norm by `factor`; NaN where no factor leads to the new norm."""
-        if isinstance(factor, float) and factor == 1.0:
-            return
-        before = self._factors[number, site]
-        # torch.as_tensor would copy a number to the device, and wait for that
-        now = torch.full_like(before, factor) if isinstance(factor, float) else factor.to(before.dtype)
-        before.copy_(torch.where(((now - 1).abs() > (before - 1).abs()) | now.isnan(), now, before))
+        if not isinstance(factor, float) or factor != 1.0:
+            keep_most_changed(self._factors[number, site], factor, first=False)
 
     def _hook(self, site: int, actions: Sequence[HookedAction]) -> Callable[[Tensor | None], Tensor | None]:
         this, device = weakref.ref(self), self._factors.device
