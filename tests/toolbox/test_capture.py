@@ -504,6 +504,17 @@ def test_wrong_options(options: Any, error: type[Exception], words: str) -> None
         capture(convnet(), "*", **options)
 
 
+def test_gradients_of_lazy_parameters_are_refused_until_they_have_a_shape() -> None:
+    model = nn.Sequential(nn.LazyLinear(3))
+    with pytest.raises(ValueError, match=r"capture: grad: weight of module '0' has no shape yet; run the model once"):
+        capture(model, "0")
+    with capture(model, "*", "output"):
+        model(torch.ones(2, 4))
+    with capture(model, "0") as c:
+        model(torch.ones(2, 4)).sum().backward()
+    assert c["0"].grad["weight"].shape == (3, 4)
+
+
 def test_no_model() -> None:
     with pytest.raises(TypeError, match="capture: model=3: expected a torch"):
         capture(3, "*")  # type: ignore[arg-type]

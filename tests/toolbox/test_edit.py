@@ -373,6 +373,17 @@ def test_wrong_arguments(patterns: Any, functions: Any, error: type[Exception], 
         edit(layer(), patterns, **functions)
 
 
+def test_gradients_of_lazy_parameters_are_refused_until_they_have_a_shape() -> None:
+    model = nn.Sequential(nn.LazyLinear(3))
+    with pytest.raises(ValueError, match=r"edit: grad: weight of module '0' has no shape yet; run the model once"):
+        edit(model, "0", grad=torch.zeros_like)
+    with edit(model, "*", output=torch.neg):
+        model(torch.ones(2, 4))
+    with edit(model, "0", grad=torch.zeros_like):
+        model(torch.ones(2, 4)).sum().backward()
+    assert not model[0].weight.grad.any()
+
+
 def test_a_compiled_model_is_refused_but_for_its_parameters() -> None:
     model, x = torch.compile(layer(), backend="eager"), torch.randn(2, 3)
     with pytest.raises(ValueError, match=r"edit: module '0' is compiled"):

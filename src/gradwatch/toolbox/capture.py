@@ -15,7 +15,7 @@ from gradwatch.core.arguments import check_function, check_items, check_whole, s
 from gradwatch.hooks.hook_set import HookSet, in_backward
 from gradwatch.toolbox.functions import call_function
 from gradwatch.toolbox.module_calls import ModuleCalls
-from gradwatch.toolbox.modules import NamedModule, find_modules, nearest, refuse_unhookable
+from gradwatch.toolbox.modules import NamedModule, find_modules, nearest, refuse_lazy, refuse_unhookable
 from gradwatch.toolbox.tensor_hooks import detached
 
 WHAT = ("input", "output", "grad_input", "grad_output", "grad")
@@ -70,9 +70,11 @@ def capture(
     except Exception as error:
         raise ValueError(wrong("capture: device", device, "a torch.device or its name, such as 'cpu'")) from error
     found = find_modules(model, patterns, by="capture: patterns")
-    if set(kinds) != {"grad"}:
-        for named in found.values():
+    for named in found.values():
+        if set(kinds) != {"grad"}:
             refuse_unhookable(named, by="capture")
+        if "grad" in kinds:
+            refuse_lazy(named, by="capture: grad")
     return Capture(found, frozenset(kinds), _TensorCopier(reduce, target), limit)
 
 

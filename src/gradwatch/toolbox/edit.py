@@ -13,7 +13,7 @@ from gradwatch.core.arguments import check_function
 from gradwatch.hooks.hook_set import HookSet
 from gradwatch.toolbox.functions import call_function, checked_result
 from gradwatch.toolbox.module_calls import ModuleCalls
-from gradwatch.toolbox.modules import NamedModule, find_modules, refuse_unhookable
+from gradwatch.toolbox.modules import NamedModule, find_modules, refuse_lazy, refuse_unhookable
 
 Change = Callable[[Tensor], Tensor]
 
@@ -68,9 +68,11 @@ def edit(
     for what, change in changes.items():
         check_function(f"edit: {what}", change, f"a function of one tensor, such as {EXAMPLE_FUNCTIONS[what]}")
     found = find_modules(model, patterns, by="edit: patterns")
-    if set(changes) != {"grad"}:
-        for named in found.values():
+    for named in found.values():
+        if set(changes) != {"grad"}:
             refuse_unhookable(named, by="edit")
+        if grad is not None:
+            refuse_lazy(named, by="edit: grad")
     return Edit(found, changes)
 
 

@@ -13,7 +13,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from gradwatch.core.arguments import SHOWN_CHARACTERS, check_pattern_list, shown, wrong
 from gradwatch.core.record import ROOT, clean_name
-from gradwatch.measure.layers import choose, is_compiled, is_within
+from gradwatch.measure.layers import choose, is_compiled, is_lazy, is_within
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,13 @@ def refuse_unhookable(named: NamedModule, *, by: str) -> None:
     """Raises ValueError for a module on which module hooks do nothing."""
     if named.unhookable:
         raise ValueError(f"{by}: module {named.name!r} {named.unhookable}")
+
+
+def refuse_lazy(named: NamedModule, *, by: str) -> None:
+    """Raises ValueError for a module with a parameter whose gradient cannot be hooked, as it has no shape yet."""
+    for name, parameter in named.module.named_parameters():
+        if is_lazy(parameter):
+            raise ValueError(f"{by}: {name} of module {named.name!r} has no shape yet; run the model once before")
 
 
 def nearest(pattern: str, names: Sequence[str]) -> str:
