@@ -128,6 +128,17 @@ def test_of_several_backward_passes_the_one_that_a_hook_changed_most_is_counted(
     assert "changed 3 of 3 layers in 100 % of 1 steps" in str(twice.verdict)
 
 
+def test_a_backward_pass_whose_gradients_are_dropped_does_not_count() -> None:
+    def drop(model: nn.Module, step: int) -> None:
+        model.zero_grad()
+        (squares(model, step) * 1e-6).backward()
+
+    _, watch, pairs = train_with([Clip(0.05, per="parameter", at="hook")], edit=drop)
+    assert watch.history.series("clip_rate").tolist() == [0.0] * 6
+    norms = [length(before, "0.weight") for before, _ in pairs]
+    assert watch.history.series("grad_norm", "0.weight").tolist() == pytest.approx(norms, rel=1e-5)
+
+
 def test_of_an_infinite_element_that_is_clipped_in_a_hook_no_factor_is_recorded() -> None:
     model = wide_net_of_three()
     model[0].weight.register_hook(lambda gradient: gradient.clone().index_fill_(0, torch.tensor(0), torch.inf))

@@ -39,7 +39,7 @@ class GradientHooks:
         self.errors: list[tuple[int, Exception]] = []
         """Number of the intervention, and what its hook raised."""
         self.calls = [0] * count
-        """Number of calls of each parameter's hook since `used`."""
+        """Number of calls of each parameter's hook since `used`, or since its gradient was removed."""
         self.before = torch.zeros(count, dtype=widest_type(device), device=device)
         """Norm of the gradient that each hook was given last, with the loss scale if there is one."""
         self.factors = torch.ones((numbers, count), dtype=torch.float32, device=device)
@@ -85,7 +85,8 @@ class GradientHooks:
             try:
                 norm = moved(norm_of(gradient), slot.device).reshape(1)
                 slot.copy_(norm[0])
-                owner.calls[index] += 1
+                # without a gradient yet, what earlier passes gave was dropped
+                owner.calls[index] = 1 if weight.grad is None else owner.calls[index] + 1
                 scale = owner.scale
                 norm = norm if scale is None else norm / moved(scale, norm.device)
                 for hooked in actions:
