@@ -187,7 +187,7 @@ def test_the_learning_rate_is_described_by_its_past() -> None:
         return rate_text(played(*({"lr": rate, "loss": 1.0, **more} for rate in rates)))
 
     assert after(0.1, 0.1) == " (lr=0.1)"
-    assert after(1e-3, 2e-3, 4e-3, 8e-3, 16e-3) == " (lr=0.016, 16 times that of 4 steps ago)"
+    assert after(1e-3, 2e-3, 4e-3, 8e-3, 16e-3) == " (lr=0.016, 16 times that of 4 steps before)"
     assert after(0.001, 3.0, 0.01) == " (lr=0.01, after lr=3, 3000 times the rate before it)"
     assert "adds up the gradients of 100 steps" in after(0.1, 0.1, momentum=0.99)
     assert "adds up" not in after(0.1, 0.1, momentum=0.9)

@@ -108,6 +108,14 @@ def test_a_loss_that_runs_away() -> None:
     )
 
 
+def test_the_rate_that_is_blamed_is_that_of_the_steps_that_are() -> None:
+    """A scheduler may have lowered it since."""
+    lowered = [{**row, "lr": 0.001} for row in jump()[-3:]]
+    rising = [{"loss": 3.0**i, "gradients": 3.0**i, "lr": 0.1} for i in (1, 2, 3)]
+    found = only(judge_steps(Divergence(), net(2), [*steps(60), *rising, *lowered])[-1])
+    assert "the steps are too large (lr=0.1), or" in found.message
+
+
 def test_a_rate_that_jumps_need_not_be_waited_for() -> None:
     rows = [*steps(30), *steps(1, lr=30.0), *steps(3, loss=40.0)]
     learnt = [{**row, "loss": 2.0 - min(place, 20) / 20} for place, row in enumerate(rows[:31])]

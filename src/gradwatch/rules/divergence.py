@@ -205,7 +205,7 @@ class Divergence:
         message = (
             f"The weights of {name_text(names)} have grown {'up to ' * (len(names) > 1)}{growth:.2g} times in {ago[0]} "
             f"steps, {f'those of layer {layer} most, ' * (len(names) > 1)}and the loss went back {went}: the steps "
-            f"carry the weights away{rate_text(history)}."
+            f"carry the weights away{rate_text(history, back=back)}."
         )
         headline, remedy = f"the weights grew {growth:.2g} times, the loss went {went}", better_rate(history, back=back)
         return Finding(self.name, Severity.ERROR, layer, names, growth, self.growth, message, remedy, back, headline)
@@ -246,7 +246,7 @@ class Divergence:
         headline = f"the loss went from {first:.3g} to {now:.3g}"
         if now > 0:
             passes = summed_passes(history)
-            cause = f"the steps are too large{rate_text(history)}"
+            cause = f"the steps are too large{rate_text(history, back=back)}"
             cause += ", or the loss is a sum where it should be a mean." if passes is None else f": {_adds_up(passes)}."
             remedy = better_rate(history, back=back)
             if (jump := last_jump(history, rate=back, gradient=1)) is not None:
@@ -317,7 +317,7 @@ def _cause(history: History, back: int, *, records: int) -> tuple[str, str, str,
         since = back - 1 if jump.back == back > 1 else back  # that batch itself is a spike
         return capitalized(jump.cause), jump.remedy, jump.text, since
     passes = summed_passes(history)
-    why = f"the learning rate is too high for this model and loss{rate_text(history)}"
+    why = f"the learning rate is too high for this model and loss{rate_text(history, back=back)}"
     sentence = f"{capitalized(why if passes is None else _adds_up(passes))}{overwritten}."
     return sentence, better_rate(history, back=back), "", back
 

@@ -73,18 +73,18 @@ def rate_jump(history: History, *, back: int = 1, records: int = EFFECT_RECORDS)
     return RateJump(float(known[place + 1]), float(known[place]), int(own[place + 1]))
 
 
-def rate_text(history: History) -> str:
-    """' (lr=0.3, 100 times that of 20 steps ago)', empty where the rate is not known."""
-    rates, momentum = history.scalar("lr", 20), number_of(history, "momentum")
-    if rates is None or not rates[-1] > 0:
+def rate_text(history: History, *, back: int = 1) -> str:
+    """' (lr=0.3, 100 times that of 20 steps before)' as of the record `back` from the end, empty where not known."""
+    rates, momentum = history.scalar("lr", back + 19), number_of(history, "momentum", back=back)
+    if rates is None or not rates[-back] > 0:
         return ""
-    own = rates[is_own(history, 20)]
-    said, lowest = f"lr={rates[-1]:.3g}", float(np.nanmin(own))
-    if (jump := rate_jump(history)) is not None and jump.rate > rates[-1]:
+    rates = rates[: len(rates) + 1 - back]
+    said, lowest = f"lr={rates[-1]:.3g}", float(np.nanmin(rates[is_own(history, back + 19)[: len(rates)]]))
+    if (jump := rate_jump(history, back=back)) is not None and jump.rate > rates[-1]:
         said += f", after lr={jump.rate:.3g}, {ratio_text(np.log10(jump.ratio))} times the rate before it"
     elif rates[-1] > RATE_JUMP_RATIO * lowest > 0:
         ago = len(rates) - 1 - int(np.flatnonzero(rates == lowest)[-1])
-        said += f", {ratio_text(np.log10(rates[-1] / lowest))} times that of {ago} step{'s' * (ago > 1)} ago"
+        said += f", {ratio_text(np.log10(rates[-1] / lowest))} times that of {ago} step{'s' * (ago > 1)} before"
     if momentum >= LONG_MOMENTUM:
         said += f", momentum={momentum:.4g}, which adds up the gradients of {1 / (1 - momentum):.0f} steps"
     return f" ({said})"
