@@ -135,7 +135,7 @@ def test_the_total_and_the_parameters_are_those_of_the_oracle() -> None:
 
 def test_what_gets_no_gradient_says_so() -> None:
     watch, _ = run(Tapping(INNERS["unused"]))
-    assert watch.history[-1].missing == {"unused": "no gradient (unused or detached)"}
+    assert watch.history[-1].missing == {"unused": "no gradient at the step"}
     assert "detached" not in watch.history.layout.index  # it needs none
     assert watch.verdict.untrained == {}
 

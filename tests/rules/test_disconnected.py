@@ -6,14 +6,16 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
 
-from gradwatch import Watch
+from gradwatch import GradWatch, Watch
 from gradwatch.core.alert import Severity
 from gradwatch.core.history import History
 from gradwatch.core.record import Missing
 from gradwatch.rules import Disconnected, Frozen
+from models import module_of
 from synthetic_history import NAN, judge_rows, layout, net, only, silent
-from training import train
+from training import fit, train
 
 GONE = {"fc1": Missing.NO_GRADIENT}
 
@@ -83,6 +85,48 @@ def test_layers_that_run_without_gradients(how: str) -> None:
     assert ("no detach()" in alert.remedy) == (how == "detach")
     assert alert.headline == (
         "no gradient in 5 steps, although it runs" if how == "detach" else "it runs with gradients disabled"
+    )
+
+
+@pytest.mark.parametrize("how", ["none", "zeros", "of one layer"])
+@pytest.mark.parametrize("signals", ["auto", "off"])
+def test_gradients_that_are_cleared_before_the_step(how: str, signals: Any) -> None:
+    """They came, so nothing is cut off from the loss."""
+    model = nn.ModuleDict({"body": nn.Linear(8, 8), "head": nn.Linear(8, 1)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Watch(model, sinks=(), signals=signals) as watch:
+        for _ in range(24):
+            loss = model["head"](model["body"](torch.randn(4, 8)).relu()).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            (model["head"] if how == "of one layer" else optimizer).zero_grad(set_to_none=how != "zeros")
+            watch.step(optimizer, loss=loss)
+            optimizer.step()
+    (alert,) = watch.alerts
+    assert (alert.layer, alert.step) == ("head", 0)
+    assert (alert.sites == ("head",)) == (how == "of one layer")
+    assert alert.headline == "its gradient is cleared before the step"
+    assert alert.message.endswith("zero_grad(), p.grad = None or a hook clears it in between.")
+    assert alert.remedy.startswith("zero_grad() before backward(), not between it and the step;")
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+def test_a_training_step_that_returns_no_loss() -> None:
+    def loss_is_lost(net: nn.Module, batch: Any, index: int) -> Any:
+        net(batch[0]).square().mean()
+
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    data = DataLoader(TensorDataset(torch.randn(48, 4)), batch_size=8)
+    fit(module := module_of(net, loss_is_lost, lr=0.1), watch := GradWatch(sinks=[]), data=data)
+    (alert,) = watch.alerts
+    assert (alert.noticed, alert.sites) == (4, ("net.0", "net.2"))
+    assert alert.message == (
+        "No watched layer got a gradient in 5 steps: backward() is not called before the step, as where training_step "
+        "returns None; or detach(), torch.no_grad() or .item() cuts the loss off from the weights."
+    )
+    assert alert.remedy == "return the loss from training_step, or loss.backward() before the step."
+    assert str(watch.verdict).endswith(
+        "Not trained, although its layer runs: " + ", ".join(dict(module.named_parameters()))
     )
 
 

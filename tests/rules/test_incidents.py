@@ -373,8 +373,8 @@ GradWatch: 2 incidents in 4 layers over 100 steps, overhead 1.2 %
    since step 51 (over after step 51)
    It jumped.
    Try: clip.
-Never got a gradient, frozen: backbone.weight, backbone.bias
-Never got a gradient, unused: head.weight
+Not trained, frozen: backbone.weight, backbone.bias
+Not trained, unused: head.weight
 Note: the sink Table failed"""
 
 

@@ -443,7 +443,7 @@ def test_a_log_beside_a_table_does_not_say_the_incidents_again(caplog: pytest.Lo
     brief, whole = caplog.messages
     assert whole == str(verdict)
     lines = whole.splitlines()
-    assert brief.splitlines() == [lines[0], "Never got a gradient, unused: b.bias", "Note: a rule failed"]
+    assert brief.splitlines() == [lines[0], "Not trained, unused: b.bias", "Note: a rule failed"]
     assert lines[0] == "GradWatch: 1 incident in 2 layers over 10 steps, overhead 1.0 %"
     with pytest.raises(ValueError, match="verdict='short'"):
         Log(verdict="short")  # type: ignore[arg-type]

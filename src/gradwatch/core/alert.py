@@ -320,7 +320,7 @@ class Verdict:
                 *(f"   {saved}" for saved in alert.saved_files),
             ]
         lines += [
-            f"Never got a gradient, {reason}: {short_list(names).replace(' layers)', ' parameters)')}"
+            f"Not trained, {reason}: {short_list(names).replace(' layers)', ' parameters)')}"
             for reason, names in self.untrained_by_reason.items()
         ]
         lines += [f"Intervention: {effect}" for effect in self.interventions]

@@ -76,7 +76,7 @@ _REASONS = {
     Missing.MEASURED: "measured",
     Missing.NOT_SAMPLED: "not sampled at this step",
     Missing.FROZEN: "frozen (requires_grad is False)",
-    Missing.NO_GRADIENT: "no gradient (unused or detached)",
+    Missing.NO_GRADIENT: "no gradient at the step",
     Missing.OTHER_OPTIMIZER: "belongs to another optimizer",
     Missing.NO_OPTIMIZER: "in no optimizer",
     Missing.LAZY: "not materialised yet",

@@ -334,7 +334,7 @@ class Diagnosis:
                 continue
             reason = code.reason
             if code is Missing.NO_GRADIENT and executed:
-                reason = "detached (its layer runs)" if int(owner) in executed else "unused (its layer never runs)"
+                reason = "although its layer runs" if int(owner) in executed else "unused (its layer never runs)"
             reasons[layout.sites[place].name] = reason
         return reasons
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import numpy as np
@@ -13,7 +14,7 @@ from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
 from gradwatch.core.record import MEASURED, Codes, Floats, Layout, Mask, Missing, Sites
 from gradwatch.rules.evidence.recent_rows import RecentRows
-from gradwatch.rules.evidence.records import row_of
+from gradwatch.rules.evidence.records import is_alone, row_of
 from gradwatch.rules.evidence.samples import forward_order
 from gradwatch.rules.evidence.wording import capitalized, name_text
 from gradwatch.rules.rule import require_positive
@@ -76,11 +77,16 @@ class Disconnected:
         absences = (history.codes(self.rare_records)[:, sites] == NO_GRADIENT).sum(axis=0)
         unhealthy = absences >= np.minimum(wanted, history.capacity)
         found, hidden = [], _ran_without_gradients(history, sites)
+        cleared, nowhere = self._arrived(history, sites), self._nowhere(history)
+        cut = whole & ~cleared & (not nowhere)
         for kind, text in (
-            (whole & ran & hidden, _without_gradients),
-            (whole & ran & ~hidden, _detached),
-            (whole & ~ran, _unused if layout.order else _unreached),
-            (~whole, _left_out),
+            (whole & cleared, _cleared),
+            (whole & ~cleared & nowhere, _no_backward),
+            (cut & ran & hidden, _without_gradients),
+            (cut & ran & ~hidden, _detached),
+            (cut & ~ran, _unused if layout.order else _unreached),
+            (~whole & cleared, partial(_cleared, kind="parameter")),
+            (~whole & ~cleared, _left_out),
         ):
             if (kind & unhealthy).any():
                 places = sites[kind & unhealthy]
@@ -90,6 +96,20 @@ class Disconnected:
                 back = _begun(codes == MEASURED, codes == NO_GRADIENT, codes)
                 found.append(self._finding(names, counts, wanted[kind & unhealthy], wording, back))
         return found
+
+    def _arrived(self, history: History, sites: Sites) -> Mask:
+        """Which of `sites`, without a gradient at any step, had one in a backward pass. With several optimizers it may
+        be that of another's pass.
+        """
+        if not is_alone(history):
+            return np.zeros(len(sites), dtype=bool)
+        arrived, _ = history.samples("arrived_norm", self.rare_records)
+        return np.asarray((arrived[:, sites] > 0).any(axis=0))
+
+    def _nowhere(self, history: History) -> bool:
+        """Whether no watched layer has a gradient."""
+        others = (MEASURED, Missing.NO_OPTIMIZER, Missing.OTHER_OPTIMIZER)
+        return not np.isin(history.codes(self.rare_records), others).any()
 
     def _always_zero(self, history: History, layers: Sites) -> list[Finding]:
         rates = history.scalar("lr", self.zero_records)
@@ -101,20 +121,16 @@ class Disconnected:
         layers, zeros = layers[zeros >= self.zero_records], zeros[zeros >= self.zero_records]
         if not len(layers):
             return []
-        names = history.layout.names(_as_they_run(history.layout, layers))
-        norms = _norms(history, len(history))[:, layers]
-        ever = history.steps[0] > 0 or bool((norms > 0).any())
-        text = (
-            f"The gradient of {name_text(names)} was exactly 0 at each of {zeros.min()} steps: a loss weight of 0, "
-            f"an operation without a slope (round, sign, a comparison), or units that are dead"
-            f"{'' if ever else ' from the start'}."
-        )
-        remedy = (
-            f"a weight above 0 for the loss of layer {names[-1]}, or straight through: x + (round(x) - x).detach()."
-        )
-        wording = f"its gradient was exactly 0 at each of {zeros.min()} steps", text, remedy
-        back = _begun(norms > 0, norms == 0, history.codes(len(history))[:, layers])
-        return [self._finding(names, zeros, np.full(len(zeros), self.zero_records), wording, back)]
+        norms, codes = _norms(history, len(history))[:, layers], history.codes(len(history))[:, layers]
+        ever, cleared = history.steps[0] > 0 or bool((norms > 0).any()), self._arrived(history, layers)
+        found = []
+        for kind, text in ((cleared, _cleared), (~cleared, partial(_no_slope, ever=ever))):
+            if kind.any():
+                names, counts = history.layout.names(_as_they_run(history.layout, layers[kind])), zeros[kind]
+                back = _begun(norms[:, kind] > 0, norms[:, kind] == 0, codes[:, kind])
+                wanted, wording = np.full(len(counts), self.zero_records), text(names, int(counts.min()))
+                found.append(self._finding(names, counts, wanted, wording, back))
+        return found
 
     @property
     def _looks(self) -> tuple[int, int, int]:
@@ -149,6 +165,38 @@ def _ran_without_gradients(history: History, sites: Sites) -> Mask:
     outputs, order = (row_of(history, name, back=back) for name in ("output_rms", "run_order"))
     seen = ~np.isnan(outputs[history.layout.layers]).all()
     return np.asarray(seen & np.isnan(outputs[sites]) & ~np.isnan(order[sites]))
+
+
+def _cleared(names: Sequence[str], records: int, *, kind: str = "layer") -> _Wording:
+    message = (
+        f"{capitalized(name_text(names, kind))} got a gradient in the backward pass and had none, or only zeros, at "
+        f"the step, in {records} steps: zero_grad(), p.grad = None or a hook clears it in between."
+    )
+    remedy = (
+        "zero_grad() before backward(), not between it and the step; in a loop of your own, watch.step() right after "
+        "backward()."
+    )
+    return ("its gradient is cleared before the step", message, remedy)
+
+
+def _no_backward(names: Sequence[str], records: int) -> _Wording:
+    message = (
+        f"No watched layer got a gradient in {records} steps: backward() is not called before the step, as where "
+        "training_step returns None; or detach(), torch.no_grad() or .item() cuts the loss off from the weights."
+    )
+    remedy = "return the loss from training_step, or loss.backward() before the step."
+    return (f"no gradient in {records} steps", message, remedy)
+
+
+def _no_slope(names: Sequence[str], records: int, *, ever: bool) -> _Wording:
+    headline = f"its gradient was exactly 0 at each of {records} steps"
+    message = (
+        f"The gradient of {name_text(names)} was exactly 0 at each of {records} steps: a loss weight of 0, an "
+        "operation without a slope (round, sign, a comparison), a hook that makes it 0, or units that are dead"
+        f"{'' if ever else ' from the start'}."
+    )
+    remedy = f"a weight above 0 for the loss of layer {names[-1]}, or straight through: x + (round(x) - x).detach()."
+    return headline, message, remedy
 
 
 def _without_gradients(names: Sequence[str], records: int) -> _Wording:

@@ -57,7 +57,7 @@ def _text(found: Mapping[str, Any], rows: Sequence[Sequence[Any]]) -> str:
             lines += [f"What follows: {_plain(effect['rule'])}" + (f" in {count} layers." if count else "."), ""]
     lines += [f"- {_plain(note)}" for note in (*verdict["interventions"], *verdict["notes"])]
     lines += [
-        f"- Never got a gradient, {_plain(one['reason'])}: {_plain(', '.join(one['parameters']['names'][:4]))}"
+        f"- Not trained, {_plain(one['reason'])}: {_plain(', '.join(one['parameters']['names'][:4]))}"
         f" ({one['parameters']['count']} in all)"
         for one in verdict["untrained"]
     ]

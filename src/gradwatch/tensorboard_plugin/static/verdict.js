@@ -43,7 +43,7 @@ export function verdictOf(run, jump) {
   const notes = [
     ...(verdict?.interventions ?? []).map((text) => `Intervention: ${text}`),
     ...(verdict?.notes ?? []),
-    ...untrained(verdict?.untrained ?? {}).map((text) => `Never got a gradient: ${text}`),
+    ...untrained(verdict?.untrained ?? {}).map((text) => `Not trained: ${text}`),
   ];
   const whole = loud.length ? [loud[0].layer, ...loud[0].sites].join(", ") : null;
   return el(
