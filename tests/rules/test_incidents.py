@@ -330,7 +330,7 @@ def test_a_damaged_state_changes_nothing(change: dict[str, object]) -> None:
         ([], ""),
         (["a"], "a"),
         (["a", "b", "c", "d"], "a, b, c, d"),
-        (["a", "b", "c", "d", "e"], "a, b ... e (5 layers)"),
+        (["a", "b", "c", "d", "e"], "a, b ... e (5 in all)"),
     ],
 )
 def test_listing_keeps_both_ends_of_a_long_list(names: list[str], text: str) -> None:

@@ -152,12 +152,13 @@ def test_an_alert_in_the_log_is_two_lines_and_its_file(tmp_path: Path) -> None:
         headline="the learning rate jumped 30 times, to 3",
         incident_file=str(file),
     )
-    assert alert_lines(alert, layers=2, folder=str(tmp_path / "version_3")) == [
+    assert alert_lines(alert, layers=("a", "b"), folder=str(tmp_path / "version_3")) == [
         "GradWatch ERROR step 61 (noticed at 63): divergence in all 2 layers: the learning rate jumped 30 times, to 3",
         TRY,
         "  incident file: version_3/gradwatch/incident_step_000061_divergence.pt",
     ]
-    assert alert_lines(alert, layers=3, folder="/elsewhere")[2] == f"  incident file: {file}"
+    assert "in a, b: " in alert_lines(alert, layers=("c", "d"))[0], "as many, but parameters or activations"
+    assert alert_lines(alert, layers=("a", "b", "c"), folder="/elsewhere")[2] == f"  incident file: {file}"
 
 
 def test_a_warning_that_becomes_an_error_is_said_again(caplog: pytest.LogCaptureFixture) -> None:
@@ -196,7 +197,7 @@ def test_names_give_way_to_what_happened() -> None:
 @given(st.text(max_size=400), st.text(max_size=400), st.lists(st.text(min_size=1, max_size=200), min_size=1))
 def test_no_line_of_an_alert_is_longer_than_a_terminal(headline: str, remedy: str, names: list[str]) -> None:
     alert = replace(alert_of("vanishing", *names), headline=headline, remedy=remedy)
-    lines = alert_lines(alert, layers=7)
+    lines = alert_lines(alert, layers=names)
     assert len(lines) == 2
     assert all(len(line) <= 110 and len(line.splitlines()) == 1 for line in lines)
 

@@ -64,10 +64,11 @@ for name, bars in {"rich": [RichProgressBar()], "tqdm": [TQDMProgressBar()], "no
     print(f"<<{name}>>", flush=True)
     trainer.fit(Net(), data)
     print("<<end>>")
+    layers = watch.history.layout.names(watch.history.layout.layers)
     with open(f"{done}.{name}", "w") as file:
         for alert in watch.alerts:
             if alert.severity != "notice":
-                print(*alert_lines(alert, layers=7), sep="\\n", file=file)
+                print(*alert_lines(alert, layers=layers), sep="\\n", file=file)
 open(done, "w").close()
 """
 

@@ -187,10 +187,10 @@ class AlertRaised(UserFacingError, RuntimeError):  # noqa: N818 (the user asked 
 
 
 def short_list(names: Sequence[str]) -> str:
-    """Names for a sentence; a long list is abbreviated: 'a, b ... z (17 layers)'."""
+    """Names for a sentence; a long list is abbreviated: 'a, b ... z (17 in all)'."""
     if len(names) <= MAX_NAMES:
         return ", ".join(names)
-    return f"{names[0]}, {names[1]} ... {names[-1]} ({len(names)} layers)"
+    return f"{names[0]}, {names[1]} ... {names[-1]} ({len(names)} in all)"
 
 
 def whole_model(layer: str) -> str:
@@ -319,10 +319,7 @@ class Verdict:
                 f"   Try: {alert.remedy}",
                 *(f"   {saved}" for saved in alert.saved_files),
             ]
-        lines += [
-            f"Not trained, {reason}: {short_list(names).replace(' layers)', ' parameters)')}"
-            for reason, names in self.untrained_by_reason.items()
-        ]
+        lines += [f"Not trained, {reason}: {short_list(names)}" for reason, names in self.untrained_by_reason.items()]
         lines += [f"Intervention: {effect}" for effect in self.interventions]
         return lines + [f"Note: {note}" for note in self.notes]
 

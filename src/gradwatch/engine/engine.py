@@ -523,7 +523,7 @@ class Engine:
             adopted += reader.register(known if new or reader.layout is not before else optimizers)
         for what, names in (("new or replaced parameters", adopted), ("tapped tensors", tapped)):
             if names:
-                found = f"{len(names)} {what}", short_list(names).replace(" layers)", ")")
+                found = f"{len(names)} {what}", short_list(names)
                 logger.log(logging.DEBUG if self._mode.rank else logging.INFO, "GradWatch: adopted %s: %s", *found)
         self._ordinary = range(0)
         if reader.layout is before and not first:

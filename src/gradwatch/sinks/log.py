@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+from collections.abc import Collection
 from textwrap import wrap
 from typing import Literal
 
@@ -59,7 +60,7 @@ class Log:
             if before is not None and alert.severity.order <= before.severity.order:
                 return
             self._logged[alert.rule, alert.step] = alert
-            layers = len(self._run.layout.layers) if self._run else 0
+            layers = self._run.layout.names(self._run.layout.layers) if self._run else ()
             folder = self._run.log_dir if self._run else None
             width = shutil.get_terminal_size().columns if _on_terminals(self._logger) else None
             color = width is not None and not (os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb")
@@ -67,7 +68,7 @@ class Log:
             text = "\n".join(lines)
             self._write(logging.DEBUG if notice else logging.WARNING, text)
         elif not notice:
-            where = _where(alert, 0)
+            where = _where(alert)
             self._write(logging.INFO, f"GradWatch: {alert.rule} in {where} is over after step {alert.closed_step}")
 
     def close(self, verdict: Verdict) -> None:
@@ -84,7 +85,7 @@ class Log:
 def alert_lines(
     alert: Alert,
     *,
-    layers: int = 0,
+    layers: Collection[str] = (),
     folder: str | None = None,
     color: bool = False,
     before: Alert | None = None,
@@ -92,7 +93,7 @@ def alert_lines(
 ) -> list[str]:
     """The lines of an alert in a log, each of at most `WIDTH` columns but for paths.
 
-    `layers`: how many are watched, 0 if unknown; `folder`: of the run; paths in it begin with its name; `before`: the
+    `layers`: all that are watched, if known; `folder`: of the run; paths in it begin with its name; `before`: the
     alert when it was logged before, if it has become worse; `width`: of a terminal, at which they are wrapped.
     """
     when = f"step {alert.step}" + f" (noticed at {alert.noticed})" * (alert.noticed != alert.step)
@@ -130,9 +131,9 @@ def shortened(text: str, width: int = WIDTH) -> str:
     return text[: width - len(CUT)].rsplit(" ", 1)[0].rstrip(",;:") + CUT
 
 
-def _where(alert: Alert, layers: int) -> str:
-    if layers > 1 and len(alert.sites) == layers:
-        return f"all {layers} layers"
+def _where(alert: Alert, layers: Collection[str] = ()) -> str:
+    if len(layers) > 1 and {*layers} == {*alert.sites}:
+        return f"all {len(layers)} layers"
     return short_list([_short_name(name) for name in alert.sites]) or whole_model(_short_name(alert.layer))
 
 

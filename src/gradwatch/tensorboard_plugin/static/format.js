@@ -44,7 +44,7 @@ export function plural(number, noun) {
 /** A list of names for a sentence; a long one keeps both ends. */
 export function listing(names) {
   if (names.length <= 4) return names.join(", ");
-  return `${names[0]}, ${names[1]} … ${names[names.length - 1]} (${names.length} layers)`;
+  return `${names[0]}, ${names[1]} … ${names[names.length - 1]} (${names.length} in all)`;
 }
 
 /** A name of at most `most` characters: a long one keeps both ends, of which the last tells layers apart. */

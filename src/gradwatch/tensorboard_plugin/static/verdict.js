@@ -67,5 +67,5 @@ function untrained(reasons) {
   for (const [name, reason] of Object.entries(reasons)) {
     byReason.set(reason, [...(byReason.get(reason) ?? []), name]);
   }
-  return [...byReason].map(([reason, names]) => `${listing(names).replace(" layers)", " parameters)")}, ${reason}`);
+  return [...byReason].map(([reason, names]) => `${listing(names)}, ${reason}`);
 }
