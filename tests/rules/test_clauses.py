@@ -403,7 +403,9 @@ def test_a_loop_that_does_not_clear_is_the_users_or_the_trainers() -> None:
     def remedy(**known: float) -> str:
         return only(judge_rows(StaleGrad(), net(2), [{"stale": 0.9, **known}] * 4)[-1]).remedy
 
-    assert remedy(batch=3) == "an optimizer_zero_grad that clears at each call."
+    assert remedy(batch=3) == (
+        "an optimizer_zero_grad that clears, or, in manual optimization, zero_grad() before manual_backward()."
+    )
     assert remedy() == "optimizer.zero_grad() before the backward pass of every step."
 
 

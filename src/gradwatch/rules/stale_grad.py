@@ -70,7 +70,7 @@ class StaleGrad:
             "follows old batches again."
         )
         remedy = (
-            "an optimizer_zero_grad that clears at each call."
+            "an optimizer_zero_grad that clears, or, in manual optimization, zero_grad() before manual_backward()."
             if in_trainer(history)
             else "optimizer.zero_grad() before the backward pass of every step."
         )
