@@ -17,6 +17,7 @@ from gradwatch.cli import main
 from gradwatch.core.alert import Effect, Severity, Verdict
 from gradwatch.core.record import Missing, Run
 from gradwatch.runs.files import Unreadable
+from gradwatch.runs.report.run_data import read_run_data
 from gradwatch.runs.summary.document import ATTEMPTS, COLUMNS, MAX_BYTES, document, encoded, number, schema
 from gradwatch.runs.summary.markdown import markdown
 from gradwatch.sinks.record.recorder import Recorder
@@ -67,12 +68,14 @@ def test_the_document_says_what_was_recorded(tmp_path: Path) -> None:
     assert found["settings"] == {"precision": "32-true"}
     a, b, c = (dict(zip(COLUMNS, row, strict=True)) for row in found["layers"])
     norms = [0.25, 0.5, 0.75, 0.0, 1.25, 1.5, 1.75, 2.5, 2.75, 3.0]
-    assert (a["first"], a["median"], a["min"], a["max"], a["last"]) == (0.25, np.median(norms), 0, 3, 3)
+    assert (a["first"], a["median"], a["min"], a["max"], a["last"]) == (0.25, sorted(norms)[4], 0, 3, 3)
     assert (a["zero_steps"], a["nonfinite_steps"]) == (1, 2)
     assert (a["weight"], a["update"], a["signal"]) == (13, 0.001, None)
     assert (a["status"], b["status"]) == ("vanishing", "starved after vanishing")
     assert c["status"] == Missing.FROZEN.reason
     assert c["median"] is None
+    table = read_run_data(tmp_path).summary.grad_norm
+    assert a["median"] == pytest.approx(table.median[1]), "one median in all outputs"
 
 
 def test_a_healthy_and_an_empty_run_are_valid_too(tmp_path: Path) -> None:

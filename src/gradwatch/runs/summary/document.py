@@ -36,7 +36,7 @@ COLUMNS = {
     "module": "its class",
     "status": "ok; the rules of its alerts; or why it has no gradient norm",
     "first": "gradient norm at its first measured step",
-    "median": "median of its finite gradient norms",
+    "median": "lower median of its finite gradient norms",
     "min": "the least of them",
     "max": "the most of them",
     "last": "gradient norm at its last measured step",
@@ -241,14 +241,19 @@ def _numbers(run: RunArrays, place: int) -> list[Any]:
     if "grad_norm" in run.values:  # here a NaN may be what was measured
         norms = run.values["grad_norm"].numbers[run.codes[:, place] == int(Missing.MEASURED), place]
     finite, weights = norms[np.isfinite(norms)], known("weight_norm")
-    few = [norms[0], np.median(finite), finite.min(), finite.max(), norms[-1]] if len(finite) else [None] * 5
+    few = [norms[0], _median(finite), finite.min(), finite.max(), norms[-1]] if len(finite) else [None] * 5
     counts = [int(np.count_nonzero(norms == 0)), int(np.count_nonzero(~np.isfinite(norms)))]
     rest = [weights[-1] if len(weights) else None]
     for statistic in MEDIANS.values():
         numbers = known(statistic)
         numbers = numbers[np.isfinite(numbers)]
-        rest.append(np.median(numbers) if len(numbers) else None)
+        rest.append(_median(numbers) if len(numbers) else None)
     return [*map(number, few), *counts, *map(number, rest)]
+
+
+def _median(numbers: NDArray[np.float32]) -> float:
+    """The lower median, as in the tables of the report and the tab."""
+    return float(np.sort(numbers)[(len(numbers) - 1) // 2])
 
 
 def _moment(seconds: float | None) -> str | None:
