@@ -78,6 +78,17 @@ def test_the_document_says_what_was_recorded(tmp_path: Path) -> None:
     assert a["median"] == pytest.approx(table.median[1]), "one median in all outputs"
 
 
+def test_a_loss_that_was_never_finite_is_no_missing_loss(tmp_path: Path) -> None:
+    sink, layout = Recorder(folder=tmp_path), layout_of("a")
+    sink.open(Run(layout, "run"))
+    feed(sink, record_of(layout, 0, [np.nan], loss=np.nan, loss_nan=1.0))
+    sink.close(HEALTHY)
+    found = document(gradwatch.load_run(tmp_path))
+    valid(found)
+    assert found["loss"] == dict.fromkeys(("first", "last", "min", "max"), "nan")
+    assert "Loss: nan at first, nan at last." in markdown(found)
+
+
 def test_a_healthy_and_an_empty_run_are_valid_too(tmp_path: Path) -> None:
     found = document(gradwatch.load_run(recorded(tmp_path / "well", ("a", "b"))))
     valid(found)

@@ -183,10 +183,12 @@ def _texts(texts: Mapping[str, str], limits: Limits) -> dict[str, str]:
 
 def _course(run: RunArrays, name: str, levels: tuple[float, float] | None = None) -> dict[str, Any] | None:
     """A number of the whole step over the run. `levels`: the first and the last to show."""
-    numbers = run.scalars.get(name)
-    known = np.empty(0) if numbers is None else numbers[~np.isnan(numbers)]
+    numbers = run.scalars.get(name, np.empty(0))
+    known = numbers[~np.isnan(numbers)]
     if not len(known):
-        return None
+        if levels is None:
+            return None
+        known = np.full(1, np.nan)  # it was NaN at every step
     first, last = levels or (float(known[0]), float(known[-1]))
     return {"first": number(first), "last": number(last), "min": number(known.min()), "max": number(known.max())}
 
