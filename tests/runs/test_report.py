@@ -19,6 +19,7 @@ from gradwatch import GradWatch
 from gradwatch.core.alert import Severity, Verdict, ranked
 from gradwatch.core.record import Missing, Run
 from gradwatch.runs.report.heatmap import labelled, png, ticks_of
+from gradwatch.runs.report.loss_curve import path_of
 from gradwatch.runs.report.page import page
 from gradwatch.runs.report.run_data import read_run_data
 from gradwatch.runs.report.sink import NAME, Report
@@ -33,6 +34,7 @@ from gradwatch.sinks.colormap import (
     palette,
     scale_of,
 )
+from gradwatch.sinks.downsampling import Downsampling
 from gradwatch.sinks.record.recorder import Recorder
 from gradwatch.sinks.tensorboard.heatmap_image import rows_of
 from sink_inputs import HEALTHY, alert_of, feed, fit_linear_layer, layout_of, record_of
@@ -343,4 +345,23 @@ def test_a_sparkline_of_nothing_is_nothing() -> None:
     assert sparkline(nothing, nothing) == ""
     drawn = sparkline(np.float32([0, 1, np.nan, 2]), np.float32([0, 1, np.inf, 2]))
     assert drawn.count('class="x"') == 1
+    assert drawn.count("h1") == 1, "a point alone is seen"
     Page(drawn)
+
+
+@pytest.mark.parametrize(
+    ("losses", "said", "pieces"),
+    [
+        ([1.5], "from 1.5 to 1.5", ["M0.5 100.0", "M0.0 100.0h1.0"]),
+        ([1, np.inf, 3, np.inf], "from 1 to 3", ["M0.5 100.0", "M0.0 100.0h1.0", "M2.5 0.0", "M2.0 0.0h1.0"]),
+        ([*range(19), 40], "from 0 to 40", None),
+        ([*range(255), 9000], "from 0 to 9000, drawn up to 254", None),
+    ],
+)
+def test_the_loss_is_drawn_and_said_whole(losses: list[float], said: str, pieces: list[str] | None) -> None:
+    loss, norms = Downsampling(1, log=False), Downsampling(1)
+    for course in (loss, norms):
+        course.extend(np.arange(len(losses)), np.array(losses, dtype=float)[:, None])
+    path, extent = path_of(loss, norms)
+    assert extent == said
+    assert pieces is None or re.findall("M[^M]*", path) == pieces

@@ -37,7 +37,7 @@ def card(data: RunData, *, source: str) -> str:
             if (begin := data.begin(alert)) is not None:
                 x = 24 + (WIDTH - 48) * min(1.0, max(0.0, (begin - first + 0.5) / span))
                 marks.append({"x": f"{x:.1f}", "colour": COLOURS[str(alert.severity)]})
-    loss, least, most = path_of(data.loss, course) if measured and len(data.loss) else ("", 0.0, 0.0)
+    loss, extent = path_of(data.loss, course) if measured and len(data.loss) else ("", "")
     top = 34 + 24 * len(lines) + 24
     map_height, loss_height = MAP_HEIGHT if picture else 0, LOSS_HEIGHT if loss else 0
     facts = [f"{verdict.layers:,} layers", f"{verdict.steps:,} steps", f"overhead {100 * verdict.overhead:.1f} %"]
@@ -59,5 +59,5 @@ def card(data: RunData, *, source: str) -> str:
         loss=loss,
         columns=len(course),
         loss_height=loss_height,
-        loss_caption=f"loss, from {least:.4g} to {most:.4g}",
+        loss_caption=f"loss, {extent}",
     )

@@ -17,39 +17,40 @@ SHOWN_SHARE = 0.995
 """Share of the highest values that are inside the picture, so that one spike does not flatten the rest. Judgement."""
 
 
-def path_of(loss: Downsampling, beside: Downsampling) -> tuple[str, float, float]:
-    """The curve as an SVG path over the columns of `beside`, `HEIGHT` high, and its least and most; ("", 0, 0) where
-    nothing of it is finite.
+def path_of(loss: Downsampling, beside: Downsampling) -> tuple[str, str]:
+    """The curve as an SVG path over the columns of `beside`, `HEIGHT` high, and its extent in words; two empty texts
+    where nothing of it is finite. A number alone is as wide as its column.
     """
     low, high = (numbers[:, 0].astype(np.float64) for numbers in loss.extremes())
     finite = np.isfinite(high) & np.isfinite(low)
     if not finite.any():
-        return "", 0.0, 0.0
-    least, most = float(low[finite].min()), float(np.quantile(high[finite], SHOWN_SHARE))
-    span = (most - least) or 1.0
-    x = (np.arange(len(high)) * loss.stride + loss.axis[0] - beside.axis[0] + loss.stride / 2) / beside.stride
+        return "", ""
+    least, most = float(low[finite].min()), float(high[finite].max())
+    top = float(np.quantile(high[finite], SHOWN_SHARE, method="higher"))
+    span = (top - least) or 1.0
+    width = loss.stride / beside.stride
+    x = (loss.axis[0] - beside.axis[0]) / beside.stride + (np.arange(len(high)) + 0.5) * width
     highs = np.clip(HEIGHT * (1 - (high - least) / span), 0, HEIGHT)
     lows = np.clip(HEIGHT * (1 - (low - least) / span), 0, HEIGHT)
-    path, pen = "", "M"
-    for there, at, top, bottom in zip(finite.tolist(), x.tolist(), highs.tolist(), lows.tolist(), strict=True):
-        if there:
-            path += f"{pen}{at:.1f} {top:.1f}"
-            path += f"V{bottom:.1f}" if bottom > top else ""
-            pen = "L"
-        else:
-            pen = "M"
-    return path, least, most
+    before, after = np.append(False, finite[:-1]), np.append(finite[1:], False)
+    path = ""
+    for place in np.flatnonzero(finite).tolist():
+        at, upper, lower = x[place], highs[place], lows[place]
+        path += f"{'L' if before[place] else 'M'}{at:.1f} {upper:.1f}"
+        path += f"V{lower:.1f}" if lower > upper else ""
+        if not before[place] and not after[place]:
+            path += f"M{at - width / 2:.1f} {upper:.1f}h{width:.1f}"
+    return path, f"from {least:.4g} to {most:.4g}" + (f", drawn up to {top:.4g}" if top < most else "")
 
 
 def curve(loss: Downsampling, beside: Downsampling, names: Sequence[str]) -> str:
     """HTML of one number per step, kept as it is; `beside`: on whose axis it is drawn, next to `names`."""
-    path, least, most = path_of(loss, beside)
+    path, extent = path_of(loss, beside)
     if not path:
         return ""
     return figure(
         "loss_curve",
-        least=f"{least:.4g}",
-        most=f"{most:.4g}",
+        extent=extent,
         columns=len(beside),
         height=HEIGHT,
         path=path,

@@ -48,9 +48,12 @@ def sparkline(low: Logs, high: Logs) -> str:
 
 def _line(xs: list[int], ys: list[int | None]) -> str:
     """A path that begins again after each gap; a point alone is a dot."""
-    before = [None, *ys[:-1]]
-    points = zip(xs, ys, before, strict=True)
-    return "".join(f"M{x} {y}h.1" if last is None else f"L{x} {y}" for x, y, last in points if y is not None)
+    points = zip(xs, ys, [None, *ys[:-1]], [*ys[1:], None], strict=True)
+    return "".join(
+        f"{'M' if before is None else 'L'}{x} {y}" + "h1" * (before is after is None)
+        for x, y, before, after in points
+        if y is not None
+    )
 
 
 def _band(xs: list[int], low: list[int | None], high: list[int | None]) -> str:
