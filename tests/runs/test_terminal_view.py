@@ -62,7 +62,22 @@ def test_the_screen_is_filled_and_not_more(unhealthy: Path, width: int, height: 
         assert any(re.match(r"(blocks_49|b)\.mlp .*dead", line) for line in lines), "the worst layer is in the table"
     if height >= 24:
         assert any(line.split(UPPER_HALF)[0].strip() == "blocks_49.mlp" for line in lines), "and beside the map"
-        assert any(line.startswith("loss ") and line.endswith("1 to 0.01667") for line in lines)
+        assert any(line.startswith("loss ") and line.endswith(" 0.1833 to 0.01802") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("losses", "said"),
+    [([3.0] * 300 + [1.0] * 300, " 3 to 1"), ([2.0, np.nan], " 2 to not finite"), ([np.nan] * 3, "loss is not finite")],
+)
+def test_the_loss_is_that_of_the_other_outputs(tmp_path: Path, losses: list[float], said: str) -> None:
+    sink, layout = Recorder(folder=tmp_path), layout_of("a")
+    sink.open(Run(layout, "run"))
+    for step, loss in enumerate(losses):
+        known = {"loss_nan": 1.0} if np.isnan(loss) else {"loss": loss}
+        feed(sink, record_of(layout, step, [0.5], **known))
+    sink.close(HEALTHY)
+    lines = view(read_run_data(tmp_path), name="run", width=80, height=24).plain.split("\n")
+    assert [line for line in lines if line.startswith("loss ") and line.endswith(said)]
 
 
 def test_the_remedy_is_whole_where_two_lines_hold_it(tmp_path: Path) -> None:

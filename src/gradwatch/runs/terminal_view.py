@@ -120,7 +120,7 @@ def _stretched(logs: Logs, columns: int) -> Logs:
 def _loss(data: RunData, width: int, *, ascii_only: bool) -> Text | None:
     from rich.text import Text
 
-    if not len(data.loss):
+    if data.loss_levels is None or not len(data.loss):
         return None
     low, high = (numbers[:, 0] for numbers in data.loss.extremes())
     finite = high[np.isfinite(high)]
@@ -128,8 +128,8 @@ def _loss(data: RunData, width: int, *, ascii_only: bool) -> Text | None:
         return Text("loss is not finite", style="bold red")
     span = float(finite.max() - finite.min()) or 1.0
     scaled = [(numbers - finite.min()) / span for numbers in (low, high)]  # a sparkline is a decade high at least
-    last = f"{high[-1]:.4g}" if np.isfinite(high[-1]) else "not finite"
-    text = f" {finite[0]:.4g} to {last}"
+    first, last = (f"{level:.4g}" if np.isfinite(level) else "not finite" for level in data.loss_levels)
+    text = f" {first} to {last}"
     line = sparkline(*scaled, width=max(8, min(width - len(text) - 6, 120)), ascii_only=ascii_only)
     return Text.assemble(("loss ", "dim"), (line, "cyan"), text)
 

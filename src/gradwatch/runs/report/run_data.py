@@ -37,10 +37,11 @@ class RunData:
     def block(self, block: Block) -> None:
         self.steps += len(block)
         self.summary.block(block)
-        if "loss" in block.scalars:
-            loss, nowhere = block.scalars["loss"], np.full(len(block), np.nan)
-            # NaN also stands for a loss that was not recorded
-            known = ~np.isnan(loss) | (block.scalars.get("loss_nan", nowhere) == 1)
+        nowhere = np.full(len(block), np.nan)
+        loss = block.scalars.get("loss", nowhere)
+        # NaN also stands for a loss that was not recorded
+        known = ~np.isnan(loss) | (block.scalars.get("loss_nan", nowhere) == 1)
+        if known.any():
             self.loss.extend(
                 block.axis[known], loss[known, None], np.ones((np.count_nonzero(known), 1), dtype=np.bool_)
             )
