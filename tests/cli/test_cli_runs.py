@@ -62,6 +62,7 @@ def test_a_cut_off_run_is_reported_with_a_word(tmp_path: Path, capsys: pytest.Ca
     assert main(["report", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert out.startswith(f"Note: {event_file.name} ends within an event, as after a kill: its last ")
+    assert "GradWatch: nothing found so far. 1 layer over 8 steps" in out
     page = (tmp_path / "gradwatch_report.html").read_text()
     assert "the record has no end: the run was cut off, or is still under way" in page
     assert "<dd>8</dd>" in page
@@ -138,6 +139,9 @@ def test_commands_say_the_same_of_a_run(tmp_path: Path, capsys: Any, verdict: Ve
     found = json.loads(capsys.readouterr().out)
     assert found["verdict"]["status"] == health.replace("no end", "healthy")
     assert found["run"]["ended"] == (health != "no end")
+    assert found["verdict"]["headline"].startswith("nothing found so far. ") == (health == "no end")
+    assert main(["compare", str(tmp_path / "first"), str(tmp_path / "second")]) == 0
+    assert ("healthy" in capsys.readouterr().out) == (health == "healthy")
 
 
 @pytest.mark.parametrize("width", [40, 60, 120])

@@ -253,6 +253,8 @@ class Verdict:
     """One sentence for each intervention about what it did."""
     loss: tuple[float, float] | None = None
     """The level of the loss at first and at last, medians of ten; None where unknown, or too early to tell."""
+    ended: bool = True
+    """False of a recorded run that was cut off, or is still under way."""
 
     @property
     def healthy(self) -> bool:
@@ -293,6 +295,8 @@ class Verdict:
         """The first line of a run without a warning: healthy only where the loss is not known not to have fallen."""
         if not self.steps:
             return "GradWatch: no step was measured."
+        if not self.ended:
+            return f"GradWatch: nothing found so far. {what}"
         if self.stuck:
             return f"GradWatch: nothing found in {self.steps} steps; {self.stuck}. {what}"
         return f"GradWatch: healthy. {what}"

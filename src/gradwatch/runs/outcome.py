@@ -75,7 +75,8 @@ class Outcome:
         alerts = ranked(self.alerts_by_key.values())
         if self.finished is None:
             notes = (CUT_OFF,)
-            return Verdict(alerts, self.steps, self.layers, self._overhead, {}, notes, loss=self._losses.levels)
+            levels = self._losses.levels
+            return Verdict(alerts, self.steps, self.layers, self._overhead, {}, notes, loss=levels, ended=False)
         return replace(self._last_verdict, incidents=alerts)
 
     @property
