@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from gradwatch.core.alert import Severity, Verdict
 from gradwatch.core.record import Missing, Run
+from gradwatch.runs.report.sink import Report
 from gradwatch.sinks.colormap import scale_of
 from gradwatch.sinks.terminal.console import Console
 from gradwatch.sinks.terminal.layer_table import (
@@ -228,6 +230,22 @@ m.l.0.s.q_proj ▃▃▇▂▇▂▂▂▆▁▆▆█▂  0.0127  4.0e-5    11.
 trend: log10 grad_norm, each line on its own scale; 0 is zero, x is not finite
 zero: share of the gradient that is exactly zero
 """
+
+
+@pytest.mark.parametrize("before", [0, 100])
+def test_a_resumed_run_says_which_steps_its_numbers_are_of(
+    before: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layout, sinks = layout_of("a"), (Console(width=80), Report(folder=tmp_path))
+    verdict = Verdict((), before + 3, 1, 0.01, {})
+    for sink in sinks:
+        sink.open(Run(layout, "run"))
+        for step in range(before, before + 3):
+            feed(sink, record_of(layout, step, [0.5]))
+        sink.close(verdict)
+    out, page = capsys.readouterr().out, (tmp_path / "gradwatch_report.html").read_text()
+    assert ("numbers: of the 3 steps of this session" in out) == bool(before)
+    assert ("are of the 3 steps that are recorded here" in page) == bool(before)
 
 
 def test_bars_share_one_scale_and_its_colours(show: Any) -> None:

@@ -44,6 +44,7 @@ class RunSummary:
         self.places: Sites = np.zeros(0, dtype=np.intp)
         """Site index of each row."""
         self.positions = AxisPositions()
+        self.steps = 0
         self._latest: Block | None = None
 
     @property
@@ -68,6 +69,7 @@ class RunSummary:
         if block is self._latest:
             return
         self._latest = block
+        self.steps += len(block)
         self.positions.extend(block)
         self.adopt(block.layout)
         places = self.places

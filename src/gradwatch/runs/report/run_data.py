@@ -32,10 +32,8 @@ class RunData:
         self.loss = Downsampling(1, log=False)
         self.loss_levels: tuple[float, float] | None = None
         """Of a recorded run, as `LossLevels.shown` has them."""
-        self.steps = 0
 
     def block(self, block: Block) -> None:
-        self.steps += len(block)
         self.summary.block(block)
         nowhere = np.full(len(block), np.nan)
         loss = block.scalars.get("loss", nowhere)

@@ -60,7 +60,7 @@ class Report:
 
     def close(self, verdict: Verdict) -> None:
         data, self._data = self._data, None
-        if data is None or self._folder is None or not data.steps:
+        if data is None or self._folder is None or not data.summary.steps:
             return
         data.end(verdict, data.summary.positions.spans(verdict.incidents))
         data.meta = {**data.meta, "finished": time()}

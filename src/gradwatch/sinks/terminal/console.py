@@ -78,6 +78,8 @@ class Console:
             for column, text in LEGEND.items()
             if (column != "zero" or not np.isnan(summary.zeros).all()) and (column != "size" or width >= BAR_FROM)
         ]
+        if summary.steps < verdict.steps:
+            notes.append(f"numbers: of the {summary.steps:,} steps of this session")
         if of := summary.grad_norm.median_of:
             notes.insert(1, f"median: {of}")
         if len(shown) < len(layers):
