@@ -15,10 +15,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from gradwatch import load_run
 from gradwatch.cli import main
 from gradwatch.core.alert import Severity, Verdict
 from gradwatch.core.record import Run
+from gradwatch.runs.compare.comparison import compare_runs
+from gradwatch.runs.report.card import card
 from gradwatch.runs.report.run_data import read_run_data
+from gradwatch.runs.summary.document import document
+from gradwatch.runs.summary.markdown import markdown
 from gradwatch.runs.terminal_view import UPPER_HALF, view
 from gradwatch.sinks.record.recorder import Recorder
 from sink_inputs import HEALTHY, alert_of, feed, layout_of, record_of
@@ -89,6 +94,16 @@ def test_the_remedy_is_whole_where_two_lines_hold_it(tmp_path: Path) -> None:
     assert len(lines) <= 24
     assert f"Try: {remedy}" in " ".join(lines)
     assert max(map(len, lines)) <= 80
+
+
+def test_one_step_of_one_layer_has_no_plural(tmp_path: Path) -> None:
+    run = Recorded(tmp_path, ("a",))
+    run.go_on(1)
+    run.sink.close(Verdict((), 1, 1, 0.01, {}))
+    data, arrays = read_run_data(tmp_path), load_run(tmp_path)
+    shown = view(data, name="run", width=80, height=24).plain, card(data), markdown(document(arrays))
+    assert not re.search(r"\b1 (layers|steps)", " ".join([*shown, compare_runs(arrays, arrays).headline]))
+    assert shown[0].startswith("1 layer, 1 step, ended: run")
 
 
 def test_a_name_does_not_break_the_screen(tmp_path: Path) -> None:

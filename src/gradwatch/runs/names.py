@@ -32,6 +32,11 @@ def listed(names: Iterable[str]) -> str:
     return short_list([*map(shortened, names)])
 
 
+def counted(number: int, noun: str) -> str:
+    """'1 step', '1,000 steps'."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
 def moment(seconds: float) -> str:
     """A time in seconds since the epoch, to the minute."""
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))

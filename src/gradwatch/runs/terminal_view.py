@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gradwatch.core.printable import printable
+from gradwatch.runs.names import counted
 from gradwatch.runs.report.run_data import RunData
 from gradwatch.sinks.colormap import palette, scale_of
 from gradwatch.sinks.downsampling import Logs
@@ -61,8 +62,8 @@ def _head(data: RunData, name: str, width: int) -> list[Text | str]:
     verdict = data.verdict
     loud = data.loud
     state = "ended" if data.ended else "under way, or cut off"
-    several = "s" if verdict.layers != 1 else ""
-    facts = f"{verdict.layers:,} layer{several}, {verdict.steps:,} steps, {state}: {printable(name)}"
+    extent = f"{counted(verdict.layers, 'layer')}, {counted(verdict.steps, 'step')}"
+    facts = f"{extent}, {state}: {printable(name)}"
     style = STYLES[loud[0].severity] if loud else "bold green"
     found: list[Text | str] = [_cut(Text(facts, style="dim"), width)]
     found += _wrapped(data.status, width, style)

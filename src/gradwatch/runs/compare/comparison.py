@@ -11,7 +11,7 @@ from gradwatch.runs.compare.aligned import COMPARED, HIGHEST, LOWEST, AlignedRun
 from gradwatch.runs.compare.divergence_point import DivergencePoint, blocks_of, divergence_points
 from gradwatch.runs.compare.first_difference import FirstDifference, first_difference
 from gradwatch.runs.files import Unreadable
-from gradwatch.runs.names import listed, shortened
+from gradwatch.runs.names import counted, listed, shortened
 from gradwatch.sinks.terminal.layer_table import format_number
 
 WORDS = {"weight_norm": "weight norm", "grad_norm": "gradient norm", "update_ratio": "update-to-weight ratio"}
@@ -74,9 +74,9 @@ class Comparison:
             return f"The runs diverge at {cause}step {first.step}, in {name}: {self.evidence(first)}."
         if like.first is None:
             if like.identical:
-                return f"The runs are the same to the last bit, over all {like.steps:,} steps that both have."
-            return f"The runs are the same but for rounding, over all {like.steps:,} steps that both have."
-        alike = f"over {like.steps:,} steps no layer differs by more than noise makes it."
+                return f"The runs are the same to the last bit, over all {counted(like.steps, 'step')} that both have."
+            return f"The runs are the same but for rounding, over all {counted(like.steps, 'step')} that both have."
+        alike = f"over {counted(like.steps, 'step')} no layer differs by more than noise makes it."
         if like.rates is not None:
             return f"The runs diverge at step {like.rates.step}, in their learning rate alone: {alike}"
         return f"The runs do not diverge: {alike}"
@@ -108,9 +108,8 @@ class Comparison:
         said += self._first_difference()
         for letter, only in zip("AB", self.pair.only, strict=True):
             if only:
-                said.append(
-                    f"Only {letter} has {listed(only)}; what follows is about the {len(self.pair.layers)} others."
-                )
+                others = counted(len(self.pair.layers), "other")
+                said.append(f"Only {letter} has {listed(only)}; what follows is about the {others}.")
         ends = [int(run.values["grad_norm"].steps.max()) for run in self.runs]
         if ends[0] != ends[1]:
             said.append(f"A ends at step {ends[0]:,}, B at step {ends[1]:,}: compared up to step {self.last:,}.")
