@@ -210,6 +210,17 @@ def test_every_line_fits_and_nothing_is_lost(show: Any, width: int, zeros: bool)
     assert ("zero:" in text) == zeros
 
 
+@pytest.mark.parametrize("rule", ["divergence", "disconnected", "act_blowup"])
+def test_the_name_of_a_rule_is_whole_in_a_narrow_table(rule: str, capsys: pytest.CaptureFixture[str]) -> None:
+    layout, sink = layout_of("encoder.blocks.0.attention"), Console(width=60)
+    sink.open(Run(layout, "run"))
+    feed(sink, *(record_of(layout, step, [1.0], zero_fraction=np.full(1, 0.5)) for step in range(20)))
+    sink.close(Verdict((alert_of(rule, "encoder.blocks.0.attention"),), 20, 1, 0.01, {}))
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if "attention" in line and "50%" in line]
+    assert row.endswith(f" {rule}")
+    assert len(row) <= 60
+
+
 def test_a_median_of_a_sample_is_said_to_be_one(capsys: pytest.CaptureFixture[str]) -> None:
     layout = layout_of("a")
     for steps, said in ((256, False), (300, True)):

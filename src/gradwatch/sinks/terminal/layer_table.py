@@ -112,7 +112,8 @@ def column_widths(rows: Sequence[TableRow], width: int) -> dict[str, int]:
     bars = {"size": BAR_WIDTH} if width >= BAR_FROM else {}
     blanks = 6 + len(zero) + len(bars)
     room = width - 4 * number - sum(zero.values()) - sum(bars.values()) - blanks
-    status = max(len("status"), min(status, room // 3))
+    word = max(len(row.status[0].split()[0]) if row.status else 0 for row in rows)
+    status = max(len("status"), min(status, max(room // 3, min(word, room // 2))))
     name = max(len("layer"), min(name, room - status - max(6, room // 5)))
     name = max(len("layer"), *(len(shorten_name(row.name, name)) for row in rows))
     trend = min(room - status - name, max(len("trend"), min(48, max(len(row.low) for row in rows))))
