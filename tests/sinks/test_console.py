@@ -255,7 +255,7 @@ def test_a_resumed_run_says_which_steps_its_numbers_are_of(
             feed(sink, record_of(layout, step, [0.5]))
         sink.close(verdict)
     out, page = capsys.readouterr().out, (tmp_path / "gradwatch_report.html").read_text()
-    assert ("numbers: of the 3 steps of this session" in out) == bool(before)
+    assert ("numbers: of the 3 steps since the run was resumed" in out) == bool(before)
     assert ("are of the 3 steps that are recorded here" in page) == bool(before)
 
 

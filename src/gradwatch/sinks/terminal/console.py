@@ -79,7 +79,7 @@ class Console:
             if (column != "zero" or not np.isnan(summary.zeros).all()) and (column != "size" or width >= BAR_FROM)
         ]
         if summary.steps < verdict.steps:
-            notes.append(f"numbers: of the {summary.steps:,} steps of this session")
+            notes.append(f"numbers: of the {summary.steps:,} steps since the run was resumed")
         if of := summary.grad_norm.median_of:
             notes.insert(1, f"median: {of}")
         if len(shown) < len(layers):
