@@ -258,8 +258,8 @@ def test_a_batch_threw_the_weights_off_where_its_step_moved_them() -> None:
         assert found is not None
         return found.cause
 
-    assert jumped(2.0).endswith("times the highest until then: that one batch threw the weights far off.")
-    assert jumped(0.01).endswith("times the highest until then.")
+    assert jumped(2.0).endswith("times the highest of the 20 steps until then: that one batch threw the weights far off.")
+    assert jumped(0.01).endswith("times the highest of the 20 steps until then.")
 
 
 def test_a_gradient_that_was_growing_is_no_jump() -> None:
@@ -276,8 +276,8 @@ def test_a_jump_counts_in_the_steps_just_before() -> None:
     assert rate.sentence == " At step 40, the learning rate jumped 30 times, to 3."
     assert before(2, lr=3.0).sentence == "", "long before"
     gradient = before(9, gradients=100.0)
-    assert gradient.sentence == " At step 40, the gradient was 100 times the highest before."
-    assert gradient.headline == ": the gradient was 100 times the highest before"
+    assert gradient.sentence == " At step 40, the gradient was 100 times the highest of the 20 steps before."
+    assert gradient.headline == ": the gradient was 100 times the highest of the 20 steps before"
     assert before(2, gradients=100.0).sentence == "", "long before"
     assert before(9).sentence == ""
 
@@ -289,7 +289,7 @@ def test_where_gradients_were_clipped_clipping_is_not_proposed() -> None:
         judge_steps(Spike(), history, [*steps(40), *large, *steps(3)])
         return beginning(history, 3).remedy
 
-    assert remedy(None) == "Trainer(gradient_clip_val=1.4), the highest norm before it."
+    assert remedy(None) == "Trainer(gradient_clip_val=1.4), the highest norm of the 20 steps before it."
     assert remedy(1.0) == "a smaller lr in configure_optimizers."
 
 
@@ -450,6 +450,24 @@ def test_what_the_loss_did_beside_a_spike() -> None:
     jumped = spike(loss=40.0)
     assert "The loss jumped too, from 1 to 40" in jumped
     assert "The loss did not" not in jumped
+
+
+def test_a_loss_that_had_fallen_far_before_a_spike_is_compared_with_its_latest() -> None:
+    fallen = [*[{"loss": 100.0}] * 50, *[{"loss": 1.0}] * 30]
+
+    def spike(loss: float) -> str:
+        rows = [*fallen, {"gradients": 60.0, "loss": loss}, {"loss": 1.0}]
+        return only(first(judge_rows(Spike(), net(2), rows))).message
+
+    assert "The loss jumped too, from 1 to 40" in spike(40.0)
+    assert "The loss did not" in spike(1.0)
+
+
+def test_a_gradient_is_not_said_to_be_over_one_that_the_comparison_leaves_out() -> None:
+    rows = [{"gradients": 40.0, "loss": 1.0}, *[{"loss": 1.0}] * 120, {"gradients": 60.0, "loss": 1.0}, {"loss": 1.0}]
+    found = only(first(judge_rows(Spike(), net(2), rows)))
+    assert found.headline == "the gradient was 60 times the highest of the 100 normal steps before"
+    assert found.remedy == "Trainer(gradient_clip_val=1.4), the highest norm of the whole model in 100 normal steps."
 
 
 def test_the_normal_steps_of_a_spike_are_counted() -> None:

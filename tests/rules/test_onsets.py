@@ -76,7 +76,7 @@ STEADY = [{"lr": 0.1, "weights": USUAL}] * 30
         ([*STEADY, *[{"lr": 3.0}] * 20], None),  # too long ago
         ([*STEADY, {"lr": 0.4}, {"lr": 0.4}], None),
         ([*STEADY, {"lr": 0.0}, {"lr": 0.1}, {}], None),  # a restart
-        ([*STEADY, {"lr": 0.1, "gradients": 50.0}, {}], "the gradient was 50 times the highest before"),
+        ([*STEADY, {"lr": 0.1, "gradients": 50.0}, {}], "the gradient was 50 times the highest of the 20 steps before"),
         ([*STEADY, {"lr": 0.1, "gradients": 5.0}, {}], None),
         ([*STEADY, {"optimizer": 1, "lr": 9.0}, {"lr": 0.1}, {"lr": 0.1}], None),
     ],
@@ -94,7 +94,8 @@ def test_a_gradient_that_was_clipped_gets_no_advice_to_clip() -> None:
     clipped.amend({"grad_norm_clipped": np.full(len(clipped.layout), 0.1)})
     for made in (plain, clipped):
         record(made)
-    assert beginning(plain, 1).remedy == "Trainer(gradient_clip_val=1.7), the highest norm before it."
+    remedy = "Trainer(gradient_clip_val=1.7), the highest norm of the 20 steps before it."
+    assert beginning(plain, 1).remedy == remedy
     assert beginning(clipped, 1).remedy == "a smaller lr in configure_optimizers."
 
 

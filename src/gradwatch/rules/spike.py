@@ -28,6 +28,9 @@ QUICK_CHECK_RECORDS = 8
 FIRST_LEVEL_LOSSES = 10
 """Losses that make up the first level. As in `Divergence`."""
 
+RECENT_LOSSES = 10
+"""Losses before a spike with which its own is compared. Judgement."""
+
 LOOKBACK_WINDOWS = 4
 """Windows of records in which a layer's own are searched where several optimizers take turns. Judgement."""
 
@@ -206,7 +209,7 @@ class Spike:
         else:
             message += _loss(history, self.window, back, returned=returned)
             remedy = _clipping(history, self.window, back)
-            headline = jump_text(batch_text(history, back=back), jumps[shown])
+            headline = jump_text(batch_text(history, back=back), jumps[shown], f"{counts[shown]} normal steps")
         height = float(jumps[worst])
         matters = sites[0] == 0 or np.linalg.norm(now[layers]) >= self.total_share * now[0]
         matters &= not now[0] < self.opening_share * _lowest_of_opening(history)
@@ -255,7 +258,8 @@ def _clipping(history: History, window: int, back: int) -> str:
         return batch_remedy(batch_text(history, back=back), limit)
     if not highest > 0:
         return "Trainer(gradient_clip_val=...), with the usual norm of the gradient."
-    return f"Trainer(gradient_clip_val={highest:.2g}), the highest normal norm of the whole model."
+    steps = f"{len(normal)} normal steps"
+    return f"Trainer(gradient_clip_val={highest:.2g}), the highest norm of the whole model in {steps}."
 
 
 def _loss(history: History, window: int, back: int, *, returned: bool) -> str:
@@ -264,10 +268,11 @@ def _loss(history: History, window: int, back: int, *, returned: bool) -> str:
     before = np.empty(0) if losses is None else losses[own][np.isfinite(losses[own])]
     if losses is None or not np.isfinite(losses[-back]) or not len(before):
         return "Look at this batch's inputs, targets and weights in the loss."
-    now = losses[-back]
-    if not now > before.max():
+    now, lately = losses[-back], before[-RECENT_LOSSES:]
+    # it may fall for long, so that the highest of the window is far over those of late
+    if not now > min(before.max(), 2 * lately.max() - lately.min()):
         return "The loss did not: look for a division or square root near 0 in the backward pass."
-    jumped = f"The loss jumped too, from {float(np.median(before)):.3g} to {now:.3g}"
+    jumped = f"The loss jumped too, from {float(np.median(lately)):.3g} to {now:.3g}"
     moved = largest_update(history, back + 1) if len(own) and own[-1] == len(losses) - back - 1 else np.nan
     if moved >= LARGE_UPDATE:
         return f"{jumped}, after a step that moved the weights by {moved:.2g} times their size: steps are too large."

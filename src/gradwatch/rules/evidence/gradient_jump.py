@@ -34,14 +34,15 @@ healthy runs of the zoo have 0.05."""
 
 @dataclass(frozen=True, slots=True)
 class GradientJump:
-    """A gradient norm far over all that came before it."""
+    """A gradient norm far over those of the steps before it."""
 
     back: int
     """Records from the end; 1 is the latest."""
     ratio: float
-    """The norm over the highest before it."""
+    """The norm over `highest`."""
     highest: float
-    """The highest norm before it."""
+    """The highest norm of the `records` before it."""
+    records: int
     batch: str
     """' at batch 17 of epoch 2', as far as that is known."""
     threw: bool
@@ -51,27 +52,30 @@ class GradientJump:
 
     @property
     def text(self) -> str:
-        """'the gradient at batch 17 of epoch 2 was 50 times the highest before'."""
-        return jump_text(self.batch, float(np.log10(self.ratio)))
+        """'the gradient at batch 17 of epoch 2 was 50 times the highest of the 20 steps before'."""
+        return jump_text(self.batch, float(np.log10(self.ratio)), f"{self.records} steps")
 
     @property
     def cause(self) -> str:
         """A sentence, without a capital."""
         ago = self.back - 1
         when = f"{self.batch}, {ago} step{'s' * (ago > 1)} before," if ago else self.batch
-        jumped = f"the gradient{when} was {ratio_text(np.log10(self.ratio))} times the highest until then"
+        times = ratio_text(np.log10(self.ratio))
+        jumped = f"the gradient{when} was {times} times the highest of the {self.records} steps until then"
         return f"{jumped}: that one batch threw the weights far off." if self.threw else f"{jumped}."
 
     @property
     def remedy(self) -> str:
         if self.limit is None:
-            return f"Trainer(gradient_clip_val={self.highest:.2g}), the highest norm before it."
+            return f"Trainer(gradient_clip_val={self.highest:.2g}), the highest norm of the {self.records} steps before it."
         return batch_remedy(self.batch, self.limit)
 
 
-def jump_text(batch: str, dex: float) -> str:
-    """'the gradient at batch 17 of epoch 2 was 50 times the highest before'; `dex`: by how many decades."""
-    return f"the gradient{batch} was {ratio_text(dex)} times the highest before"
+def jump_text(batch: str, dex: float, steps: str) -> str:
+    """'the gradient at batch 17 of epoch 2 was 50 times the highest of the 20 steps before'; `dex`: by how many decades;
+    `steps`: '20 steps'.
+    """
+    return f"the gradient{batch} was {ratio_text(dex)} times the highest of the {steps} before"
 
 
 def batch_remedy(batch: str, limit: float) -> str:
@@ -103,7 +107,8 @@ def gradient_jump(history: History, *, back: int = 1) -> GradientJump | None:
         if 0 < highest * JUMP_RATIO <= totals[place] and not growing and not before >= LARGE_UPDATE:
             threw = moved >= LARGE_UPDATE > before
             gone, ratio = int(backs[place]), float(totals[place]) / highest
-            return GradientJump(gone, ratio, highest, batch_text(history, back=gone), threw, clipping_limit(history))
+            batch, limit = batch_text(history, back=gone), clipping_limit(history)
+            return GradientJump(gone, ratio, highest, len(earlier), batch, threw, limit)
     return None
 
 
