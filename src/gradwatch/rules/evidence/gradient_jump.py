@@ -67,13 +67,14 @@ class GradientJump:
     @property
     def remedy(self) -> str:
         if self.limit is None:
-            return f"Trainer(gradient_clip_val={self.highest:.2g}), the highest norm of the {self.records} steps before it."
+            value = f"Trainer(gradient_clip_val={self.highest:.2g})"
+            return f"{value}, the highest norm of the {self.records} steps before it."
         return batch_remedy(self.batch, self.limit)
 
 
 def jump_text(batch: str, dex: float, steps: str) -> str:
-    """'the gradient at batch 17 of epoch 2 was 50 times the highest of the 20 steps before'; `dex`: by how many decades;
-    `steps`: '20 steps'.
+    """'the gradient at batch 17 of epoch 2 was 50 times the highest of the 20 steps before'; `dex`: by how many
+    decades; `steps`: '20 steps'.
     """
     return f"the gradient{batch} was {ratio_text(dex)} times the highest of the {steps} before"
 

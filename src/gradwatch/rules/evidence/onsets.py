@@ -43,10 +43,11 @@ def in_trainer(history: History) -> bool:
 
 
 def unlearnt(history: History) -> str:
-    """' The loss has not fallen since the start (2.31 -> 2.32).', empty where it has, or the start is not known."""
+    """' The loss is higher than at the start (2.31 -> 2.32).', empty where it is lower, or the start is not known."""
     if not history.whole or (levels := first_and_last_loss(history, LEVEL_RECORDS)) is None:
         return ""
     first, last = levels
     if not np.isfinite([first, last]).all() or last < first - LOWER_LOSS_SHARE * abs(first) * ROUNDING:
         return ""
-    return f" The loss has not fallen since the start ({first:.3g} -> {last:.3g})."
+    how = "higher than" if last > first else "as high as"
+    return f" The loss is {how} at the start ({first:.3g} -> {last:.3g})."
