@@ -165,6 +165,14 @@ def test_one_step_that_was_too_large(options: dict[str, Any]) -> None:
         assert alert.remedy == "a smaller lr in configure_optimizers, with warm-up, or nn.LeakyReLU after layer 2."
 
 
+def test_units_that_died_under_a_long_momentum() -> None:
+    def sgd(parameters: Any, lr: float) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr, momentum=0.99)
+
+    alert = only(incidents_of(mlp(), steps=60, before=killed(10), kind=sgd))  # type: ignore[arg-type]
+    assert (alert.rule, alert.remedy) == ("dead", "momentum=0.9 in configure_optimizers.")
+
+
 RANDOM_STEPS = random.Random("dead").sample(range(1, 130), 6)
 
 

@@ -13,7 +13,7 @@ from gradwatch.core.history import History
 from gradwatch.core.record import MEASURED, Floats, Mask, Site, Sites
 from gradwatch.rules.evidence.jumps import beginning
 from gradwatch.rules.evidence.layer_levels import bias_text, biases_of, latest, series_of, weights_of
-from gradwatch.rules.evidence.learning_rates import measured_rate
+from gradwatch.rules.evidence.learning_rates import measured_remedy
 from gradwatch.rules.evidence.onsets import gradient_zero_since, is_first_record, unlearnt
 from gradwatch.rules.evidence.paths import paths
 from gradwatch.rules.evidence.recent_rows import RecentRows
@@ -316,7 +316,7 @@ def _reason(history: History, layer: int, back: int, biased: Sequence[str], *, f
     bias, before = latest(biases), latest(biases[own_records(history) > back])
     if bias >= BIAS_GROWTH * before:
         made = f" The biases of layer {name} grew meanwhile, from a root mean square of {before:.2g} to {bias:.2g}."
-    return made, measured_rate(history, back) or f"a smaller lr in configure_optimizers, with warm-up, or {leaky}"
+    return made, measured_remedy(history, back) or f"a smaller lr in configure_optimizers, with warm-up, or {leaky}"
 
 
 def _dead_since(history: History, layer: int, silent: int, loud: int | None) -> int:

@@ -94,15 +94,17 @@ def better_rate(history: History, *, back: int = 1) -> str:
     """The remedy where steps are too large from the record `back` from the end on: a value that was measured."""
     if (jump := rate_jump(history, back=back)) is not None:
         return jump.remedy
+    return measured_remedy(history, back) or _smaller_rate(history, back)
+
+
+def measured_remedy(history: History, back: int) -> str:
+    """What makes the steps too large, passes that are added up or long momentum; or else the rate at which they were
+    sane, or at which the first would have been; empty where nothing is known.
+    """
     if (passes := summed_passes(history)) is not None:
         return f"loss / N before each of a step's N backward passes, which are added up: N is {passes} at least."
     if number_of(history, "momentum") >= LONG_MOMENTUM:
         return "momentum=0.9 in configure_optimizers."
-    return measured_rate(history, back) or _smaller_rate(history, back)
-
-
-def measured_rate(history: History, back: int) -> str:
-    """The rate at which steps were sane, or at which the first would have been; empty where neither is known."""
     rates, ago = history.scalar("lr", RECENT_RECORDS), update_samples(history)
     if rates is None or not len(ago) or not is_own(history, RECENT_RECORDS)[-1 - ago[-1]]:
         return ""
