@@ -120,7 +120,12 @@ def test_an_epsilon_is_no_remedy_for_a_wrong_formula(loss: Any, remedy: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("written", "instead"), [(float("nan"), "another number than NaN in "), (float("-inf"), "torch.finfo")]
+    ("written", "instead"),
+    [
+        (float("nan"), "another number than NaN in "),
+        (float("-inf"), "a finite number in place of infinity (torch.finfo(x.dtype).min for -inf) in "),
+        (float("inf"), "a finite number in place of infinity"),
+    ],
 )
 def test_a_constant_of_the_code_is_explained_by_its_value(written: float, instead: str) -> None:
     trace = traced(lambda net, x: net(x).index_fill(0, torch.tensor([1]), written).mean())

@@ -64,6 +64,10 @@ SINGULAR = (
 """Operations whose derivative is infinite somewhere: their inputs are stored for the backward pass."""
 
 
+FINITE = "a finite number in place of infinity (torch.finfo(x.dtype).min for -inf)"
+"""What to write where infinity is a constant of the code."""
+
+
 def base(name: str) -> str:
     """The operation behind a name: 'torch.Tensor.__itruediv__' -> 'truediv', 'SqrtBackward0' -> 'sqrt'."""
     last = name.rpartition(".")[2]
@@ -132,7 +136,7 @@ def forward(name: str, inputs: Sequence[InputSummary], *, nan: bool, dtype: str)
     if nan and any(facts.masked for facts in inputs):
         return Explanation(
             "one of its inputs contains an infinity that is a constant of the code",
-            "torch.finfo(x.dtype).min in place of -inf, or a mask after it.",
+            f"{FINITE}, or a mask after it.",
         )
     peak = max((max(-facts.low, facts.high) for facts in inputs), default=0.0)
     if dtype == "float16":
@@ -156,7 +160,7 @@ def forward(name: str, inputs: Sequence[InputSummary], *, nan: bool, dtype: str)
 
 def constant(name: str, *, nan: bool) -> Explanation:
     """Infinity or NaN that is a constant of the code and reached the loss."""
-    instead = "another number than NaN" if nan else "torch.finfo(x.dtype).min in place of -inf"
+    instead = "another number than NaN" if nan else FINITE
     return Explanation(
         "the value is a constant of the code, and reached the loss",
         f"{instead} in {name}, or a mask of the loss.",
