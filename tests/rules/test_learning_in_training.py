@@ -168,6 +168,15 @@ def test_a_layer_that_was_switched_off_by_mistake() -> None:
     assert (alert.severity, alert.sites) == (Severity.WARNING, ("4",))
 
 
+def test_all_layers_that_were_switched_off_are_in_the_remedy() -> None:
+    model = mlp(width=32, depth=6)
+    for place in (4, 8):
+        model[place].requires_grad_(False)
+    alert = incidents_of(model, adam()(model), steps=40)["frozen"]
+    assert alert.sites == ("4", "8")
+    assert alert.remedy == "requires_grad_(True) for layers 4, 8."  # PEFT would match each name that ends in ".8"
+
+
 # ---- healthy
 
 

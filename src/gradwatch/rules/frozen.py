@@ -238,13 +238,15 @@ class Frozen:
                 f"changed {it}."
             )
             module = names[-1].rpartition(".")[2]
-            remedy = f"requires_grad_(True) for layer {names[-1]}; with PEFT, modules_to_save=[{module!r}]."
+            # PEFT matches the ends of names: a bare number is that of many layers
+            peft = "" if module.isdigit() else f"; with PEFT, modules_to_save=[{module!r}]"
+            remedy = f"requires_grad_(True) for {name_text(names)}{peft}."
             headline = "it is frozen with the weights of a random start, behind layers that train"
         else:
             make = "most of the same make train, as layers before and after do"
             others = make if alike else "layers before and after train"
             message += f", while {others}: most often a pattern of names that fits more than was meant."
-            remedy = f"requires_grad_(True) for layer {names[0]}, and match whole names when layers are frozen."
+            remedy = f"requires_grad_(True) for {name_text(names)}, and match whole names when layers are frozen."
             headline = "requires_grad is False, while others train"
         severity = Severity.WARNING if len(new) or alike else Severity.NOTICE
         back, limit = _streak(history, sites, FROZEN), float(self.still_records)
