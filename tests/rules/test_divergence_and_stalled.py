@@ -133,6 +133,15 @@ def test_a_rate_that_jumps_need_not_be_waited_for() -> None:
     assert silent(judge_steps(Divergence(), net(2), [*steps(30), *steps(1, lr=30.0), *steps(6, loss=4.0)]))  # a restart
 
 
+def test_one_step_is_spoken_of_where_it_moved_all_layers_and_the_farthest() -> None:
+    def moved(*updates: list[float]) -> str:
+        rows = [*steps(30), *(row for pair in updates for row in steps(1, updates=pair)), *steps(1, loss=7.0)]
+        return only(judge_steps(Divergence(), net(2), rows)[-1]).message
+
+    assert moved([4.0, 20.0], [4.0, 1.0]).startswith("One step moved the weights of layers fc0, fc1 by up to 20 times")
+    assert moved([4.0, 5.0], [20.0, 1.0]).startswith("Steps moved the weights of layers fc0, fc1 by up to 20 times")
+
+
 def test_one_batch_that_throws_the_weights() -> None:
     rows = [*steps(30), *steps(1, gradients=50.0, updates=4.0, batch=30.0), *steps(1, loss=7.0)]
     found = only(judge_steps(Divergence(), net(2), rows)[-1])

@@ -162,7 +162,8 @@ class Divergence:
         first = np.nan_to_num(np.where(chosen, moved[leap], 0.0))
         origin = int(first.argmax()) if first.any() else int(now.argmax())
         layer = layout.names([layout.layers[origin]])[0]
-        together = (moved[lately][:, chosen] >= limit).all(axis=1).any()
+        theirs = moved[lately][:, chosen]
+        together = ((theirs.min(axis=1) >= limit) & (theirs.max(axis=1) >= worst)).any()
         between = int(ago[leap - 1] - ago[leap]) if leap else RECENT_RECORDS  # records since the sample before
         cause, remedy, headline, since = _cause(history, back, records=max(EFFECT_RECORDS, between))
         message = (
