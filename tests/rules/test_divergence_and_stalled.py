@@ -274,10 +274,18 @@ def test_before_norms_weights_may_grow() -> None:
 def test_a_loss_that_falls_without_bound() -> None:
     found = only(judge_steps(Divergence(), net(2), jump(loss=-80.0, gradients=200.0))[-1])
     assert found.message == (
-        "The loss falls without bound, to -80, 80 times the largest of its first 10 steps (1), and the gradient is "
-        "200 times its first level: what is minimised has no minimum. Most often the sign of the loss is wrong."
+        "The loss falls without bound, to -80, in size 80 times the largest of its first 10 steps (1), and the "
+        "gradient is 200 times its first level: what is minimised has no minimum. Most often the sign of the loss is "
+        "wrong."
     )
     assert found.remedy.startswith("return the loss, not its negative, from training_step;")
+
+
+def test_a_loss_that_was_negative_at_first_is_said_to_be_so() -> None:
+    rows = [{**row, "loss": 40.0 if row["loss"] == 40.0 else -1.0} for row in jump(gradients=9.0)]
+    found = only(judge_steps(Divergence(), net(2), rows)[-1])
+    assert found.message.startswith("The loss is 40, in size 40 times the largest of its first 10 steps (-1), and")
+    assert found.headline == "the loss went from -1 to 40"
 
 
 @pytest.mark.parametrize(

@@ -242,9 +242,12 @@ class Divergence:
             return None  # still far off, by a rise that is long over or that was slow
         value = abs(now) / first if first > 0 else 1e39  # from nothing at all
         back = _excursion(history, self.loss * max(first, 0.0))
-        far = f"{_times(value)} the largest of {first_steps(history, self.first_records)} ({first:.3g})"
+        opening = losses[np.isfinite(losses)][: self.first_records]
+        start = float(opening[np.abs(opening).argmax()])
+        size = "in size " * (min(start, now) < 0)
+        far = f"{size}{_times(value)} the largest of {first_steps(history, self.first_records)} ({start:.3g})"
         steeper_text = f"and the gradient is {_times(steeper)} its first level"
-        headline = f"the loss went from {first:.3g} to {now:.3g}"
+        headline = f"the loss went from {start:.3g} to {now:.3g}"
         if now > 0:
             passes = summed_passes(history)
             cause = f"the steps are too large{rate_text(history, back=back)}"
