@@ -20,7 +20,6 @@ from gradwatch.rules import (
     InputScale,
     Nonfinite,
     Spike,
-    StaleGrad,
     Stalled,
     Vanishing,
 )
@@ -399,16 +398,6 @@ def test_why_weights_stand_still(rows: list[dict[str, Any]], clause: str) -> Non
     message = only(first(reversed(judge_steps(Stalled(), net(2), rows)))).message
     assert clause in message
     assert [words for words in every if words in message] == [words for words in every if words in clause]
-
-
-def test_a_loop_that_does_not_clear_is_the_users_or_the_trainers() -> None:
-    def remedy(**known: float) -> str:
-        return only(judge_rows(StaleGrad(), net(2), [{"stale": 0.9, **known}] * 4)[-1]).remedy
-
-    assert remedy(batch=3) == (
-        "an optimizer_zero_grad that clears, or, in manual optimization, zero_grad() before manual_backward()."
-    )
-    assert remedy() == "optimizer.zero_grad() before the backward pass of every step."
 
 
 # ---- not finite, spikes, divergence

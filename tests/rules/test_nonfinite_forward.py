@@ -161,9 +161,7 @@ def test_the_step_of_an_optimizer() -> None:
         "were: the optimizer's own step made them so, by a division of 0 by 0 or an overflow, or code that wrote to "
         "the weights after it."
     )
-    assert alert.remedy == (
-        "a finite lr and an eps above 0 in configure_optimizers, and a look at what else writes to the weights."
-    )
+    assert alert.remedy == ("a finite lr and an eps above 0, and a look at what else writes to the weights.")
 
 
 def test_weights_that_never_were() -> None:

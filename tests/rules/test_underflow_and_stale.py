@@ -92,7 +92,12 @@ def test_a_small_loss_in_float16(way: str, act: type[nn.Module]) -> None:
     )
     assert alert.message.endswith("float16 has is 6e-08. There is no loss scale, which float16 needs.")
     assert alert.headline.endswith(" % of its signals is rounded to zero in float16")
-    assert alert.remedy == "torch.amp.GradScaler, which scales the loss, or torch.bfloat16, which needs no scale."
+    assert alert.remedy == (
+        "dtype=torch.bfloat16 in torch.autocast, which needs no scale, or a torch.amp.GradScaler for float16."
+        if way == "cast"
+        else "float32 weights, torch.autocast and torch.amp.GradScaler, which scales the loss, or "
+        "torch.autocast(device_type, torch.bfloat16), which needs no scale."
+    )
 
 
 def test_a_loss_of_which_nothing_is_left() -> None:
@@ -427,7 +432,7 @@ def test_a_forgotten_zero_grad(kind: Any, options: dict[str, Any]) -> None:
         "were added to them. The old ones are "
     )
     assert alert.message.endswith(" times as large as the new ones now. Each step follows old batches again.")
-    assert alert.remedy == "optimizer.zero_grad() before the backward pass of every step."
+    assert alert.remedy == "optimizer.zero_grad() before every backward pass."
 
 
 @pytest.mark.parametrize("clear", CLEARED)

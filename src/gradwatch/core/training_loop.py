@@ -6,7 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
+
+LoopKind = Literal["automatic", "manual", "own"]
+"""Who takes the optimizer's steps: Lightning, a LightningModule in manual optimization, or a loop of the user's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +30,8 @@ class TrainingMode:
     """The limit of a clipping of all gradients by their common norm, as `torch.nn.utils.clip_grad_norm_` does it."""
     monitored: bool = False
     """Whether another callback, such as EarlyStopping, reads GradWatch's numbers during the training."""
-    automatic: bool = False
-    """Whether the loop reports to which optimizer step each backward pass belongs (automatic optimization)."""
+    loop: LoopKind = "own"
+    """In automatic optimization the loop reports to which optimizer step each backward pass belongs."""
 
     @property
     def rank_text(self) -> str:

@@ -18,11 +18,13 @@ from gradwatch.core.history import History, NonfiniteOrigin
 from gradwatch.core.layer_graph import merge_edges, topological_order
 from gradwatch.core.loss_levels import LossLevels
 from gradwatch.core.record import MEASURED, Floats, Layout, Missing, Run
+from gradwatch.core.training_loop import LoopKind
 from gradwatch.engine.history_state import packed, unpacked
 from gradwatch.measure.modules.sampled_step import LayerFlow
 from gradwatch.rules import Rule
 from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.incidents import IncidentChanges, IncidentTracker
+from gradwatch.rules.loop_terms import worded
 from gradwatch.rules.rule import rows_to_call, samples_of
 from gradwatch.sinks import Sink
 from gradwatch.sinks.dispatcher import Dispatcher
@@ -90,6 +92,7 @@ class Diagnosis:
         self.dispatcher = Dispatcher(sinks, dropped=partial(self.drop, "sink"))
         self._on_alert, self._trace = on_alert, trace
         self._open = False
+        self._loop: LoopKind = "automatic"
         self._recorded = 0
         self._losses = LossLevels()
         self._judged: Block | None = None
@@ -101,8 +104,8 @@ class Diagnosis:
         self._inherited: frozenset[tuple[str, int]] = frozenset()
         """Incidents from a loaded state, by rule and step; they were reported before the run was interrupted."""
 
-    def open(self, run: Run) -> None:
-        """Begin a run, or go on with one whose layout has grown.
+    def open(self, run: Run, loop: LoopKind = "automatic") -> None:
+        """Begin a run, or go on with one whose layout has grown. `loop`: in whose terms alerts are written.
 
         Raises ValueError where a state was loaded before that does not fit it; the run is open all the same.
         """
@@ -112,7 +115,7 @@ class Diagnosis:
             self.history.relayout(replace(more, unowned=known.unowned))
         else:
             self.history = History(run.layout)
-        self._judged = None
+        self._judged, self._loop = None, loop
         self.dispatcher.open(run)
         self._open = True
         state, self._waiting = self._waiting, None
@@ -265,7 +268,7 @@ class Diagnosis:
             except Exception as error:
                 self._switch_off(rule, error)
                 continue
-            findings[rule.name] = found
+            findings[rule.name] = found and [worded(finding, self._loop) for finding in found]
             if found and getattr(rule, "distrusts_records", False):
                 index, changed = history.layout.index, True
                 for finding in found:

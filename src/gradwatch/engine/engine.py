@@ -354,7 +354,7 @@ class Engine:
         )
         self._open, step.exchange = step, self._agreement.count
         if samples is not None:  # with two optimizers, a backward pass may be another's
-            step.own_passes = self._mode.automatic and len(self._optimizers) == 1 and not reader.waiting
+            step.own_passes = self._mode.loop == "automatic" and len(self._optimizers) == 1 and not reader.waiting
         if self.interventions.active:
             step.norms_only = False
             step.effect = self.interventions.act(
@@ -543,4 +543,4 @@ class Engine:
         sharded, interval = reader.shards is not None, self.schedule.interval
         labels = self.options.labels(self._mode, sharded=sharded, unhookable=unhookable, interval=interval)
         labels |= self.interventions.open(reader, self._mode)
-        self.diagnosis.open(self._run.with_layout(reader.layout, labels))
+        self.diagnosis.open(self._run.with_layout(reader.layout, labels), self._mode.loop)

@@ -50,7 +50,7 @@ def training_mode_of(trainer: Any) -> TrainingMode:
         clipping=clipping,
         clip_norm=float(value) if value and clip_algorithm_of(trainer) == "norm" else None,
         monitored=is_monitored(trainer),
-        automatic=automatic,
+        loop="automatic" if automatic else "manual",
     )
 
 

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
 from gradwatch.core.record import TOTAL, Mask
-from gradwatch.rules.evidence.onsets import in_trainer
 from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.samples import streak_lengths
 from gradwatch.rules.evidence.wording import ratio_text
@@ -69,11 +68,7 @@ class StaleGrad:
             f"when new ones were added to them. The old ones are {ratio} times as large as the new ones now. Each step "
             "follows old batches again."
         )
-        remedy = (
-            "an optimizer_zero_grad that clears, or, in manual optimization, zero_grad() before manual_backward()."
-            if in_trainer(history)
-            else "optimizer.zero_grad() before the backward pass of every step."
-        )
+        remedy = "an optimizer_zero_grad that clears at each call."
         headline = f"gradients of old steps stay, {ratio} times the new ones"
         return Finding(self.name, Severity.ERROR, TOTAL, (), stale, self.old_share, message, remedy, back, headline)
 

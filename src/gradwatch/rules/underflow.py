@@ -12,7 +12,7 @@ from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
 from gradwatch.core.record import Floats, Mask
 from gradwatch.rules.evidence.baseline import LEVEL_RECORDS, first_and_last_loss
-from gradwatch.rules.evidence.onsets import in_trainer, is_first_record
+from gradwatch.rules.evidence.onsets import is_first_record
 from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.records import number_of
 from gradwatch.rules.evidence.samples import samples, streak_lengths
@@ -142,15 +142,12 @@ def _has_half_weights(history: History) -> bool:
 
 
 def _remedy(history: History, *, under_scaler: bool) -> str:
-    if in_trainer(history) and not under_scaler and not _has_half_weights(history):
-        # the Trainer's own float16 has a scaler
+    if not under_scaler and not _has_half_weights(history):
+        # an autocast of the user's own: the Trainer's float16 has a scaler
         return "dtype=torch.bfloat16 in torch.autocast, which needs no scale, or a torch.amp.GradScaler for float16."
-    if in_trainer(history):
-        scaled, other = 'Trainer(precision="16-mixed")', 'Trainer(precision="bf16-mixed")'
-    else:
-        scaled, other = "torch.amp.GradScaler", "torch.bfloat16"
-    first = "a larger init_scale for the GradScaler" if under_scaler else f"{scaled}, which scales the loss"
-    return f"{first}, or {other}, which needs no scale."
+    scaled = 'Trainer(precision="16-mixed"), which scales the loss'
+    first = "a larger init_scale for the GradScaler" if under_scaler else scaled
+    return f'{first}, or Trainer(precision="bf16-mixed"), which needs no scale.'
 
 
 def _percent(share: float) -> str:

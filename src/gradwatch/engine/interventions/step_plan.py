@@ -149,7 +149,7 @@ def described(interventions: Sequence[ActiveIntervention], mode: TrainingMode, *
     parts = []
     if hooked := names["hook"]:
         each = ["micro-batch"] * (mode.accumulate > 1) + ["rank"] * (mode.ranks > 1)
-        each = each or ([] if mode.automatic else ["backward pass"])
+        each = each or ([] if mode.loop == "automatic" else ["backward pass"])
         one = f"of each {' and '.join(each)} by itself" if each else "as they are made"
         parts.append(f"in the hooks, on gradients {one}: {', then '.join(hooked)}")
     if at_step := names["step"]:

@@ -37,11 +37,6 @@ def began_text(history: History, back: int) -> str:
     return " It was not so before." if known else " It is so for as long as the record goes back."
 
 
-def in_trainer(history: History) -> bool:
-    """Whether the steps are a Trainer's: it tells the number of each batch."""
-    return history.scalar("batch", 1) is not None
-
-
 def unlearnt(history: History) -> str:
     """' The loss is higher than at the start (2.31 -> 2.32).', empty where it is lower, or the start is not known."""
     if not history.whole or (levels := first_and_last_loss(history, LEVEL_RECORDS)) is None:
