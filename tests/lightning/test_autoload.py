@@ -57,7 +57,7 @@ def output_of(package: str, code: str, folder: Path, **environment: str) -> str:
     return done.stdout
 
 
-STARTED = "GradWatch watches 1 layers, 2 parameters"
+STARTED = "GradWatch watches 1 layer, 2 parameters"
 VERDICT = re.compile(r"GradWatch: (healthy\.|\d incidents? in) 1 layer over ")
 """BoringModel's rate is high enough for it to diverge on some data."""
 

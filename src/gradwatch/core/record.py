@@ -276,6 +276,7 @@ class Run:
 
     def with_layout(self, layout: Layout, labels: Mapping[str, str]) -> Run:
         """The same run with another layout, other labels and a description of them."""
-        watched = f"{len(layout.layers)} layers, {len(layout.parameters)} parameters"
+        counts = {"layer": len(layout.layers), "parameter": len(layout.parameters)}
+        watched = ", ".join(f"{count} {what}{'s' * (count != 1)}" for what, count in counts.items())
         description = f"GradWatch watches {watched}: {'; '.join(labels.values())}."
         return replace(self, layout=layout, description=description, labels=labels)
