@@ -428,7 +428,7 @@ def test_a_name_that_a_layer_has_is_numbered(caplog: pytest.LogCaptureFixture) -
     assert said[0] == (
         "GradWatch: tap(..., 'first'): that is also the name of a layer; the tapped tensor is 'first (2)'"
     )
-    assert said[-1].startswith("GradWatch: adopted 6 tapped tensors: hidden, first (2) ... logits (6)")
+    assert said[-1].startswith("GradWatch: adopted 6 tapped tensors: hidden, first (2) ... logits (6 in all)")
     assert len(said) == 5
 
 
