@@ -48,17 +48,21 @@ def write_json(tables: Iterable[Table], path: Path) -> None:
 
 def markdown(table: Table) -> str:
     lines = [COLUMNS, ("---",) * len(COLUMNS), *(row.cells for row in table.rows)]
-    return "\n".join((f"### {table.title}", "", *("| " + " | ".join(line) + " |" for line in lines)))
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def with_figures(page: str, tables: Iterable[Table]) -> str:
-    """`page` with `tables` in the place that is marked for them. Raises ValueError where there is none."""
+    """`page` with `tables` in the place that is marked for them, each in that of the same title; others stay as they
+    are. Raises ValueError where there is no place.
+    """
     before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
+    kept, end, after = rest.partition(END)
     if not begin or not end:
         raise ValueError(f"the page has no place for figures: {BEGIN} ... {END}")
-    heading = f"Measured on {date.today().isoformat()}: {machine()}; one thread."
-    return f"{before}{begin}\n\n" + "\n\n".join([heading, *map(markdown, tables)]) + f"\n\n{end}{after}"
+    sections = {text.partition("\n")[0]: text.strip() for text in kept.split("### ")[1:]}
+    measured = f"Measured on {date.today().isoformat()}: {machine()}; one thread."
+    sections |= {table.title: f"{table.title}\n\n{measured}\n\n{markdown(table)}" for table in tables}
+    return f"{before}{begin}\n\n" + "\n\n".join(f"### {text}" for text in sections.values()) + f"\n\n{end}{after}"
 
 
 def write_docs(tables: Iterable[Table], path: Path = DOCS) -> None:

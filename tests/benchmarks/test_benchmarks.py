@@ -218,8 +218,11 @@ def test_rows_and_pages() -> None:
     table = Table("t", "A title", [hit, miss])
     assert hit.cells == ("step", "mlp", "12.30 ms", "", "<= 20.00 ms", "PASS")
     assert miss.verdict == "miss"
-    written = page.with_figures(f"above\n{page.BEGIN}\nold\n{page.END}\nbelow\n", [table])
+    old = "\n### Another title\n\nkept\n\n### A title\n\nold\n\n"
+    written = page.with_figures(f"above\n{page.BEGIN}\n{old}\n{page.END}\nbelow\n", [table])
     assert "old" not in written
+    assert written.index("kept") < written.index("Measured on") < written.index("| step |")
+    assert page.with_figures(written, [table]) == written
     assert written.startswith("above\n")
     assert written.endswith("below\n")
     assert "| ratio | mlp | 0.700 |  | <= 0.500 | miss |" in written
