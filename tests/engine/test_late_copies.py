@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from fake_devices import LateCopies
 from gradwatch import SkipNonFinite, Watch
-from gradwatch.engine.pending_actions import IN_FLIGHT, PendingActions
-from gradwatch.measure.device_buffer import DeviceBuffer, HostCopy, RowBlock
+from gradwatch.engine.pending_actions import PendingActions
+from gradwatch.measure.device_buffer import IN_FLIGHT, DeviceBuffer, HostCopy, RowBlock
 from training import fit
 
 CPU = torch.device("cpu")

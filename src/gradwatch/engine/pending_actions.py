@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from gradwatch.measure.device_buffer import HostCopy
-
-IN_FLIGHT = 16
-"""Steps for which a copy from the device may be in flight before it is waited for. Judgement."""
+from gradwatch.measure.device_buffer import IN_FLIGHT, HostCopy
 
 
 class PendingActions:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from gradwatch.engine.pending_actions import IN_FLIGHT
-from gradwatch.measure.dtensor import ShardBlock
+from gradwatch.measure.device_buffer import IN_FLIGHT
+from gradwatch.measure.shard_exchange import ShardBlock
 
 EXCHANGES_UNDER_WAY = IN_FLIGHT + 2
 """Exchanges that may be under way when the next begins, where there is one at every step: no rank waits for the device,

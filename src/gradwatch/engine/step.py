@@ -10,13 +10,13 @@ from torch import Tensor
 from gradwatch.core.record import Codes, Floats
 from gradwatch.engine.interventions.step_effect import StepEffect
 from gradwatch.measure.device_buffer import HostCopy
-from gradwatch.measure.dtensor import ShardBlock
 from gradwatch.measure.gradient_reader import GradientReader
 from gradwatch.measure.loss_scale import is_scaled, unscales_inside
 from gradwatch.measure.modules.module_hooks import ModuleHooksReading
 from gradwatch.measure.modules.sampled_step import LayerFlow, SampledStep
 from gradwatch.measure.nonfinite_source import NonfiniteSource
 from gradwatch.measure.optimizer_parameters import OptimizerParameters
+from gradwatch.measure.shard_exchange import ShardBlock
 from gradwatch.measure.site_values import Reading
 from gradwatch.measure.step_info import StepInfo, learning_rate
 from gradwatch.measure.tensor_taps import TensorTapReading

@@ -17,8 +17,8 @@ from gradwatch.engine.diagnosis import Diagnosis
 from gradwatch.engine.pending_actions import PendingActions
 from gradwatch.engine.step import StepState
 from gradwatch.measure.device_buffer import ROWS, HostCopy
-from gradwatch.measure.dtensor import ShardBlock
 from gradwatch.measure.modules.sampled_step import LayerFlow
+from gradwatch.measure.shard_exchange import ShardBlock
 
 logger = logging.getLogger("gradwatch")
 

@@ -16,6 +16,15 @@ from gradwatch.hooks.hook_set import is_capturing
 from gradwatch.measure import devices
 from gradwatch.measure.devices import Event, moved, widest_type
 
+BEFORE = ("grad_norm", "zeros", "weights")
+"""Rows of the buffer that are read before the optimizer moves: the first at any step, the others on sampled steps."""
+
+AFTER = ("grad_norm_clipped", "updates")
+"""Those that are read after it: the first at any step, if at all."""
+
+EDITED = ("edited_norm", "edited")
+"""Those that interventions fill: norms after an edit, and 1 where it has changed a gradient."""
+
 
 class DeviceBuffer:
     """Named rows of slots on the device, written by reductions and hooks.
@@ -53,6 +62,9 @@ class DeviceBuffer:
 
 ROWS = 64
 """Steps whose norms come to the host together. Judgement."""
+
+IN_FLIGHT = 16
+"""Steps for which a copy from the device may be in flight before it is waited for. Judgement."""
 
 CLIP_CHECKS = 2
 """Gradients of a step whose norms are taken again after a clipping of all. Judgement."""

@@ -12,9 +12,9 @@ import numpy as np
 from torch import Tensor, nn
 
 from gradwatch.core.record import Layout, Missing
-from gradwatch.measure.device_buffer import ROWS, DeviceBuffer, RowBlock
+from gradwatch.measure.device_buffer import AFTER, BEFORE, EDITED, ROWS, DeviceBuffer, RowBlock
 from gradwatch.measure.devices import moved
-from gradwatch.measure.dtensor import DeferredErrors, ShardBlock, ShardReducer, is_dtensor
+from gradwatch.measure.dtensor import is_dtensor
 from gradwatch.measure.layers import (
     REMOVED,
     Layer,
@@ -30,18 +30,10 @@ from gradwatch.measure.optimizer_parameters import OptimizerParameters, missing_
 from gradwatch.measure.optimizer_steps import weak_reference
 from gradwatch.measure.parameter_hooks import ParameterHooks
 from gradwatch.measure.reductions import ZEROS, norm_into
+from gradwatch.measure.shard_exchange import DeferredErrors, ShardBlock, ShardReducer
 from gradwatch.measure.site_values import Coverage, Places, Reading
 from gradwatch.measure.stale_gradients import StaleGradientCheck
 from gradwatch.measure.tensor_taps import TensorTaps
-
-BEFORE = ("grad_norm", "zeros", "weights")
-"""Rows of the buffer that are read before the optimizer moves: the first at any step, the others on sampled steps."""
-
-AFTER = ("grad_norm_clipped", "updates")
-"""Those that are read after it: the first at any step, if at all."""
-
-EDITED = ("edited_norm", "edited")
-"""Those that interventions fill: norms after an edit, and 1 where it has changed a gradient."""
 
 
 class GradientReader:

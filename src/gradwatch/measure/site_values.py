@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from gradwatch.core.record import MEASURED, Codes, Floats, Layout, Mask, Missing
 from gradwatch.measure.device_buffer import HostCopy, RowBlock
-from gradwatch.measure.dtensor import ShardBlock
+from gradwatch.measure.shard_exchange import ShardBlock
 
 Places = NDArray[np.intp]
 
