@@ -14,12 +14,12 @@ from gradwatch.core.record import Floats, Mask, Missing
 from gradwatch.engine.diagnosis import Diagnosis
 from gradwatch.engine.interventions.runtime import InterventionRuntime
 from gradwatch.engine.step import StepState
-from gradwatch.measure.device_buffer import RowBlock
+from gradwatch.measure.device_buffer import Places, RowBlock
 from gradwatch.measure.loss_scale import remaining_scale
 from gradwatch.measure.noise_scale import NoiseScale
 from gradwatch.measure.nonfinite_source import NonfiniteSource
 from gradwatch.measure.optimizer_parameters import DISAGREE
-from gradwatch.measure.site_values import Places, norms
+from gradwatch.measure.site_values import norms
 
 
 class BlockBuilder:

@@ -16,6 +16,8 @@ from gradwatch.hooks.hook_set import is_capturing
 from gradwatch.measure import devices
 from gradwatch.measure.devices import Event, moved, widest_type
 
+Places = NDArray[np.intp]
+
 BEFORE = ("grad_norm", "zeros", "weights")
 """Rows of the buffer that are read before the optimizer moves: the first at any step, the others on sampled steps."""
 

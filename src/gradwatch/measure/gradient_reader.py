@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from gradwatch.core.record import Layout, Missing
-from gradwatch.measure.device_buffer import AFTER, BEFORE, EDITED, ROWS, DeviceBuffer, RowBlock
+from gradwatch.measure.device_buffer import AFTER, BEFORE, EDITED, ROWS, DeviceBuffer, Places, RowBlock
 from gradwatch.measure.devices import moved
 from gradwatch.measure.dtensor import is_dtensor
 from gradwatch.measure.layers import (
@@ -31,7 +31,7 @@ from gradwatch.measure.optimizer_steps import weak_reference
 from gradwatch.measure.parameter_hooks import ParameterHooks
 from gradwatch.measure.reductions import ZEROS, norm_into
 from gradwatch.measure.shard_exchange import DeferredErrors, ShardBlock, ShardReducer
-from gradwatch.measure.site_values import Coverage, Places, Reading
+from gradwatch.measure.site_values import Coverage, Reading
 from gradwatch.measure.stale_gradients import StaleGradientCheck
 from gradwatch.measure.tensor_taps import TensorTaps
 

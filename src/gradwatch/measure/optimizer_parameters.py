@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from gradwatch.core.record import MEASURED, Codes, Missing
-from gradwatch.measure.device_buffer import CLIP_CHECKS, DeviceBuffer
+from gradwatch.measure.device_buffer import CLIP_CHECKS, DeviceBuffer, Places
 from gradwatch.measure.dtensor import largest_part, local_tensor
 from gradwatch.measure.layers import REMOVED, is_lazy
 from gradwatch.measure.reductions import NORM, FloatLimits, Plan, Reduction, version_of
-from gradwatch.measure.site_values import Coverage, Places
+from gradwatch.measure.site_values import Coverage
 from gradwatch.measure.weight_updates import UpdateNorms
 
 CHANGE_CHECKS = 8

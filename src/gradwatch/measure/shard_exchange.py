@@ -7,11 +7,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, distributed
 
 from gradwatch.core.record import Floats
-from gradwatch.measure.device_buffer import ROWS, DeviceBuffer, HostCopy
+from gradwatch.measure.device_buffer import ROWS, DeviceBuffer, HostCopy, Places
 from gradwatch.measure.devices import current_stream, moved, widest_type
 from gradwatch.measure.dtensor import is_dtensor, replicas
 
@@ -80,7 +79,7 @@ class ShardReducer:
     def all_reduce(
         self,
         size: int,
-        filled: Mapping[int, tuple[str, NDArray[np.intp]]],
+        filled: Mapping[int, tuple[str, Places]],
         lossy: Sequence[int],
         errors: list[Exception],
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -118,7 +117,7 @@ class ShardReducer:
         for group in self._groups:
             distributed.all_reduce(numbers, group=group)
 
-    def _write(self, rows: Tensor, filled: Mapping[int, tuple[str, NDArray[np.intp]]], lossy: Sequence[int]) -> None:
+    def _write(self, rows: Tensor, filled: Mapping[int, tuple[str, Places]], lossy: Sequence[int]) -> None:
         """Write this rank's part of an exchange to `rows`: squares of norms, by how many ranks their parts are held."""
         size, places, device = len(rows), self._buffer.places, self._buffer.device
         self._stream = current_stream(device, self._stream)
@@ -136,7 +135,7 @@ class ShardReducer:
         rows[:, 1 + self.ranks :] = moved(numbers, self._device, rows.dtype)
 
 
-def _summed(size: int, filled: Mapping[int, tuple[str, NDArray[np.intp]]]) -> Tensor:
+def _summed(size: int, filled: Mapping[int, tuple[str, Places]]) -> Tensor:
     """Which of `size` rows hold numbers that add up, not norms: shape [size, 1], on the host."""
     return torch.tensor([[row in filled and filled[row][0] in SUMMED] for row in range(size)])
 
@@ -154,7 +153,7 @@ class ShardBlock:
         self.host_copy: HostCopy | None = None
         """The numbers of whole parameters on their way to the host, once they were exchanged."""
         self.reducer, self._size = reducer, size
-        self._filled: dict[int, tuple[str, NDArray[np.intp]]] = {}
+        self._filled: dict[int, tuple[str, Places]] = {}
         self._lossy: list[int] = []
         self._numbers: tuple[Floats, Floats] | None = None
 
@@ -163,7 +162,7 @@ class ShardBlock:
         first, self.count = self.count, self.count + rows
         return first
 
-    def fill(self, row: int, name: str, slots: NDArray[np.intp]) -> None:
+    def fill(self, row: int, name: str, slots: Places) -> None:
         """Take the present numbers of the row `name` of the buffer. `slots`: of each parameter there, -1 for none."""
         self.reducer.put(row, name)
         self._filled[row] = name, slots

@@ -6,13 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gradwatch.core.record import MEASURED, Codes, Floats, Layout, Mask, Missing
-from gradwatch.measure.device_buffer import HostCopy, RowBlock
+from gradwatch.measure.device_buffer import HostCopy, Places, RowBlock
 from gradwatch.measure.shard_exchange import ShardBlock
-
-Places = NDArray[np.intp]
 
 _LAST = int(max(Missing))
 

@@ -31,11 +31,11 @@ from gradwatch.engine.interventions.step_plan import (
 )
 from gradwatch.engine.pending_actions import PendingActions
 from gradwatch.interventions import ActionState, Editing, Gate, Intervention, Scaling
-from gradwatch.measure.device_buffer import EDITED, HostCopy
+from gradwatch.measure.device_buffer import EDITED, HostCopy, Places
 from gradwatch.measure.devices import moved, widest_type
 from gradwatch.measure.gradient_reader import GradientReader
 from gradwatch.measure.layers import NoSuchLayer, is_lazy
-from gradwatch.measure.site_values import Places, Reading
+from gradwatch.measure.site_values import Reading
 from gradwatch.measure.step_info import StepInfo
 
 DeviceSlots = tuple[Tensor, Tensor | None]

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from gradwatch.core.record import Floats, Layout
 from gradwatch.engine.interventions.gates import GateDecision
-from gradwatch.measure.device_buffer import HostCopy
-from gradwatch.measure.site_values import Coverage, Places, Reading, norms, sums
+from gradwatch.measure.device_buffer import HostCopy, Places
+from gradwatch.measure.site_values import Coverage, Reading, norms, sums
 
 RECENT = 64
 """Number of factors of a layer from which the median is computed, the latest that are not 1. Judgement."""

@@ -12,11 +12,10 @@ from gradwatch.engine.interventions.multiply import multiply as multiply_gradien
 from gradwatch.engine.interventions.multiply import multiply_each, sharing_memory
 from gradwatch.engine.interventions.step_plan import ActiveIntervention, StepPlan
 from gradwatch.interventions import Editing
-from gradwatch.measure.device_buffer import host_view
+from gradwatch.measure.device_buffer import Places, host_view
 from gradwatch.measure.devices import moved
 from gradwatch.measure.dtensor import full_tensor, is_partial, is_row_sharded, shard_like, stored_part
 from gradwatch.measure.optimizer_parameters import OptimizerParameters
-from gradwatch.measure.site_values import Places
 
 
 class StepGradients:

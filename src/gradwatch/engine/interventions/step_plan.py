@@ -17,9 +17,9 @@ from gradwatch.engine.interventions.gradient_hooks import GradientHooks
 from gradwatch.engine.interventions.multiply import CpuScalars
 from gradwatch.engine.interventions.step_effect import ChangeCounts
 from gradwatch.interventions import Action, Gate, Intervention, ParameterScope, Scaling
+from gradwatch.measure.device_buffer import Places
 from gradwatch.measure.devices import moved
 from gradwatch.measure.optimizer_parameters import OptimizerParameters
-from gradwatch.measure.site_values import Places
 
 
 @dataclass(slots=True, eq=False)
