@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from time import perf_counter
 from typing import Any
@@ -24,13 +23,11 @@ from gradwatch.engine.diagnosis import Diagnosis
 from gradwatch.engine.interventions.runtime import InterventionRuntime
 from gradwatch.engine.on_alert import AlertReaction
 from gradwatch.engine.options import Options
-from gradwatch.engine.rank_agreement import EXCHANGES_UNDER_WAY, RankAgreement
 from gradwatch.engine.step import StepState, read, read_after
 from gradwatch.engine.step_queue import StepQueue
 from gradwatch.hooks.garbage_collector import no_collections
 from gradwatch.hooks.hook_set import HookSet, is_capturing
 from gradwatch.measure.batch import cuda_devices_of
-from gradwatch.measure.device_buffer import ROWS
 from gradwatch.measure.devices import wait_for
 from gradwatch.measure.gradient_reader import GradientReader
 from gradwatch.measure.layers import find_layers, is_lazy
@@ -38,6 +35,7 @@ from gradwatch.measure.modules.sampled_step import SampledStep
 from gradwatch.measure.noise_scale import NoiseScale
 from gradwatch.measure.nonfinite_source import NonfiniteSource
 from gradwatch.measure.optimizer_steps import OptimizerSteps
+from gradwatch.measure.shard_exchange import ShardBlock, ShardExchange
 from gradwatch.measure.step_info import StepInfo
 from gradwatch.sinks import Sink
 
@@ -65,7 +63,7 @@ class Engine:
             interventions, [layer.name for layer in layers], self.diagnosis, self.alert_reaction.end
         )
         self._run, self._mode = Run(self.diagnosis.history.layout, ""), TrainingMode()
-        self.source, self._agreement = NonfiniteSource(self._mode), RankAgreement(deque(), ())
+        self.source = NonfiniteSource(self._mode)
         self.blocks = BlockBuilder(self.diagnosis, self.interventions, self.source)
         self._model: nn.Module | None = model
         self._reader: GradientReader | None = None
@@ -86,12 +84,8 @@ class Engine:
         """Steps of an optimizer that are measured and not sampled, and for which the hooks are as they are now."""
         self._announced = False
         """Whether the loop has reported a backward pass that has not come to a parameter yet."""
-        self._next = self._exchanged_at = 0
-        """The step of an optimizer for which `_arm` was called last, or should have been; and how many there had been
-        of all optimizers when ranks exchanged what they had.
-        """
-        self._clipped = False
-        """Whether gradients are read again after every step: they are clipped then, as far as all ranks know."""
+        self._next = 0
+        """The step of an optimizer for which `_arm` was called last, or should have been."""
         self._end_hooks = HookSet()
 
     @property
@@ -118,20 +112,18 @@ class Engine:
         if self._reader is not None or self._model is None:
             return
         self._mode, self._run, self._batches = mode or self._mode, run or self._run, batches
-        self._clipped = bool(self._mode.clipping)
         self.source, self.replay.devices = NonfiniteSource(self._mode), cuda_devices_of(self._model)
         self.blocks.source, self.blocks.clip_norm = self.source, self._mode.clip_norm
         self._reader = GradientReader(self._model, self.options.patterns)
-        self._agreement = RankAgreement(self._reader.exchanged, self._reader.errors)
         self._reader.tensor_taps.listen()
         if alive is not None:
             self.interventions.alive = alive
             self._close_after_training(alive)
         urgent = self._mode.monitored or self.options.on_alert != "log" or bool(self.interventions.given)
-        if self._reader.shards is not None:
-            urgent = self._reader.shards.on_any_rank(urgent)
-            self.queue.for_exchange = not urgent
-            self._agreement.lag = 0 if self.queue.for_exchange else EXCHANGES_UNDER_WAY
+        if (shards := self._reader.shards) is not None:
+            urgent = shards.reducer.on_any_rank(urgent)
+            shards.waits = self.queue.for_exchange = not urgent
+            shards.clipped = bool(self._mode.clipping)
         self.queue.steps_wait = not urgent
         self._register(optimizers, first=True)
         self._arm(0)
@@ -175,17 +167,18 @@ class Engine:
 
     def close(self) -> None:
         """Complete the open step, remove every hook, and give the sinks the verdict; idempotent."""
+        shards = None if self._reader is None else self._reader.shards
         try:
             if not self.failed:
                 self._finish()
             self.queue.complete_all()
-            if self._reader is not None and not self.failed:
-                self._agreement.lag = 0
-                self._agreement.check()
+            if shards is not None and not self.failed:
+                shards.check()
         except Exception as error:
             self.fail(error)
         finally:
-            self._agreement.over = True
+            if shards is not None:
+                shards.over = True
             if self._reader is not None and self._reader.errors and not self.failed:
                 self.fail(self._reader.errors[0])
             self.detach()
@@ -202,12 +195,13 @@ class Engine:
         if self.failed:
             return
         self.queue.drop()
-        if self._reader is not None and self._reader.shards is not None and not self._agreement.over:
-            if error not in self._reader.errors:
-                self._reader.errors.append(error)  # the next exchange tells the other ranks
+        shards = None if self._reader is None else self._reader.shards
+        if shards is not None and not shards.over:
+            if error not in shards.errors:
+                shards.errors.append(error)  # the next exchange tells the other ranks
             return
         self.failed = True
-        self.detach(keep_interventions=self._reader is not None and self._reader.shards is None)
+        self.detach(keep_interventions=self._reader is not None and shards is None)
         what = f"failed{self._mode.rank_text} and watches no more, the training goes on{self.interventions.still}"
         self.diagnosis.note(f"GradWatch {what}: {type(error).__name__}: {error}", error=error)
 
@@ -333,7 +327,7 @@ class Engine:
             with reader.deferred_errors:
                 self._finish()
         self.source.step_count += 1
-        if reader.shards is not None and not self._joins_ranks(index):
+        if reader.shards is not None and not self._joins_ranks(reader.shards, index):
             return
         if self.source.may_hook:
             self.source.take_passes()
@@ -346,13 +340,11 @@ class Engine:
         if look or parameters is None or reader.waiting or tapped:
             self._register((optimizer,), look=look)
             parameters = reader.held_by(optimizer)
-            if self.queue.for_exchange and reader.waiting_rows is None:  # other parameters: these are new rows
-                reader.reserve(sampled=self._sampling, clipped=self._clipped)
         samples = self._samples if self._sampling else None
         step = read(
             parameters, optimizer, number, index, info, loss, reader=reader, samples=samples, source=self.source
         )
-        self._open, step.exchange = step, self._agreement.count
+        self._open = step
         if samples is not None:  # with two optimizers, a backward pass may be another's
             step.own_passes = self._mode.loop == "automatic" and len(self._optimizers) == 1 and not reader.waiting
         if self.interventions.active:
@@ -378,24 +370,18 @@ class Engine:
         self.queue.measured(step)
         self.overhead.seconds += perf_counter() - begun
 
-    def _joins_ranks(self, index: int) -> bool:
+    def _joins_ranks(self, shards: ShardExchange, index: int) -> bool:
         """At step `index` of an optimizer, before all that may fail on this rank alone: do what all ranks do there.
         False where they have stopped.
         """
-        assert self._reader is not None
         planned, self._next = self._next, index + 1
         # as `_arm` has it, if it was called: a failure may have come before
         self._sampling = self.schedule.is_measured(planned) and self.schedule.is_sampled(planned)
-        measured = self.schedule.is_measured(index)
-        if not self.queue.for_exchange:
-            if measured:
-                self._agreement.check()
-                self._clipped |= self._agreement.begin()
-            return True
-        if self._reader.is_full() or self.source.step_count - self._exchanged_at > ROWS:
+        shards.steps += 1
+        if shards.is_due:
             self._exchange()
-        if measured and not self.failed:
-            self._reader.reserve(sampled=self._sampling, clipped=self._clipped)
+        if not self.failed and self.schedule.is_measured(index):
+            shards.begin(sampled=self._sampling)
         return not self.failed
 
     @guard
@@ -403,9 +389,9 @@ class Engine:
         """Where steps wait for other ranks: exchange what was measured, and judge it. All ranks do so alike, also one
         on which something has failed.
         """
-        if not self.queue.for_exchange or self._reader is None:
+        shards = None if self._reader is None else self._reader.shards
+        if shards is None or not shards.waits:
             return
-        reader, self._exchanged_at = self._reader, self.source.step_count
         try:
             self._finish()
             self.queue.work(wait=True)
@@ -413,10 +399,8 @@ class Engine:
             self.fail(error)
             if self.failed:
                 return
-        self._agreement.check()
-        if (block := reader.exchange()) is not None:
-            self._clipped |= self._agreement.begin()
-            self.queue.exchanged(self._agreement.check, block.send())
+        if (block := shards.exchange()) is not None:
+            self.queue.exchanged(shards.check, block.send())
 
     def _finish(self) -> None:
         """End the open step: the optimizer has stepped, or will not."""
@@ -440,9 +424,9 @@ class Engine:
 
     def _unseen(self, step: StepState) -> None:
         """The gradients of `step` have changed between the measurement and the step, and nothing has shown it."""
-        reader = self._reader
-        if reader is not None and reader.shards is not None:
-            self._agreement.look_closely(step.exchange)
+        shards = None if self._reader is None else self._reader.shards
+        if shards is not None and isinstance(step.reading.block, ShardBlock):
+            shards.expect_clipping(step.reading.block)
         else:
             step.parameters.recheck = True
 
@@ -462,9 +446,9 @@ class Engine:
             return
         begun = perf_counter()
         step.stepped = True
-        by_norm = self._mode.clip_norm is not None
+        clipped, by_norm = bool(self._mode.clipping), self._mode.clip_norm is not None
         try:
-            read_after(step, reader=self._reader, clipped=self._clipped, by_norm=by_norm)
+            read_after(step, reader=self._reader, clipped=clipped, by_norm=by_norm)
             self._finish()
         except UserFacingError:
             raise
@@ -528,8 +512,9 @@ class Engine:
         self._ordinary = range(0)
         if reader.layout is before and not first:
             return
-        if reader.has_other_shards:
+        if (shards := reader.shards) is not None and shards.is_outdated:
             self._exchange()
+            shards.begin(sampled=self._sampling)
         self.queue.complete_all()  # the steps in the queue have the layout from before
         reader.register(known)
         unhookable = sum(not layer.hookable for layer in reader.layers)

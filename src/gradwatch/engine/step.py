@@ -82,8 +82,6 @@ class StepState:
     """What was read after the optimizer had moved."""
     maybe_stepped: bool = False
     """Whether the optimizer may have stepped without calling its hooks."""
-    exchange: int = 0
-    """The number of the exchange between ranks that has its numbers, with shards."""
 
     @property
     def optimizer(self) -> Any:
@@ -207,18 +205,19 @@ def read_after(step: StepState, *, reader: GradientReader, clipped: bool, by_nor
     """Read what there is after the optimizer step. `clipped`: gradients are known to be clipped, `by_norm`: all of them
     by their common norm.
     """
-    parameters, sharded = step.parameters, reader.shards is not None
+    parameters, shards = step.parameters, reader.shards
+    clipped |= shards is not None and shards.clipped
     if step.evaluations == 1 and not step.looked:
         step.changed = parameters.take_changed()
         if by_norm and step.changed and step.norms_only and step.info.scale is None and not parameters.recheck:
             step.clip_checked = reader.check_clipping(parameters, step.reading)
         # ranks look again together; a change that only this one sees is reported, not measured
-        wanted = step.sampled or clipped or (not sharded and (step.changed or parameters.recheck))
+        wanted = step.sampled or clipped or (shards is None and (step.changed or parameters.recheck))
         if wanted and not step.clip_checked:
             step.changed |= reader.look_again(parameters)
     if reader.stale_gradients.hooked or step.changed or step.looked or step.effect or step.evaluations > 1:
         reader.stale_gradients.after_step(fused=parameters.is_fused)
-    if step.sampled or parameters.read_again or sharded:
+    if step.sampled or parameters.read_again or shards is not None:
         step.reading_after = reader.measure_after(parameters, sampled=step.sampled, clipped=clipped)
         if step.reading_after is not None:
             step.reading_after.before = step.reading

@@ -1,9 +1,9 @@
-"""Reads gradients, weights and updates of an optimizer's parameters into the buffer, or into rows for other ranks."""
+"""Reads gradients, weights and updates of an optimizer's parameters into the buffer, those of shards with all ranks."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from gradwatch.core.record import Layout, Missing
-from gradwatch.measure.device_buffer import AFTER, BEFORE, EDITED, ROWS, DeviceBuffer, Places, RowBlock
+from gradwatch.measure.device_buffer import AFTER, BEFORE, EDITED, DeviceBuffer, Places, RowBlock
 from gradwatch.measure.devices import moved
 from gradwatch.measure.dtensor import is_dtensor
 from gradwatch.measure.layers import (
@@ -30,7 +30,7 @@ from gradwatch.measure.optimizer_parameters import OptimizerParameters, missing_
 from gradwatch.measure.optimizer_steps import weak_reference
 from gradwatch.measure.parameter_hooks import ParameterHooks
 from gradwatch.measure.reductions import ZEROS, norm_into
-from gradwatch.measure.shard_exchange import DeferredErrors, ShardBlock, ShardReducer
+from gradwatch.measure.shard_exchange import DeferredErrors, ShardExchange, ShardReducer
 from gradwatch.measure.site_values import Coverage, Reading
 from gradwatch.measure.stale_gradients import StaleGradientCheck
 from gradwatch.measure.tensor_taps import TensorTaps
@@ -48,12 +48,13 @@ class GradientReader:
         self.parameters: list[nn.Parameter] = []
         """Those of `layout`; `REMOVED` for one that the model no longer has."""
         self.layout = Layout(())
-        self.shards: ShardReducer | None = None
-        """What there is to know of the ranks over which the parameters lie, if they do."""
+        self.shards: ShardExchange | None = None
+        """What ranks exchange, if parameters lie on them in parts."""
         self.errors: list[Exception] = []
         """What went wrong where it could not be raised: inside hooks, and before ranks exchange what they have."""
         self.parameter_hooks = ParameterHooks(self.errors)
-        self.deferred_errors = DeferredErrors(self.errors)
+        self.deferred_errors: AbstractContextManager[None] = nullcontext()
+        """With shards, a context that keeps an error for the next exchange, in which the other ranks wait."""
         self.stale_gradients = StaleGradientCheck(self.errors)
         self.tensor_taps = TensorTaps(self.errors)
         self.latest: Reading | None = None
@@ -64,14 +65,6 @@ class GradientReader:
         """Whether the coming step measures what only some samples do, if it is sampled."""
         self._block: RowBlock | None = None
         """Where the norms of a step go."""
-        self.waiting_rows: ShardBlock | None = None
-        """With shards, the rows that wait for an exchange, if steps wait for each other."""
-        self.exchanged: deque[ShardBlock] = deque()
-        """Rows that were exchanged, until someone has seen whether a rank was in trouble."""
-        self._reserved: dict[str, int] = {}
-        """The first row of `BEFORE` and of `AFTER` -> where the step's go in `waiting_rows`."""
-        self._whole_slots: dict[str, tuple[Places, Places]] = {}
-        """Row of the buffer -> the slots of each parameter's part that were seen there last, and those of the whole."""
         self._place: dict[int, int] = {}
         self._by_optimizer: dict[int, OptimizerParameters] = {}
         self.rescan()
@@ -85,8 +78,6 @@ class GradientReader:
         self._place.clear()
         self._by_optimizer.clear()
         self.parameters, self.layers, self.model, self.shards = [], [], nn.Module(), None
-        self.waiting_rows, self._reserved = None, {}
-        self.exchanged.clear()
 
     def rescan(self) -> tuple[str, ...]:
         """Look through the model again; names of parameters that are new, replaced or materialised since. What it no
@@ -119,7 +110,9 @@ class GradientReader:
         self._block = None
         self.buffer = DeviceBuffer(main_device(self.parameters), len(self.parameters), rows, doubles=doubles)
         if any(map(is_dtensor, others)):
-            self.shards, self.deferred_errors.on = ShardReducer(self.parameters, self.buffer), True
+            reducer = ShardReducer(self.parameters, self.buffer)
+            self.shards = self.shards or ShardExchange(reducer, self.errors)
+            self.shards.reducer, self.deferred_errors = reducer, DeferredErrors(self.errors)
         self._by_optimizer.clear()
         self.parameter_hooks.watch(self.parameters)
         return adopted
@@ -208,9 +201,8 @@ class GradientReader:
         """Read the gradients that the optimizer of `parameters` is about to use.
 
         `scale`: a loss scale that is still in them, 0-d; `backward_scale`: the one that was in them as they arrived.
-        Of shards, what is read goes where it was `reserve`d; without that, all ranks exchange it at once, and tell each
-        other whether their `loss` is finite and whether there is trouble: then there is nothing more to read, but the
-        others wait for an answer.
+        Of shards, what is read goes into the exchange with all ranks; once this one has errors, it reads nothing more,
+        but the others wait for an answer.
         """
         if self.shards is not None:
             index: dict[str, Places] = {}
@@ -218,9 +210,6 @@ class GradientReader:
                 if not self.errors:
                     index = self._reduce(parameters, sampled=sampled, scale=scale)
             self.latest = self._of_ranks(parameters, BEFORE if sampled else BEFORE[:1], index, loss)
-            if self.waiting_rows is None:
-                assert isinstance(self.latest.block, ShardBlock)
-                self.exchanged.append(self.latest.block)
             return self.latest
         index, host_copy = self._reduce(parameters, sampled=sampled, scale=scale), None
         if sampled:
@@ -233,33 +222,6 @@ class GradientReader:
         unusual = parameters.unusual or not finite
         self.latest = Reading(self.layout, parameters.coverage, index, host_copy, self._block, row, unusual)
         return self.latest
-
-    def is_full(self) -> bool:
-        """With shards: whether the rows of one more step may not have room beside those that wait."""
-        return self.waiting_rows is not None and self.waiting_rows.count + len(BEFORE) + len(AFTER) > ROWS
-
-    @property
-    def has_other_shards(self) -> bool:
-        """Whether parameters were replaced since rows began to wait: those have no place among the present ones."""
-        return self.waiting_rows is not None and self.waiting_rows.reducer is not self.shards
-
-    def reserve(self, *, sampled: bool, clipped: bool) -> None:
-        """With shards: make room for what a step reads, beside what waits for the next `exchange`. All ranks do so
-        alike. `clipped`: whether they look again after the step.
-        """
-        assert self.shards is not None
-        if self.waiting_rows is None:
-            self.waiting_rows = ShardBlock(self.shards, ROWS)
-        self._reserved[BEFORE[0]] = self.waiting_rows.reserve(len(BEFORE) if sampled else 1)
-        self._reserved[AFTER[0]] = self.waiting_rows.reserve(len(AFTER) if sampled else int(clipped))
-
-    def exchange(self) -> ShardBlock | None:
-        """Exchange the rows that wait, with all ranks; None where none was reserved."""
-        block, self.waiting_rows, self._reserved = self.waiting_rows, None, {}
-        if block is not None:
-            block.exchange(self.errors)
-            self.exchanged.append(block)
-        return block
 
     def look_again(self, parameters: OptimizerParameters, *, scale: Tensor | None = None) -> bool:
         """Read again the gradients that the optimizer uses or has just used; whether others are there than before.
@@ -352,53 +314,10 @@ class GradientReader:
         index: Mapping[str, Places],
         loss: Tensor | None = None,
     ) -> Reading:
-        """What all ranks make of their parts: at once, or where the rows wait for it.
-
-        Every rank has the same `rows`, those it cannot fill too.
-        """
-        block, first = self.waiting_rows, self._reserved.get(rows[0], 0)
-        if block is None:
-            block = self._exchanged(index, rows, loss)
-        else:
-            self._fill(block, first, rows, index, loss)
+        """What all ranks make of their parts of `rows`, also of those that this one cannot fill."""
+        assert self.shards is not None
+        block, first, whole = self.shards.add(rows, index, loss)
         coverage = parameters.coverage or Coverage(
             self.layout, np.full(len(self.parameters), Missing.MEASURED, np.int8)
         )
-        none = np.full(len(self.parameters), -1, dtype=np.intp)
-        whole = {row: self._of_whole(row, index[row]) if row in index else none for row in rows}
         return Reading(self.layout, coverage, whole, block=block, row=first, in_block=rows)
-
-    def exchange_rows(self, index: Mapping[str, Places]) -> dict[str, Places]:
-        """Exchange rows of the buffer at once, for `shards.latest`; the slots of whole parameters there.
-
-        `index`: row -> the slot of each parameter, the same rows on every rank.
-        """
-        self._exchanged(index, tuple(index))
-        return {row: self._of_whole(row, slots) for row, slots in index.items()}
-
-    def _exchanged(self, index: Mapping[str, Places], rows: tuple[str, ...], loss: Tensor | None = None) -> ShardBlock:
-        assert self.shards is not None
-        block = ShardBlock(self.shards, len(rows))
-        self._fill(block, 0, rows, index, loss)
-        numbers, trouble = block.exchange(self.errors)
-        self.shards.latest |= {**dict(zip(rows, numbers, strict=True)), "broken": trouble}
-        return block
-
-    def _fill(
-        self, block: ShardBlock, first: int, rows: tuple[str, ...], index: Mapping[str, Places], loss: Tensor | None
-    ) -> None:
-        with self.deferred_errors:
-            if self.errors:
-                return
-            for place, row in enumerate(rows, first):
-                if row in index:
-                    block.fill(place, row, index[row])
-            if loss is not None:
-                block.add_loss(first, loss)
-
-    def _of_whole(self, row: str, slots: Places) -> Places:
-        """The slots of whole parameters, which lie in their order; -1 where this rank has no part."""
-        seen = self._whole_slots.get(row)
-        if seen is None or seen[0] is not slots:
-            seen = self._whole_slots[row] = slots, np.where(slots >= 0, np.arange(len(slots)), -1)
-        return seen[1]

@@ -209,7 +209,7 @@ class InterventionRuntime:
         decisions: list[GateDecision] = []
         applied, sent = self.signals.collect(self.active, step_count + 1)
         # what has failed on one rank is done on none
-        intact = None if reader.shards is None else reader.shards.latest["broken"] == 0
+        intact = None if reader.shards is None else reader.shards.latest["failed"] == 0
         for active, present, (indices, within) in zip(tuple(self.active), plan.present, plan.applied, strict=True):
             if not len(indices):
                 continue
@@ -424,7 +424,8 @@ def _edit(
         after, count = (row[: len(slots)] if own is None else row[own] for row in (norms, edited))
         after, changed = torch.where(present, after.to(widest_type(after.device)), 0.0), (count > 0) & present
     else:
-        there = _on_device(reader.exchange_rows(dict.fromkeys(EDITED, slots))[EDITED[0]], before.device)
+        *_, slots_of_whole = reader.shards.add(EDITED, dict.fromkeys(EDITED, slots))
+        there = _on_device(slots_of_whole[EDITED[0]], before.device)
         whole = (_norms_of(reader, row, there) for row in EDITED)
         after, count = whole if own is None else (row[own] for row in whole)
         changed = count > 0
