@@ -426,10 +426,10 @@ def _print_long_run() -> None:
             watch.step(optimizer)
             optimizer.step()
             if step in (BEGUN, STEPS):
+                assert watch.history.steps[-1] == step, "no step waits"
                 gc.collect()
                 measured.append((sys.getallocatedblocks(), _resident()))
         assert len(watch.history) == watch.history.capacity < BEGUN // 8
-        assert watch.history.steps[-1] == STEPS
         assert watch.verdict.notes == ()
     print(json.dumps(measured))
 
