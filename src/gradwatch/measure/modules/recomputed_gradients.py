@@ -147,6 +147,8 @@ class RecomputedGradients(ModuleStatistic):
         for key, parameter in module._parameters.items():
             if parameter is None or not parameter.requires_grad or is_lazy(parameter) or is_dtensor(parameter):
                 continue
+            if not parameter.is_leaf:  # `functional_call` has put something computed in its place
+                continue
             if parameter.ndim == 1 or (parameter.ndim > 1 and key == "weight" and linear_map_of(module) is not None):
                 yield key, parameter
 
