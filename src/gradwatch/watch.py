@@ -144,6 +144,9 @@ class Watch:
         Raises AlertRaised with `on_alert="raise"`, RuntimeError outside `with`, and TypeError or ValueError for a wrong
         argument.
         """
+        if torch.compiler.is_compiling():  # the loop around it is, and what measures must not be
+            torch.compiler.disable(self.step)(optimizer, loss=loss)
+            return
         if not self._engine.attached and not self._engine.failed:
             raise RuntimeError("Watch.step() outside its context: write `with Watch(model) as watch:` around the loop")
         if not isinstance(attribute(optimizer, "param_groups"), list):

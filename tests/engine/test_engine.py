@@ -441,6 +441,33 @@ def test_compiled_model() -> None:
     assert all("signal_norm" not in record.values for record in records)
 
 
+@pytest.mark.filterwarnings("ignore")  # those of torch's compiler
+@pytest.mark.parametrize("compiled", ["optimizer", "step"])
+def test_of_what_is_compiled_around_it_measuring_is_no_part(compiled: str) -> None:
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    model = wide_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Watch(model, signals="off", sinks=()) as watch:
+        step = torch.compile(optimizer.step, backend=backend) if compiled == "optimizer" else optimizer.step
+        measure = torch.compile(watch.step, backend=backend) if compiled == "step" else watch.step
+        for _ in range(4):
+            optimizer.zero_grad()
+            loss = model(torch.randn(8, WIDE)).square().mean()
+            loss.backward()
+            right = gradient_norms(model, optimizer)
+            measure(optimizer, loss=loss)
+            step()
+            assert watch.history.series("grad_norm")[-1] == pytest.approx(right["total"], rel=2e-4)
+    torch.compiler.reset()
+    assert len(graphs) == (compiled == "optimizer"), graphs
+    assert np.isfinite(watch.history.series("update_ratio")[:3]).all()
+
+
 def test_parameters_outside_the_optimizer() -> None:
     model = wide_net()
     records = run(model, trained=model[2])

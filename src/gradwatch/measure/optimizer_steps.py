@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
+import torch
 from torch.optim import LBFGS, Optimizer
 
 from gradwatch.core.arguments import attribute
@@ -113,6 +114,9 @@ def weak_reference(optimizer: Any) -> Callable[[], Any]:
 
 def _entering(this: weakref.ref[OptimizerSteps]) -> Callable[..., None]:
     def about_to_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling():
+            torch.compiler.disable(about_to_step)(optimizer, args, kwargs)
+            return
         if (steps := this()) is None:
             return
         steps.inside, steps.evaluated = optimizer, False
@@ -125,6 +129,9 @@ def _entering(this: weakref.ref[OptimizerSteps]) -> Callable[..., None]:
 
 def _leaving(this: weakref.ref[OptimizerSteps]) -> Callable[..., None]:
     def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling():
+            torch.compiler.disable(stepped)(optimizer, args, kwargs)
+            return
         if (steps := this()) is None:
             return
         steps.inside, steps.evaluated = None, False
