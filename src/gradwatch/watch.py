@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from gradwatch.core.alert import Alert, AlertRaised, Verdict
 from gradwatch.core.arguments import attribute, check_number, shown, wrong
@@ -126,7 +127,7 @@ class Watch:
         if self._entered:
             raise RuntimeError("this Watch was entered before: one `with` lasts for a whole training, or make another")
         self._entered = True
-        self._engine.attach(mode=TrainingMode(scaled=self._scaler is not None))
+        self._engine.attach(mode=self._mode())
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
@@ -158,6 +159,14 @@ class Watch:
         alert, alert_reaction.raised = alert_reaction.raised, None
         if alert is not None:
             raise AlertRaised(alert)
+
+    def _mode(self) -> TrainingMode:
+        scaled, model = self._scaler is not None, self._model()
+        for module in model.modules() if model is not None else ():
+            if isinstance(module, DistributedDataParallel):
+                ranks, rank = distributed.get_world_size(module.process_group), distributed.get_rank()
+                return TrainingMode(ranks=ranks, rank=rank, scaled=scaled)
+        return TrainingMode(scaled=scaled)
 
     def _step_info(self, optimizer: Any) -> StepInfo:
         scaler, step = self._scaler, self._steps

@@ -11,10 +11,13 @@ from typing import Any, ClassVar
 import lightning.pytorch as pl
 import numpy as np
 import pytest
+import torch
+from torch import distributed
+from torch.nn.parallel import DistributedDataParallel
 
 import ranks
 from ddp_training import BATCHES, WHEN, Lines, PlannedError, SeededModule, fit_on_ranks, numbers_of
-from gradwatch import GradWatch
+from gradwatch import GradWatch, Watch
 from gradwatch.core.alert import AlertRaised, Finding, Severity
 from gradwatch.core.history import History
 from gradwatch.rules import default_rules
@@ -62,6 +65,23 @@ def alerts_of_ranks(odd: tuple[str, int], options: dict[str, Any]) -> dict[str, 
         "warnings": lines.warnings,
         "lines": lines.all,
     }
+
+
+def in_a_loop(bad_rank: int) -> dict[str, Any]:
+    """A loop of one's own, with a batch that is NaN on `bad_rank`."""
+    distributed.init_process_group("gloo")
+    rank, lines = distributed.get_rank(), Lines()
+    model = DistributedDataParallel(SeededModule().model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with Watch(model, sinks=(Log(),)) as watch:
+        for step in range(BATCHES):
+            optimizer.zero_grad()
+            inputs = torch.randn(8, 6, generator=torch.Generator().manual_seed(2 * step + rank))
+            loss = model(inputs).square().mean() * (float("nan") if (step, rank) == (WHEN, bad_rank) else 1.0)
+            loss.backward()
+            watch.step(optimizer, loss=loss)
+            optimizer.step()
+    return {"alerts": [str(alert) for alert in watch.alerts], "lines": lines.all, "hooks": len(hooks_on(model))}
 
 
 def broken(odd: tuple[str, int]) -> dict[str, Any]:
@@ -130,6 +150,18 @@ def test_a_nan_is_one_alert_that_names_the_rank(how: str, layer: str, accumulate
     assert f"at batch {WHEN} of epoch 0 on rank {bad_rank}" in text
     assert (layer if how == "backward" else "the loss") in text
     assert second["lines"] == []
+
+
+@pytest.mark.parametrize("bad_rank", [0, 1])
+def test_in_a_loop_of_ones_own_the_alert_names_the_rank_too(bad_rank: int) -> None:
+    first, second = ranks.run(in_a_loop, bad_rank)
+    (alert,) = first["alerts"]
+    assert f"No layer has a finite gradient on rank {bad_rank}; " in alert
+    assert "its own backward pass" not in alert
+    for rank, found in enumerate((first, second)):
+        assert "mean over 2 ranks" in found["lines"][0]
+        assert f"signals of rank {rank}" in found["lines"][0]
+        assert not found["hooks"]
 
 
 @pytest.mark.slow

@@ -96,7 +96,7 @@ class Options:
         share = f"{'' if self.budget is None else 'about '}every {interval} steps"
         signals = "signals off" if self.signals == "off" else f"signals sampled, {share}"
         if self.signals != "off" and mode.ranks > 1:
-            signals = f"signals of rank 0, sampled, {share}"
+            signals = f"signals of rank {mode.rank}, sampled, {share}"
         if self.signals != "off" and unhookable:
             signals += f", without {unhookable} layers inside compiled regions"
         if self.signals == "off" and self.activations is True:
