@@ -24,6 +24,7 @@ from gradwatch.measure.device_buffer import ROWS
 from gradwatch.runs.arrays import RunArrays, read
 from gradwatch.runs.files import Unreadable, files_of, holds_record, runs_below
 from gradwatch.runs.reader import read_run
+from gradwatch.runs.report.run_data import RunData, read_run_data
 from gradwatch.sinks.record import run_metadata
 from gradwatch.sinks.record.recorder import Recorder
 from gradwatch.sinks.tensorboard.sink import TensorBoard
@@ -304,6 +305,18 @@ def test_a_step_takes_no_more_room_than_promised(tmp_path: Path, every: int) -> 
             sizes.append(sum(path.stat().st_size for path in tmp_path.iterdir()))
     sink.close(HEALTHY)
     assert (sizes[1] - sizes[0]) / 999 < 2000
+
+
+def test_the_zeros_that_a_record_has_last_are_those_measured_last(tmp_path: Path) -> None:
+    """As the table at the end of the fit shows them, however rarely other statistics are recorded."""
+    layout, live = layout_of("a", "b"), RunData()
+    records = some(layout, range(60))
+    for step, zeros in ((0, [0.0, 0.25]), (2, [0.75, 0.5]), (32, [1.0, np.nan])):
+        records[step] = record_of(layout, step, [1.0, 2.0], zero_fraction=np.array(zeros))
+    recorded(tmp_path, records, every_n_steps=50)
+    feed_together(live, *records)
+    np.testing.assert_array_equal(live.summary.zeros[1:], [1.0, 0.5])
+    np.testing.assert_array_equal(read_run_data(tmp_path).summary.zeros, live.summary.zeros)
 
 
 def test_arguments_are_checked() -> None:

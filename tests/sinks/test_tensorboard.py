@@ -123,7 +123,7 @@ def test_a_record_takes_no_more_room_than_promised(writer: Any, tmp_path: Path) 
     """At most 2 kB a step for 300 layers that are logged at every step, with all that is in the file."""
     steps, names = 1000, [f"model.layers.{i}.mlp.down_proj" for i in range(300)]
     layout, rng = layout_of(*names), np.random.default_rng(0)
-    sampled = ("weight_norm", "update_ratio", "signal_rms", "activation_rms", "zero_fraction")
+    sampled = ("weight_norm", "update_ratio", "signal_rms", "activation_rms", "output_rms")
     sink = TensorBoard(writer=writer, every_n_steps=1)
     sink.open(Run(layout, "run"))
     for first in range(0, steps, 8):

@@ -45,7 +45,8 @@ def steps_between_rows(sites: int, parameters: int) -> int:
 
 class RecordWriter:
     """Writes the gradient norms and the whole-step numbers of every step. Other statistics, and the gradient norms of
-    single parameters, are written once in n steps: the larger of `every_n_steps` and `steps_between_rows`.
+    single parameters, are written once in n steps: the larger of `every_n_steps` and `steps_between_rows`. The zeros of
+    gradients, which few samples measure, are always written: tables show those that were measured last.
     """
 
     def __init__(self, files: Iterable[EventWriter], every_n_steps: int, positions: AxisPositions) -> None:
@@ -136,10 +137,11 @@ class RecordWriter:
         """Statistic -> the rows at which it is written."""
         measured = dict(block.measured)
         due: dict[str, Rows] = {}
-        if "grad_norm" in measured:
-            if len(block.layout.parameters):
-                measured[PARAMETERS] = measured["grad_norm"]
-            due["grad_norm"] = np.flatnonzero(measured.pop("grad_norm"))
+        if "grad_norm" in measured and len(block.layout.parameters):
+            measured[PARAMETERS] = measured["grad_norm"]
+        for name in ("grad_norm", "zero_fraction"):
+            if name in measured:
+                due[name] = np.flatnonzero(measured.pop(name))
         intervals = (block.axis + 1) // self._interval
         optimizers = set(block.optimizers.tolist())
         newest = int(intervals[-1])
