@@ -380,6 +380,17 @@ def test_two_watches_of_other_layers(tmp_path: Path) -> None:
         assert one.value("grad_norm", "net.0") == one.value("grad_norm")
 
 
+def test_a_second_watch_says_that_it_has_the_log_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of watches without sinks of their own, the first has the default ones."""
+    watches = [GradWatch(layers="net.4", sinks=[]), GradWatch(layers="net.0"), GradWatch(layers="!net.0")]
+    with quiet():
+        quiet_trainer(*watches, max_epochs=1, default_root_dir=tmp_path).fit(LitOfLightning(), data())
+    (line,) = [record.message for record in caplog.records if "another GradWatch" in record.message]
+    assert "what GradWatch[!net.0] finds is in the log alone" in line
+    assert [len(watch.verdict.notes) for watch in watches] == [0, 0, 1]
+    assert (tmp_path / "gradwatch_report.html").is_file()
+
+
 def test_two_watches_alike_are_refused_by_lightning() -> None:
     """Their states could not be distinguished in a checkpoint; the error names what is there twice."""
     for watches in ([GradWatch(), GradWatch()], [GradWatch()] * 2):

@@ -54,6 +54,11 @@ _TWO_FITS = (
     "Give each Trainer a GradWatch of its own"
 )
 
+_SECOND = (
+    "another GradWatch of this Trainer prints the table and writes the report, the record and the scalars; what {} "
+    "finds is in the log alone. Give it sinks=[...] of its own for more"
+)
+
 
 def event(method: Callable[Concatenate[GradWatch, Engine, Any, P], None]) -> Callable[..., None]:
     """Decorator for an event of a batch: calls `method` with the engine, the Trainer and what follows the module, if
@@ -210,16 +215,15 @@ class GradWatch(PackageAware, Callback):
         self._engine, self._fitting = None, weakref.ref(trainer)
         self._may_end = self._options.may_end
         log_dir = trainer.log_dir  # a collective: every rank has to ask
-        first = _first(trainer.callbacks) in (None, self)
-        if self._injected and not first:
+        if self._injected and _first(trainer.callbacks) not in (None, self):
             return
-        options = self._options
+        options, second = self._options, False
         if options.sinks is not None:
             sinks = tuple(options.sinks)
-        elif first:
-            sinks = default_sinks()
-        else:
+        elif second := _first(trainer.callbacks, without_sinks=True) not in (None, self):
             sinks = (Log(),)  # two watches that write to the same tags would make one illegible line of two
+        else:
+            sinks = default_sinks()
         if not is_trial(trainer):
             sinks = (*sinks, *process_report.requested_reports())
         if not trainer.is_global_zero:
@@ -227,6 +231,9 @@ class GradWatch(PackageAware, Callback):
             sinks = tuple(sink for sink in sinks if isinstance(sink, Scalars | FlightRecorder))
             options = replace(options, on_alert="log")
         self._engine = Engine(pl_module, options, sinks)
+        if second:
+            note = _SECOND.format(self.state_key)
+            self._engine.diagnosis.note(note, said=f"GradWatch: {note}", log=trainer.is_global_zero)
         self._engine.interventions.signals.batches = True
         place = folder_of(trainer, log_dir) if trainer.is_global_zero else log_dir if trainer.loggers else None
         folder = on_disk(place, partial(self._engine.diagnosis.note, log=trainer.is_global_zero))
@@ -407,7 +414,10 @@ def with_one_watch(callbacks: Iterable[Callback], watch: GradWatch) -> list[Call
     return given if _first(given) else [*given, watch]
 
 
-def _first(callbacks: Iterable[Callback]) -> GradWatch | None:
-    """The first of the user's own watches, or, where there is none, the first of those injected."""
+def _first(callbacks: Iterable[Callback], *, without_sinks: bool = False) -> GradWatch | None:
+    """The first of the user's own watches, or, where there is none, the first of those injected. `without_sinks`: of
+    those that were given no sinks.
+    """
     watches = [callback for callback in callbacks if isinstance(callback, GradWatch)]
-    return min(watches, key=lambda watch: watch._injected, default=None)
+    found = [watch for watch in watches if watch._options.sinks is None] if without_sinks else watches
+    return min(found, key=lambda watch: watch._injected, default=None)
