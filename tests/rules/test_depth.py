@@ -114,6 +114,19 @@ def test_a_signal_of_exactly_zero_needs_longer() -> None:
     ).replace("fc5", "fc3")
 
 
+def test_a_signal_that_fades_to_zero_is_found_at_once() -> None:
+    """Where float32 holds no smaller number it is 0: that is no batch's chance."""
+    signals = [0.0, 0.0, 1e-44, 1e-29, 1e-14, 1.0]
+    outcome = judge_rows(Vanishing(), net(), [{"signals": signals}] * 3)
+    assert silent(outcome[:2])
+    found = only(outcome[2])
+    assert (found.layer, found.sites) == ("fc0", ("fc0", "fc1", "fc2", "fc3", "fc4"))
+    assert found.message == (
+        "No backward signal at all reaches layer fc0, while layer fc5 gets one. It fades gradually, by 4.6e+14 times a "
+        "layer: most often the initial weights are too small, and there is no norm."
+    )
+
+
 def test_vanishing_without_signals_goes_by_the_gradients_with_more_room() -> None:
     assert silent(judge_rows(Vanishing(), net(order=()), [{"gradients": FADING**0.99 * 3}] * 5))
     found = only(judge_rows(Vanishing(), net(order=()), [{"gradients": FADING**1.5}] * 3)[-1])

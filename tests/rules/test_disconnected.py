@@ -153,6 +153,26 @@ def test_a_layer_that_once_had_a_gradient_is_connected() -> None:
     assert silent(judge_rows(Disconnected(), net(3), [{}, *([{"codes": GONE}] * 300)]))
 
 
+@pytest.mark.parametrize(("nearest", "found"), [(1e-42, False), (1e-20, True)])
+def test_gradients_that_fade_to_zero_are_not_disconnected(nearest: float, found: bool) -> None:
+    """Float32 holds nothing smaller: `vanishing` says so."""
+    rows = [{"gradients": [0.0, 0.0, nearest, 1e-10, 1.0], "lr": 0.1}] * 20
+    assert bool(judge_rows(Disconnected(), net(5), rows)[-1]) == found
+
+
+def test_a_deep_model_whose_gradients_fade_to_zero_has_one_alert() -> None:
+    torch.manual_seed(0)
+    layers = [layer for _ in range(110) for layer in (nn.Linear(16, 16), nn.ReLU())]
+    model = nn.Sequential(*layers, nn.Linear(16, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    watch = Watch(model, sinks=())
+    train(optimizer, lambda _: model(torch.randn(16, 16)).square().mean(), watch, steps=21)
+    assert (watch.history.series("grad_norm", "0") == 0).all()
+    (alert,) = watch.alerts
+    assert (alert.rule, alert.sites[0], alert.effects) == ("vanishing", "0", ())
+    assert "It fades gradually, by " in alert.message
+
+
 def test_a_gradient_that_was_always_zero() -> None:
     outcome = judge_rows(Disconnected(), net(3), [{"gradients": [0, 1, 1]}] * 20)
     assert silent(outcome[:19])

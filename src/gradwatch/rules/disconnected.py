@@ -13,6 +13,7 @@ import numpy as np
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
 from gradwatch.core.record import MEASURED, Codes, Floats, Layout, Mask, Missing, Sites
+from gradwatch.rules.evidence.depth import faded
 from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.records import is_alone, row_of
 from gradwatch.rules.evidence.samples import forward_order
@@ -119,6 +120,9 @@ class Disconnected:
             layers = layers[~(_norms(history, records)[:, layers] > 0).any(axis=0)]
         zeros = (_norms(history, self.rare_records)[:, layers] == 0).sum(axis=0)
         layers, zeros = layers[zeros >= self.zero_records], zeros[zeros >= self.zero_records]
+        if len(layers):
+            connected = np.isin(layers, faded(history, self.rare_records))
+            layers, zeros = layers[~connected], zeros[~connected]
         if not len(layers):
             return []
         norms, codes = _norms(history, len(history))[:, layers], history.codes(len(history))[:, layers]

@@ -14,6 +14,7 @@ from gradwatch.core.history import History
 from gradwatch.core.record import MEASURED, TOTAL, Layout, Mask, Sites
 from gradwatch.rules.evidence.baseline import first_and_last, first_and_last_loss, is_stuck, streak
 from gradwatch.rules.evidence.depth import (
+    FADED,
     LOWEST,
     Onset,
     Profile,
@@ -76,7 +77,8 @@ class Vanishing:
     records: int = 3
     """Samples in a row. Prototype."""
     zero_records: int = 10
-    """The same if the signal is exactly zero. Measured: with batches of one, all units of a layer may be zero."""
+    """The same if the signal is exactly zero, and has not faded to what float32 hardly holds. Measured: with batches of
+    one, all units of a layer may be zero."""
     first_records: int = 10
     """Number of first records for the first level of gradient and loss, and of last ones for the present level.
     Judgement."""
@@ -126,8 +128,9 @@ class Vanishing:
         faint = self._faint(history.layout, now, dex)
         if not len(faint):
             return []
-        first = np.flatnonzero(np.isin(now.sites, faint))[0]
-        records = self.records if now.values[first] > 0 else self.zero_records
+        signals = now.values[np.isin(now.sites, faint)]
+        fades = ((signals > 0) & (signals < FADED)).any()  # float32 holds no smaller ones
+        records = self.records if signals[0] > 0 or fades else self.zero_records
         profiles = recent_profiles(history, now, records)
         if len(profiles) < records:
             return None
@@ -193,7 +196,9 @@ class Vanishing:
             )
             headline = f"{ratio_text(fall)} times weaker than {names[peak]}"
         if not change.abrupt:
-            cause, remedy = _gradual(history, now.sites, faint, fall / peak, from_start=begun.from_start)
+            seen = int((now.values[way] > 0).argmax())  # before it float32 holds nothing
+            rate = float(logs[peak] - logs[seen]) / (peak - seen)
+            cause, remedy = _gradual(history, now.sites, faint, rate, from_start=begun.from_start)
             if peak >= DEEP and "residual" not in remedy:
                 remedy = f"{remedy.removesuffix('.')}; or residual connections around the layers: x + layer(x)."
         elif now.values[way[change.edge]] == 0:

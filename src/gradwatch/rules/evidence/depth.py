@@ -9,11 +9,16 @@ import numpy as np
 
 from gradwatch.core.history import History
 from gradwatch.core.record import MEASURED, Floats, Layout, Mask, Sites
+from gradwatch.rules.evidence.paths import paths
 from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.samples import forward_order, own_samples
 
 LOWEST = -45.0
 """dex under the highest norm, in place of the log of an exact zero: float32 spans 45 decades below 1."""
+
+FADED = 1e-30
+"""A norm above 0 from which on those nearer to the input may be 0 because float32 holds nothing smaller: its least
+number is 1e-45. Judgement: one layer takes 15 decades at most."""
 
 HIGHEST = 1e39
 """The norm in place of an infinite one: just beyond float32."""
@@ -161,6 +166,21 @@ def onset(history: History, now: Profile, agrees: Callable[[Profile], bool]) -> 
             return Onset(found, False)
         found = back
     return Onset(found, len(backs) <= STREAK_SAMPLES and history.steps[0] == 0)
+
+
+def faded(history: History, records: int) -> Sites:
+    """The layers without a gradient above 0 in the last `records` before which it had faded to under `FADED`, that of
+    the nearest layers after them.
+    """
+    order, norms = forward_order(history.layout), history.window("grad_norm", records)
+    if norms is None:
+        return order[:0]
+    flow, reached = paths(history.layout, order), np.fmax.reduce(norms[:, order], axis=0).tolist()
+    own = [norm > 0 for norm in reached]
+    for i in reversed(range(len(order))):
+        if not own[i]:
+            reached[i] = max((reached[j] for j in flow.after[i]), default=0.0)
+    return order[[not mine and 0 < norm < FADED for mine, norm in zip(own, reached, strict=True)]]
 
 
 def recent_profiles(history: History, now: Profile, count: int) -> list[Profile]:
