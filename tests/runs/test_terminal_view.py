@@ -101,7 +101,7 @@ def test_one_step_of_one_layer_has_no_plural(tmp_path: Path) -> None:
     run.go_on(1)
     run.sink.close(Verdict((), 1, 1, 0.01, {}))
     data, arrays = read_run_data(tmp_path), load_run(tmp_path)
-    shown = view(data, name="run", width=80, height=24).plain, card(data), markdown(document(arrays))
+    shown = view(data, name="run", width=80, height=24).plain, card(data, source="run"), markdown(document(arrays))
     assert not re.search(r"\b1 (layers|steps)", " ".join([*shown, compare_runs(arrays, arrays).headline]))
     assert shown[0].startswith("1 layer, 1 step, ended: run")
 
