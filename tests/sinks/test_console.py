@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.cells import cell_len
 
 from gradwatch.core.alert import Severity, Verdict
 from gradwatch.core.record import Missing, Run
@@ -97,9 +98,10 @@ def test_names_are_shortened_from_outside_and_keep_their_numbers() -> None:
     assert shorten_name(name, 10, ascii_only=True) == "~.s.q_proj"
 
 
-@given(st.text("ab.0", min_size=1, max_size=30), st.integers(5, 30))
+@given(st.text("ab.0層", min_size=1, max_size=30), st.integers(5, 30))
 def test_a_name_fits(name: str, width: int) -> None:
-    assert len(shorten_name(name, width)) <= width
+    """An East Asian character takes two columns."""
+    assert cell_len(shorten_name(name, width)) <= width
 
 
 def test_small_cells() -> None:
@@ -170,6 +172,13 @@ def show(monkeypatch: pytest.MonkeyPatch) -> Any:
         return screen.getvalue()
 
     return printed
+
+
+def test_wide_names_are_told_apart(show: Any) -> None:
+    names = [f"符号器.層のとても長い名前の十二番目の{number}" for number in "一二三"]
+    lines = show(names, HEALTHY, width=60).splitlines()
+    assert all(any(name[-4:] in line for line in lines) for name in names)
+    assert max(map(cell_len, lines)) <= 60
 
 
 NAMES = ("blocks[0]", "[b]a|b[/b]", ":smile:", *(f"model.layers.{i}.self_attn.q_proj" for i in range(9)))

@@ -79,14 +79,15 @@ def _wrapped(text: str, width: int, style: str = "") -> list[Text]:
 
 def _map(data: RunData, width: int, room: int) -> list[Text]:
     """Two rows of layers a line: the upper one in the colour of the character, the lower one in that behind it."""
+    from rich.cells import cell_len
     from rich.color import Color
     from rich.style import Style
     from rich.text import Text
 
     summary = data.summary
-    names = summary.names[1:]
+    names = [printable(name) for name in summary.names[1:]]
     low, high = (logs[:, 1:].T for logs in summary.grad_norm.extremes())
-    beside = min(NAMES, max(map(len, names)))
+    beside = min(NAMES, max(map(cell_len, names)))
     columns = min(width - beside - 1, max(high.shape[1], 1) * 2)
     worst = data.unhealthy
     shown, begins = rows_of(low, high, 2 * room, first=[*worst])
@@ -99,7 +100,8 @@ def _map(data: RunData, width: int, room: int) -> list[Text]:
         unhealthy = [place for place in worst if place in own]
         place = unhealthy[0] if unhealthy else own[0]
         style = STYLES[worst[place]] if unhealthy else "dim"
-        line = Text(f"{shorten_name(printable(names[place]), beside):>{beside}} ", style=style)
+        name = shorten_name(names[place], beside)
+        line = Text(" " * (beside - cell_len(name)) + f"{name} ", style=style)
         below = shades[row + 1] if row + 1 < rows else np.zeros_like(shades[row])
         for upper, lower in zip(shades[row].tolist(), below.tolist(), strict=True):
             front = Color.from_rgb(*upper[:3]) if upper[3] else None

@@ -105,7 +105,9 @@ def _line(
 
 def column_widths(rows: Sequence[TableRow], width: int) -> dict[str, int]:
     """Column -> its width, so that all columns and the blanks between them fit in `width`. Judgement, by looking."""
-    name = max(len(row.name) for row in rows)
+    from rich.cells import cell_len
+
+    name = max(cell_len(row.name) for row in rows)
     status = max(len(", ".join(row.status)) for row in rows)
     number = 5 if width < 80 else 7
     zero = {"zero": 4} if any(row.zero == row.zero for row in rows) else {}
@@ -115,7 +117,7 @@ def column_widths(rows: Sequence[TableRow], width: int) -> dict[str, int]:
     word = max(len(row.status[0].split()[0]) if row.status else 0 for row in rows)
     status = max(len("status"), min(status, max(room // 3, min(word, room // 2))))
     name = max(len("layer"), min(name, room - status - max(6, room // 5)))
-    name = max(len("layer"), *(len(shorten_name(row.name, name)) for row in rows))
+    name = max(len("layer"), *(cell_len(shorten_name(row.name, name)) for row in rows))
     trend = min(room - status - name, max(len("trend"), min(48, max(len(row.low) for row in rows))))
     numbers = dict.fromkeys(("median", "min", "max", "last"), number)
     return {"layer": name, **bars, "trend": trend, **numbers, **zero, "status": status}
@@ -146,14 +148,22 @@ def select_rows(count: int, marked: Sequence[int], limit: int) -> list[int]:
 
 
 def shorten_name(name: str, width: int, *, ascii_only: bool = False) -> str:
-    """A dotted name in `width` characters: outer parts become initials, except numbers; then its beginning is cut."""
+    """A dotted name in `width` columns of a terminal, of which East Asian characters take two: outer parts become
+    initials, except numbers; then its beginning is cut.
+    """
+    from rich.cells import cell_len
+
     parts = name.split(".")
     for i in range(len(parts) - 1):
-        if len(".".join(parts)) > width and not parts[i].isdigit():
+        if cell_len(".".join(parts)) > width and not parts[i].isdigit():
             parts[i] = parts[i][:1]
     name = ".".join(parts)
-    mark = "~" if ascii_only else "…"
-    return name if len(name) <= width else mark + name[len(name) - width + 1 :]
+    if cell_len(name) <= width:
+        return name
+    name = name[1 - width :]
+    while cell_len(name) >= width:
+        name = name[1:]
+    return ("~" if ascii_only else "…") + name
 
 
 def format_number(number: float, width: int) -> str:
