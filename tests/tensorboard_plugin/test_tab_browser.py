@@ -345,6 +345,38 @@ def test_of_a_folder_without_a_record_it_says_what_to_do_and_then_shows_the_firs
 
 
 @pytest.mark.slow
+def test_a_step_alone_is_drawn_and_nothing_where_the_loss_is_nan(page: Page, base: str, tmp_path: Path) -> None:
+    layout = layout_of("a", "b")
+    for name, losses in (("one", [2.0]), ("nan", [*range(8), *[np.nan] * 8, *range(8)])):
+        run = Written(tmp_path / name, layout)
+        for step, loss in enumerate(losses):
+            record = record_of(layout, step, [1.0, 2.0], loss=float(loss))
+            record.scalars["loss_nan"] = float("nan" if loss == loss else 1)
+            run.record(record)
+        run.close()
+    ink = """
+        const {left, top, width} = JSON.parse($('.heatmap').dataset.plot);
+        const context = $('canvas.map').getContext('2d');
+        const [from, to] = [0, 1].map((i) => left + arguments[i] * width);
+        return context.getImageData(from, top - 56, to - from, 30).data.filter((value, i) => i % 4 === 3 && value).length;
+    """
+    spark = """
+        const canvas = $('tbody tr canvas');
+        const data = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;
+        return data.filter((value, i) => i % 4 === 3 && value > 99).length;
+    """
+    with served(tmp_path) as address:
+        page.until(lambda: _runs(address) == 2)
+        page.open(address, runs=["one"])
+        assert page.js(ink, 0.1, 0.9) > 20
+        assert page.js(spark) >= 3
+        page.open(address, runs=["nan"])
+        assert page.js(ink, 0.1, 0.3) > 20
+        assert page.js(ink, 0.4, 0.6) == 0
+        page.driver.get("about:blank")
+
+
+@pytest.mark.slow
 def test_an_error_is_said_and_can_be_tried_again(page: Page, base: str) -> None:
     page.open(base, runs=["unhealthy"])
     page.js("window.real = window.fetch; window.fetch = () => Promise.reject(new TypeError('no network'))")

@@ -102,14 +102,23 @@ class RunRecord:
 
     def number(self, name: str) -> Matrix:
         """A number of the whole step as the matrix of one name; of several at one step the first."""
-        parts = [part.block for part in self._parts if name in part.block.numbers]
+
+        def has(block: RecordedBlock) -> bool:
+            return name in block.numbers or nan in block.numbers
+
+        nan = f"{name}_nan"  # 1 where it was measured and is NaN
+        parts = [part.block for part in self._parts if has(part.block)]
         steps = np.array([step for block in parts for step in block.axis.tolist()], dtype=np.int64)
-        numbers = np.concatenate([block.numbers[name] for block in parts] or [np.empty(0)])
-        known = np.flatnonzero(~np.isnan(numbers))
+        numbers, nans = (
+            np.concatenate([block.numbers.get(one, np.full(len(block), np.nan)) for block in parts] or [np.empty(0)])
+            for one in (name, nan)
+        )
+        known = np.flatnonzero(~np.isnan(numbers) | (nans == 1))
         steps, first = np.unique(steps[known], return_index=True)
         values = as_float32(numbers[known][first])[:, None]
-        holes = _holes([part.block for part in self._parts], lambda block: name in block.numbers)
-        states = np.concatenate([states_of(values), np.full((len(holes), 1), LOST, dtype=np.uint8)])
+        holes = _holes([part.block for part in self._parts], has)
+        measured = states_of(values, np.zeros(values.shape, dtype=np.int8))
+        states = np.concatenate([measured, np.full((len(holes), 1), LOST, dtype=np.uint8)])
         values = np.where(states == MEASURED, np.pad(values, ((0, len(holes)), (0, 0))), np.float32(np.nan))
         return matrix_of((name,), np.append(steps, np.array(holes, dtype=np.int64)), values, states)
 

@@ -3,7 +3,7 @@
 import { columnAt, spacing } from "./api.js";
 import { stepAxis } from "./axes.js";
 import { drawing, el, fitted, themed } from "./dom.js";
-import { began, ended, LOST, noticed } from "./format.js";
+import { began, ended, LOST, NOT_A_NUMBER, noticed } from "./format.js";
 import { drawLabels, GUTTER, widest } from "./labels.js";
 import { painted } from "./paint.js";
 import { pointing } from "./pointer.js";
@@ -60,10 +60,11 @@ export function heatmap(act) {
     const top = plot.top - MARKS - LOSS + 2;
     const bottom = top + LOSS - 8;
     let [low, high] = [Infinity, -Infinity];
-    const inside = [];
+    const pieces = [[]]; // of columns, between steps that are lost or not finite
     for (let c = 0; c < loss.columns; c += 1) {
+      if (loss.states[c] === LOST || loss.states[c] >= NOT_A_NUMBER) pieces.push([]);
       if (loss.last[c] < place.from || loss.first[c] > place.to || loss.states[c] !== 0) continue;
-      inside.push(c);
+      pieces[pieces.length - 1].push(c);
       low = Math.min(low, loss.low[c]);
       high = Math.max(high, loss.high[c]);
     }
@@ -75,11 +76,18 @@ export function heatmap(act) {
     context.strokeStyle = themed("quiet");
     context.lineWidth = 1.2;
     context.beginPath();
-    for (const c of inside) {
-      const at = [place.x(loss.first[c] + 0.5), y(loss.high[c])];
-      if (loss.states[c - 1] === LOST) context.moveTo(...at);
-      context.lineTo(...at);
-      if (loss.pooled) context.lineTo(place.x(loss.last[c] + 0.5), y(loss.low[c]));
+    for (const piece of pieces) {
+      piece.forEach((c, i) => {
+        const at = [place.x(loss.first[c] + 0.5), y(loss.high[c])];
+        if (i === 0) context.moveTo(...at);
+        context.lineTo(...at);
+        if (loss.pooled) context.lineTo(place.x(loss.last[c] + 0.5), y(loss.low[c]));
+      });
+      if (piece.length !== 1) continue; // a step alone is as wide as its column, and seen
+      const middle = (place.x(loss.first[piece[0]]) + place.x(loss.last[piece[0]] + 1)) / 2;
+      const half = Math.max(1.5, middle - place.x(loss.first[piece[0]]));
+      context.moveTo(middle - half, y(loss.high[piece[0]]));
+      context.lineTo(middle + half, y(loss.high[piece[0]]));
     }
     context.stroke();
     context.restore();

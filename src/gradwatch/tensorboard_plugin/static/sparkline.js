@@ -42,14 +42,18 @@ export function sparkline(canvas, grid, n, log) {
   context.lineWidth = 1.2;
   context.lineJoin = "round";
   context.beginPath();
-  let gap = false;
+  const pieces = [[]]; // of pixels, between lost steps
   for (let x = 0; x < WIDTH; x += 1) {
-    if (Number.isNaN(lows[x])) gap ||= broken.has(x);
-    if (Number.isNaN(lows[x])) continue;
-    if (gap) context.moveTo(x + 0.5, y(highs[x]));
-    gap = false;
-    context.lineTo(x + 0.5, y(highs[x]));
-    context.lineTo(x + 0.5, y(lows[x]) + 0.3);
+    if (!Number.isNaN(lows[x])) pieces[pieces.length - 1].push(x);
+    else if (broken.has(x)) pieces.push([]);
+  }
+  for (const piece of pieces) {
+    piece.forEach((x, i) => {
+      if (i === 0) context.moveTo(x + 0.5, y(highs[x]));
+      context.lineTo(x + 0.5, y(highs[x]));
+      context.lineTo(x + 0.5, y(lows[x]) + 0.3);
+    });
+    if (piece.length === 1) context.lineTo(piece[0] + 3.5, y(lows[piece[0]]) + 0.3); // a step alone is seen
   }
   context.stroke();
   for (const [x, colour, top] of marks) {
