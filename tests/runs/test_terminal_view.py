@@ -21,6 +21,7 @@ from gradwatch.core.alert import Severity, Verdict
 from gradwatch.core.record import Run
 from gradwatch.runs.compare.comparison import compare_runs
 from gradwatch.runs.report.card import card
+from gradwatch.runs.report.many import line_of, page_of_many
 from gradwatch.runs.report.run_data import read_run_data
 from gradwatch.runs.summary.document import document
 from gradwatch.runs.summary.markdown import markdown
@@ -96,6 +97,17 @@ def test_the_remedy_is_whole_where_two_lines_hold_it(tmp_path: Path) -> None:
     assert max(map(len, lines)) <= 80
 
 
+def test_a_run_resumed_elsewhere_says_how_many_of_its_steps_are_here(tmp_path: Path) -> None:
+    run = Recorded(tmp_path, ("a",))
+    run.go_on(30)
+    run.sink.close(Verdict((), 130, 1, 0.01, {}))
+    data = read_run_data(tmp_path)
+    lines = view(data, name="run", width=80, height=24).plain.split("\n")
+    assert lines[0] == "1 layer, 30 of 130 steps recorded here, ended: run"
+    page = page_of_many([line_of(data, tmp_path, "run", None)], out=tmp_path / "runs.html", source="runs", notes=())
+    assert "30 of 130 recorded here" in page
+
+
 def test_one_step_of_one_layer_has_no_plural(tmp_path: Path) -> None:
     run = Recorded(tmp_path, ("a",))
     run.go_on(1)
@@ -140,7 +152,7 @@ def test_without_colours_there_is_no_map(unhealthy: Path, capsys: Any, monkeypat
 def test_the_latest_run_below_a_folder_is_shown(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     for name in ("first", "second"):
         run = Recorded(tmp_path / name, ("a",))
-        run.go_on(5)
+        run.go_on(10)
         run.sink.close(HEALTHY)
     old = time.time() - 1000
     for file in (tmp_path / "second").iterdir():

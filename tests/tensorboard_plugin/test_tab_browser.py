@@ -358,7 +358,8 @@ def test_a_step_alone_is_drawn_and_nothing_where_the_loss_is_nan(page: Page, bas
         const {left, top, width} = JSON.parse($('.heatmap').dataset.plot);
         const context = $('canvas.map').getContext('2d');
         const [from, to] = [0, 1].map((i) => left + arguments[i] * width);
-        return context.getImageData(from, top - 56, to - from, 30).data.filter((value, i) => i % 4 === 3 && value).length;
+        const {data} = context.getImageData(from, top - 56, to - from, 30);
+        return data.filter((value, i) => i % 4 === 3 && value).length;
     """
     spark = """
         const canvas = $('tbody tr canvas');

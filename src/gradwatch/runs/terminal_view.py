@@ -62,7 +62,9 @@ def _head(data: RunData, name: str, width: int) -> list[Text | str]:
     verdict = data.verdict
     loud = data.loud
     state = "ended" if data.ended else "under way, or cut off"
-    extent = f"{counted(verdict.layers, 'layer')}, {counted(verdict.steps, 'step')}"
+    recorded = f"{data.summary.steps:,} of " * (data.summary.steps < verdict.steps)
+    here = " recorded here" * bool(recorded)
+    extent = f"{counted(verdict.layers, 'layer')}, {recorded}{counted(verdict.steps, 'step')}{here}"
     facts = f"{extent}, {state}: {printable(name)}"
     style = STYLES[loud[0].severity] if loud else "bold green"
     found: list[Text | str] = [_cut(Text(facts, style="dim"), width)]

@@ -39,6 +39,8 @@ class RunLine:
     """As `sinks.incident_line` has it."""
     found: str
     steps: int
+    recorded: int
+    """Steps that the loss and the picture are of: fewer than `steps` where the run was resumed in another folder."""
     began: float
     """Seconds since the epoch; 0 where it is not known."""
     loss: str
@@ -65,6 +67,7 @@ def line_of(data: RunData, path: Path, name: str, rates: tuple[float, float, flo
         health_of(verdict, ended=data.ended),
         data.status.partition(": ")[2] if loud else verdict.stuck or "none",
         verdict.steps,
+        data.summary.steps,
         data.meta.get("started", 0.0),
         loss,
         curve,
