@@ -179,9 +179,10 @@ def is_capturing() -> bool:
 
 def is_tracing() -> bool:
     """Whether this code is being compiled, traced or captured: no hook of ours may become part of that graph."""
-    if is_capturing():
+    # in this order: what is being compiled cannot ask for a capture (torch 2.6)
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         return True
-    return torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+    return is_capturing()
 
 
 class Uncopied:

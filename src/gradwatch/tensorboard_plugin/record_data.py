@@ -102,11 +102,11 @@ class RunRecord:
 
     def number(self, name: str) -> Matrix:
         """A number of the whole step as the matrix of one name; of several at one step the first."""
+        nan = f"{name}_nan"  # 1 where it was measured and is NaN
 
         def has(block: RecordedBlock) -> bool:
             return name in block.numbers or nan in block.numbers
 
-        nan = f"{name}_nan"  # 1 where it was measured and is NaN
         parts = [part.block for part in self._parts if has(part.block)]
         steps = np.array([step for block in parts for step in block.axis.tolist()], dtype=np.int64)
         numbers, nans = (
