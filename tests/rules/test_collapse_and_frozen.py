@@ -188,6 +188,20 @@ def test_a_group_without_a_rate() -> None:
 
 
 @pytest.mark.parametrize(
+    ("kept", "all_named", "first_named"),
+    [
+        ("fc1.bias", "Layer fc0 and parameter fc1.weight have", "layer fc0"),
+        ("fc0.bias", "Layer fc1 and parameter fc0.weight have", "parameter fc0.weight"),
+    ],
+)
+def test_layers_and_parameters_are_each_called_what_they_are(kept: str, all_named: str, first_named: str) -> None:
+    rows = steps(40, updates=[0.0, 0.0, 1e-3], codes={kept: Missing.NO_GRADIENT})
+    found = only(judge_steps(Frozen(), net(3), rows)[30])
+    assert found.message.startswith(f"{all_named} not changed at all in 30 steps")
+    assert found.remedy == f"an lr above 0 for the parameter group of {first_named} in configure_optimizers."
+
+
+@pytest.mark.parametrize(
     "rows",
     [
         [{**row, "lr": 0.1 * 0.99**i} for i, row in enumerate(steps(40, updates=[0.0, 0.0, 1e-3]))],

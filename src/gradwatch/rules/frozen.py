@@ -116,16 +116,16 @@ class Frozen:
             parameters, owners = parameters[reached], owners[reached]
         if not len(parameters):
             return []
-        names, kind = _named(layout, parameters)
+        names, all_named, first_named = _named(layout, parameters)
         verb, keep = ("is", "keeps its") if len(names) == 1 else ("are", "keep their")
         trained = history.steps[0] > 0 or (history.codes(len(history))[:, parameters] == MEASURED).any()
         message = (
-            f"{capitalized(name_text(names, kind))} {verb} trainable (requires_grad is True) but in no optimizer, "
+            f"{capitalized(all_named)} {verb} trainable (requires_grad is True) but in no optimizer, "
             f"and {keep} {'' if trained else 'initial '}values: the optimizer's list of parameters does not hold them."
         )
         back, late = _outside_since(history, parameters)
         remedy = (
-            f"put in {kind} {names[0]} before configure_optimizers runs, in __init__ or configure_model, for example."
+            f"put in {first_named} before configure_optimizers runs, in __init__ or configure_model, for example."
             if late
             else "pass self.parameters() to the optimizer in configure_optimizers, or requires_grad_(False) if it is "
             "meant."
@@ -158,17 +158,16 @@ class Frozen:
         sites, since, steps = parameters[chosen][long], since[long], steps[long]
         if not len(sites):
             return []
-        names, kind = _named(layout, sites)
+        names, all_named, first_named = _named(layout, sites)
         have, their = ("has", "its") if len(names) == 1 else ("have", "their")
         message = (
-            f"{capitalized(name_text(names, kind))} {have} not changed at all in {steps.min()} steps, in spite of a "
-            "gradient "
-            f"and while others train. Most often the learning rate of {their} parameter group is 0, or so small that "
+            f"{capitalized(all_named)} {have} not changed at all in {steps.min()} steps, in spite of a gradient and "
+            f"while others train. Most often the learning rate of {their} parameter group is 0, or so small that "
             "rounding swallows every update."
         )
         highest = number_of(history, "lr_highest")
         better = f"lr={highest:.2g}, the highest of all groups," if highest > 0 else "an lr above 0"
-        remedy = f"{better} for the parameter group of {kind} {names[0]} in configure_optimizers."
+        remedy = f"{better} for the parameter group of {first_named} in configure_optimizers."
         severity = Severity.NOTICE if self._scheduled(history, parameters[moving]) else Severity.WARNING
         back = 1 + int(since.max())
         headline = f"not changed in {steps.min()} steps, in spite of a gradient"
@@ -310,13 +309,18 @@ def _outside_since(history: History, parameters: Sites) -> tuple[int, bool]:
     return (int(replaced.sum()) if late else _streak(history, parameters, NO_OPTIMIZER)), late
 
 
-def _named(layout: Layout, parameters: Sites) -> tuple[tuple[str, ...], str]:
-    """Names for `parameters`, by layer where all of a layer's are there; 'layer', or 'parameter' where some are not."""
+def _named(layout: Layout, parameters: Sites) -> tuple[tuple[str, ...], str, str]:
+    """Names for `parameters`, by layer where all of a layer's are there; all of them with what they are, 'layers a, b
+    and parameter c.weight'; and the first likewise.
+    """
     there = np.isin(layout.parameters, parameters)
     owners = layout.owners[there]
-    whole = set(owners.tolist()) - set(layout.owners[~there].tolist())
-    sites = np.where(np.isin(owners, list(whole)), owners, layout.parameters[there])
-    return layout.names(dict.fromkeys(sites.tolist())), "layer" if whole.issuperset(sites.tolist()) else "parameter"
+    whole = np.isin(owners, np.setdiff1d(owners, layout.owners[~there]))
+    names = layout.names(dict.fromkeys(np.where(whole, owners, layout.parameters[there]).tolist()))
+    layers, others = layout.names(dict.fromkeys(owners[whole].tolist())), layout.names(layout.parameters[there][~whole])
+    kinds = (layers, "layer"), (others, "parameter")
+    every = " and ".join(name_text(each, kind) for each, kind in kinds if each)
+    return names, every, name_text(names[:1], "layer" if whole[0] else "parameter")
 
 
 @lru_cache(maxsize=8)
