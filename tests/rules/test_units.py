@@ -25,7 +25,7 @@ from gradwatch.rules.input_scale import InputScale
 from gradwatch.rules.saturation import Saturation
 from models import mlp
 from quick import examples
-from synthetic_history import INF, NAN, append, only
+from synthetic_history import INF, NAN, append, only, silent
 from training import train
 
 RULES: list[Any] = [Dead, Saturation, InputScale, ActBlowup]
@@ -460,6 +460,13 @@ def test_a_head_that_grows_towards_its_targets_is_learning(
         return x, scale * (1 + 0.3 * torch.sin(x.sum(1, keepdim=True)))
 
     assert incidents_of(mlp(width=64), batch=batch, loss=loss, kind=torch.optim.Adam, lr=1e-2, steps=120) == ()
+
+
+def test_outputs_without_a_gradient_may_grow() -> None:
+    """Those of dead units, which long momentum carries on: that is one incident, of `dead`."""
+    rows = [Row(outputs=[1.0, 1.0, 10.0 ** (0.2 * step), 1.0]) for step in range(30)]
+    assert silent(play(ActBlowup(), [replace(row, gradients=[0.0, 0.0, 0.0, 1.0]) for row in rows]))
+    assert not silent(play(ActBlowup(), [replace(row, gradients=[0.0, 0.0, 1.0, 1.0]) for row in rows]))
 
 
 def test_a_growth_is_blamed_on_what_grew() -> None:

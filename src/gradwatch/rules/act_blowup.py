@@ -17,7 +17,7 @@ from gradwatch.rules.evidence.baseline import LEVEL_RECORDS
 from gradwatch.rules.evidence.jumps import beginning
 from gradwatch.rules.evidence.layer_levels import weights_of
 from gradwatch.rules.evidence.recent_rows import RecentRows
-from gradwatch.rules.evidence.records import is_own
+from gradwatch.rules.evidence.records import is_own, row_of
 from gradwatch.rules.evidence.samples import FIRST_SAMPLES, RECENT_RECORDS, in_run_order, samples, streak_starts
 from gradwatch.rules.evidence.weights import has_norm_layers
 from gradwatch.rules.evidence.wording import name_text, ratio_text
@@ -49,7 +49,7 @@ class ActBlowup:
     """
 
     name: ClassVar[str] = "act_blowup"
-    needs: ClassVar[frozenset[str]] = frozenset({"output_rms", "run_order"})
+    needs: ClassVar[frozenset[str]] = frozenset({"output_rms", "run_order", "grad_norm"})
 
     logits: float = 100.0
     """Limit for rms(q) rms(k): for independent queries and keys, the spread of the logits with the usual 1 /
@@ -130,7 +130,9 @@ class ActBlowup:
             far = (now >= limit) & (first > 0)
             beyond = levels[:, layers] >= limit
             grows = (now[1:] >= self.rising * now[:-1]).all(axis=0)
-        unhealthy = far.all(axis=0) & grows & np.isfinite(now).all(axis=0)
+        # that of dead units: nothing behind them sees how large it is
+        passed = row_of(history, "grad_norm")[layers] != 0
+        unhealthy = far.all(axis=0) & grows & passed & np.isfinite(now).all(axis=0)
         if not unhealthy.any():
             return []
         ran = in_run_order(history, layers[unhealthy])
