@@ -157,7 +157,7 @@ def _forgetting(layout: Layout, site: int, steps: int) -> tuple[str, str]:
     bias = weight.replace("weight_hh", "bias_hh")
     if kind in GATED and bias in layout.index:
         gate = "forget" if kind.startswith("LSTM") else "update"
-        cause = f"At every step its {gate} gates, half shut as they start, take a part of the state away."
+        cause = f"At every step its {gate} gates take a part of the state away."
         remedy = (
             f"{gate} gates that start open, nn.init.ones_({bias}[hidden_size : 2 * hidden_size]), or shorter sequences "
             "(truncated backpropagation)."
