@@ -177,7 +177,9 @@ def test_a_gradient_that_was_always_zero() -> None:
     outcome = judge_rows(Disconnected(), net(3), [{"gradients": [0, 1, 1]}] * 20)
     assert silent(outcome[:19])
     found = only(outcome[19])
-    assert found.message.startswith("The gradient of layer fc0 was exactly 0 at each of 20 steps: a loss")
+    assert found.message.startswith(
+        "The gradient of layer fc0 was exactly 0 at each of 20 steps: a loss weight of 0, a mask or padding that leaves"
+    )
     assert found.message.endswith("or units that are dead from the start.")
     assert (found.back, found.headline) == (20, "its gradient was exactly 0 at each of 20 steps")
 

@@ -195,9 +195,9 @@ def _no_backward(names: Sequence[str], records: int) -> _Wording:
 def _no_slope(names: Sequence[str], records: int, *, ever: bool) -> _Wording:
     headline = f"its gradient was exactly 0 at each of {records} steps"
     message = (
-        f"The gradient of {name_text(names)} was exactly 0 at each of {records} steps: a loss weight of 0, an "
-        "operation without a slope (round, sign, a comparison), a hook that makes it 0, or units that are dead"
-        f"{'' if ever else ' from the start'}."
+        f"The gradient of {name_text(names)} was exactly 0 at each of {records} steps: a loss weight of 0, a mask "
+        "or padding that leaves nothing, an operation without a slope (round, sign, a comparison), a hook that makes "
+        f"it 0, or units that are dead{'' if ever else ' from the start'}."
     )
     remedy = f"a weight above 0 for the loss of layer {names[-1]}, or straight through: x + (round(x) - x).detach()."
     return headline, message, remedy
