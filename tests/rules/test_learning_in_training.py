@@ -1,6 +1,6 @@
 """Divergence, stalled, collapse and frozen under real trainings: each faulty one has a healthy version beside it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import quick
 from gradwatch.core.alert import Alert, Severity
-from gradwatch.rules import Collapse, Divergence, Frozen, Stalled
+from gradwatch.rules import Collapse, Divergence, Exploding, Frozen, Rule, Stalled
 from gradwatch.watch import Watch
 from training import train
 
@@ -38,9 +38,9 @@ def incidents_of(
     loss_of: Callable[[Tensor, Tensor], Tensor] = nn.functional.mse_loss,
     schedule: Any = None,
     clip: float | None = None,
+    rules: Sequence[Rule] = (Frozen(), Stalled(), Divergence(), Collapse()),
 ) -> dict[str, Alert]:
     """What the four rules say of a training: rule name -> its incident."""
-    rules = (Frozen(), Stalled(), Divergence(), Collapse())
     dtype = next(model.parameters()).dtype
     # without a budget every 25th step is sampled, on any machine
     with Watch(model, rules=rules, sinks=(), budget=None) as watch:
@@ -286,3 +286,33 @@ def test_convergence_to_no_gradient_is_no_stall() -> None:
     train(optimizer, lambda step: nn.functional.mse_loss(model(inputs[:4]), targets[:4]), watch, steps=400)
     assert watch.history.series("loss")[-1] < 1e-9
     assert watch.alerts == ()
+
+
+class Scaled(nn.Sequential):
+    """Layers with weights `scale` times the usual; their outputs have the length 1 if they are `normalized`."""
+
+    def __init__(self, scale: float, *, normalized: bool = False) -> None:
+        super().__init__(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
+        self.normalized = normalized
+        for layer in list(self)[::2]:
+            layer.weight.data.mul_(scale)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs = super().forward(inputs)
+        return nn.functional.normalize(outputs) if self.normalized else outputs
+
+
+@pytest.mark.parametrize("loss_of", [nn.functional.mse_loss, nn.functional.l1_loss])
+def test_a_shallow_net_whose_weights_start_too_large(loss_of: Callable[[Tensor, Tensor], Tensor]) -> None:
+    def found(model: nn.Module) -> dict[str, Alert]:
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+        return incidents_of(model, optimizer, loss_of=lambda x, y: loss_of(x, y.expand(-1, 4)), rules=[Exploding()])
+
+    alert = found(Scaled(30.0))["exploding"]
+    assert (alert.severity, alert.step, alert.noticed) == (Severity.WARNING, 0, 2)
+    assert alert.layer in alert.sites == ("0", "2", "4")
+    assert alert.message.startswith("The outputs of layer 4 have a root mean square of ")
+    assert " times as large as is usual at the start of a training, and there is no norm." in alert.message
+    assert alert.remedy == "nn.init.kaiming_normal_ for the weights of layers 0, 2, 4."
+    assert not found(Scaled(3.0))
+    assert not found(Scaled(30.0, normalized=True))

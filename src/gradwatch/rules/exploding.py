@@ -24,12 +24,14 @@ from gradwatch.rules.evidence.depth import (
 )
 from gradwatch.rules.evidence.layer_levels import LARGE_RATIO, factor_text, weights_over_usual
 from gradwatch.rules.evidence.learning_rates import better_rate
+from gradwatch.rules.evidence.onsets import is_first_record
 from gradwatch.rules.evidence.paths import NO_LAYER, Paths, paths
 from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.records import row_of
 from gradwatch.rules.evidence.recurrent_gradients import grown_through_time
+from gradwatch.rules.evidence.samples import in_run_order, samples
 from gradwatch.rules.evidence.weights import has_norm_layers, sensitivity
-from gradwatch.rules.evidence.wording import ratio_text
+from gradwatch.rules.evidence.wording import name_text, ratio_text
 from gradwatch.rules.rule import require_positive
 
 OVERFLOWING_NORM = 1e30
@@ -39,6 +41,10 @@ PRESERVING_RATIO = 1.1
 """Norm of the weights of the layers in question, in the median, over the usual one, up to which they do not amplify:
 with 1 a signal keeps its size through linear layers (Glorot and Bengio 2010), with 1.4 through ReLUs (He et al. 2015).
 """
+
+LOSS_SHARE = 0.1
+"""The loss over the root mean square of the last outputs from which it grows with them. Judgement: cross-entropy and
+distances are about as large as outputs that are far too large, squares far larger; behind a norm it is about 1."""
 
 RECURRENT_MODULES = frozenset({"RNN", "LSTM", "GRU", "RNNCell", "LSTMCell", "GRUCell"})
 
@@ -81,11 +87,13 @@ class _Growth:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exploding:
-    """The first layers get far more than the last; or the whole gradient grew with the loss."""
+    """The first layers get far more than the last; or weights that start too large make outputs and loss huge; or the
+    whole gradient grew with the loss.
+    """
 
     name: ClassVar[str] = "exploding"
     needs: ClassVar[frozenset[str]] = frozenset(
-        {"grad_norm", "signal_norm", "weight_norm", "output_rms", "time_growth"}
+        {"grad_norm", "signal_norm", "weight_norm", "input_rms", "output_rms", "run_order", "time_growth"}
     )
 
     signal_dex: float = 3.0
@@ -99,7 +107,8 @@ class Exploding:
     """Decades by which |gradient| |weight| must be higher, where a norm makes the scale of the signal arbitrary.
     Judgement."""
     activation_dex: float = 3.0
-    """Decades by which outputs near the loss are above all before them, if no norm absorbs the growth. Prototype."""
+    """Decades by which outputs near the loss are above all before them, if no norm absorbs the growth; and the last
+    ones above the inputs, if the weights start too large. Prototype."""
     total_dex: float = 3.0
     """Growth of the total gradient over its first level, in decades, while the loss has risen. Judgement."""
     time_dex: float = 4.0
@@ -131,6 +140,8 @@ class Exploding:
             stale_records=self.stale_records,
             zeros=False,
         )
+        if "output_rms" in rows.fresh:
+            suspected = suspected | (rows.range("output_rms")[1] >= 10.0**self.activation_dex)
         return np.asarray(suspected | apart)
 
     def __call__(self, history: History) -> Sequence[Finding] | None:
@@ -143,7 +154,10 @@ class Exploding:
         found = judged_profile(
             history, signal_dex=self.signal_dex, gradient_dex=self.gradient_dex, stale_records=self.stale_records
         )
-        return None if found is None else self._over_depth(history, *found)
+        over_depth = None if found is None else self._over_depth(history, *found)
+        if not over_depth and (large := self._starts_large(history)):
+            return [large]
+        return over_depth
 
     def _over_depth(self, history: History, now: Profile, dex: float) -> Sequence[Finding] | None:
         """The growth of `dex` or more from the loss to an input."""
@@ -240,6 +254,36 @@ class Exploding:
         if change.abrupt and not activations:
             headline = f"the {now.quantity} grows {ratio_text(found.dex)} times, most behind layer {layer}"
         return Finding(self.name, severity, layer, strong, found.dex, dex, text, remedy, begun.back, headline)
+
+    def _starts_large(self, history: History) -> Finding | None:
+        """The last outputs have been far over the inputs since the first step, and the loss with them, by the weights
+        of most layers: too little depth for what `_over_depth` compares. Where a norm follows, the loss is small.
+        """
+        layout, found, losses = history.layout, samples(history, "output_rms"), history.scalar("loss", len(history))
+        if found is None or losses is None or len(found[0]) < self.records or has_norm_layers(layout):
+            return None
+        ran = in_run_order(history, layout.layers)
+        outputs, ago = found[0][:, ran[-1]], found[1]
+        inputs = np.fmax.reduce(history.at("input_rms", ago)[:, layout.layers], axis=1, initial=1.0)
+        far = np.isfinite(outputs) & (outputs >= 10.0**self.activation_dex * inputs)
+        far &= losses[-1 - ago] >= LOSS_SHARE * outputs
+        if not far.all() or not is_first_record(history, int(ago[0]) + 1):
+            return None
+        made = np.array([site for site in ran if "Embedding" not in layout.sites[site].module], dtype=np.intp)
+        sizes = np.array([weights_over_usual(history, int(site)) for site in made])
+        if not len(made) or not np.median(sizes) >= LARGE_RATIO:
+            return None
+        names, value = layout.names(np.sort(made[sizes >= LARGE_RATIO])), float(np.log10(outputs[-1] / inputs[-1]))
+        largest, last = layout.sites[made[int(np.nanargmax(sizes))]].name, layout.sites[ran[-1]].name
+        message = (
+            f"The outputs of layer {last} have a root mean square of {outputs[-1]:.2g} since the first step, and the "
+            f"loss is {losses[-1]:.3g}. The weights of {name_text(names)} are {'up to ' * (len(names) > 1)}"
+            f"{np.nanmax(sizes):.2g} times as large as is usual at the start of a training, and there is no norm."
+        )
+        headline = f"its weights are {np.nanmax(sizes):.2g} times the usual ones, and the loss is {losses[-1]:.3g}"
+        remedy, back = f"nn.init.kaiming_normal_ for the weights of {name_text(names)}.", int(ago[0]) + 1
+        limit = self.activation_dex
+        return Finding(self.name, Severity.WARNING, largest, names, value, limit, message, remedy, back, headline)
 
     def _grew(self, history: History) -> Finding | None:
         """The whole gradient grew, and the loss with it."""
