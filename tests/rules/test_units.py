@@ -173,6 +173,22 @@ def test_units_that_died_under_a_long_momentum() -> None:
     assert (alert.rule, alert.remedy) == ("dead", "momentum=0.9.")
 
 
+def test_a_relu_after_the_last_layer_is_named() -> None:
+    model = nn.Sequential(*mlp(), nn.ReLU())
+    model[-2].bias.data.fill_(0.3)
+
+    def below_zero(step: int) -> tuple[Tensor, Tensor]:
+        x = torch.randn(32, 8)
+        return x, -1 - x[:, :1].abs()
+
+    alert = only(incidents_of(model, batch=below_zero, kind=torch.optim.Adam, lr=3e-3, steps=200))
+    assert (alert.rule, alert.layer) == ("dead", "6")
+    assert alert.remedy == (
+        "a smaller lr in configure_optimizers, with warm-up, or no ReLU after layer 6, the last one: it gives no "
+        "negative number."
+    )
+
+
 RANDOM_STEPS = random.Random("dead").sample(range(1, 130), 6)
 
 

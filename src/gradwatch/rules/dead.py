@@ -307,6 +307,8 @@ def _reason(history: History, layer: int, back: int, biased: Sequence[str], *, f
         remedy = f"nn.init.kaiming_uniform_ for the weights of layer {name}, which are all zero."
         return f" The weights of layer {name} are all zero.", remedy
     made, leaky = bias_text(history, layer), f"nn.LeakyReLU after layer {name}."
+    if not from_start and layer in in_run_order(history, history.layout.layers)[-1:]:
+        leaky = f"no ReLU after layer {name}, the last one: it gives no negative number."
     if from_start and made:
         which = f"bias{'es' * (len(biased) > 1)} of {name_text(biased or [name])}"
         return made, f"nn.init.zeros_ for the {which}, or {leaky}"
