@@ -89,3 +89,14 @@ def test_no_row_is_missed(
             history.distrust([0, 2], back=back)
     for rule in RULES:
         assert missed(rule, history, min(len(history), 40)) == [], rule.name
+
+
+def test_a_first_loss_that_is_infinite_hides_no_later_one() -> None:
+    """Of two optimizers, where the loss of one is infinite at its first record that is kept."""
+    history = net(4)
+    record(history, gradients=1.0, optimizer=1)
+    for loss, gradients in [(INF, 1.0), *[(1.0, 1.0)] * 20, *[(40.0, 20.0)] * 8]:
+        record(history, gradients=gradients, loss=loss)
+    rule = next(rule for rule in RULES if rule.name == "divergence")
+    assert rule(history)
+    assert missed(rule, history, 20) == []

@@ -120,7 +120,7 @@ class Divergence:
             first[mine] = sizes[own[own.searchsorted(places[mine] + 1 - rows.lengths[mine])]]
             latest = own.searchsorted(places[mine])
             newest[mine] = sizes[own[np.maximum(latest[:, None] - np.arange(LEVEL_RECORDS), 0)]]
-        far = ~(newest < self.loss * first[:, None])
+        far = ~((newest < self.loss * first[:, None]) & np.isfinite(first[:, None]))
         flat = rows.totals < self.gradient * rows.openings[:, 0]
         return np.asarray((far[:, 0] & np.isfinite(newest[:, 0])) | (far.any(axis=1) & ~flat))
 
