@@ -31,7 +31,7 @@ class Judged:
         self.incidents: list[Any] = []
         self.diagnosis = Diagnosis(default_rules(), (), on_alert=self.raised.append)
         self.diagnosis.on_incidents = lambda new, old, step: self.incidents.append((list(new), list(old), step))
-        self.diagnosis.open(Run(layout, ""))
+        self.diagnosis.open(Run(layout, ""), "own")
 
     def relayout(self, layout: Layout) -> None:
         if layout is not self.diagnosis.history.layout:

@@ -184,8 +184,7 @@ def test_a_relu_after_the_last_layer_is_named() -> None:
     alert = only(incidents_of(model, batch=below_zero, kind=torch.optim.Adam, lr=3e-3, steps=200))
     assert (alert.rule, alert.layer) == ("dead", "6")
     assert alert.remedy == (
-        "a smaller lr in configure_optimizers, with warm-up, or no ReLU after layer 6, the last one: it gives no "
-        "negative number."
+        "a smaller lr, with warm-up, or no ReLU after layer 6, the last one: it gives no negative number."
     )
 
 
