@@ -14,6 +14,7 @@ from gradwatch import GradWatch, Watch
 from gradwatch.core.alert import Alert, Verdict
 from gradwatch.core.block import Block
 from gradwatch.core.record import Record, Run
+from gradwatch.core.training_loop import LoopKind
 from models import module_of
 from synthetic_records import block_of
 from training import quiet_trainer
@@ -41,6 +42,8 @@ class RecordedRun:
 
     records: list[Record]
     alerts: tuple[Alert, ...]
+    loop: LoopKind = "own"
+    """In whose terms the alerts are."""
     """What the watch of that training reported."""
 
     def blocks(self, sizes: Callable[[], int]) -> list[Block]:
@@ -167,7 +170,7 @@ def incomplete_windows() -> RecordedRun:
     trainer = quiet_trainer(watch, max_epochs=40, limit_val_batches=0, accumulate_grad_batches=4)
     loader = torch.utils.data.DataLoader(data, batch_size=4)
     trainer.fit(module_of(mlp(), loss, lr=1e-4, validates=True), loader, loader)
-    return RecordedRun(kept.records, watch.alerts)
+    return RecordedRun(kept.records, watch.alerts, "automatic")
 
 
 RUNS: dict[str, Callable[[], RecordedRun]] = {

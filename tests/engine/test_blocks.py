@@ -26,12 +26,12 @@ QUICK = ("spikes", "divergence", "dead", "two optimizers")
 class Judged:
     """What a diagnosis tells: alerts as they are raised, and the open incidents at every row."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, run: RecordedRun) -> None:
         self.raised: list[Alert] = []
         self.incidents: list[Any] = []
         self.diagnosis = Diagnosis(default_rules(), (), on_alert=self.raised.append)
         self.diagnosis.on_incidents = lambda new, old, step: self.incidents.append((list(new), list(old), step))
-        self.diagnosis.open(Run(layout, ""), "own")
+        self.diagnosis.open(Run(run.records[0].layout, ""), run.loop)
 
     def relayout(self, layout: Layout) -> None:
         if layout is not self.diagnosis.history.layout:
@@ -44,7 +44,7 @@ class Judged:
 
 
 def in_blocks(run: RecordedRun, sizes: Callable[[], int]) -> Judged:
-    judged = Judged(run.records[0].layout)
+    judged = Judged(run)
     for block in run.blocks(sizes):
         judged.relayout(block.layout)
         judged.diagnosis.judge(block)
@@ -53,7 +53,7 @@ def in_blocks(run: RecordedRun, sizes: Callable[[], int]) -> Judged:
 
 def row_by_row(run: RecordedRun) -> Judged:
     """As a step that is judged before it is taken, and completed after that."""
-    judged = Judged(run.records[0].layout)
+    judged = Judged(run)
     for record in run.records:
         judged.relayout(record.layout)
         early, late = parts(record)
