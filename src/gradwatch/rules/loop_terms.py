@@ -7,31 +7,33 @@ from dataclasses import replace
 from gradwatch.core.alert import Finding
 from gradwatch.core.training_loop import LoopKind
 
+_WITHOUT_AUTOMATIC = {
+    '{"scheduler": ..., "interval": "epoch"} for lr_scheduler in configure_optimizers': (
+        "scheduler.step() once an epoch"
+    ),
+    "return the loss, not its negative, from training_step": "minimize the loss, not its negative",
+    ", as where training_step returns None": "",
+}
+"""Where Lightning clips nothing, and calls neither the backward pass nor schedulers nor optimizer_zero_grad."""
+
 _TERMS: dict[LoopKind, dict[str, str]] = {
     "automatic": {},
-    # there Lightning clips nothing, and calls neither schedulers nor optimizer_zero_grad
     "manual": {
+        **_WITHOUT_AUTOMATIC,
         "Trainer(gradient_clip_val=": "self.clip_gradients(optimizer, gradient_clip_val=",
-        '{"scheduler": ..., "interval": "epoch"} for lr_scheduler in configure_optimizers': (
-            "scheduler.step() once an epoch"
-        ),
         "an optimizer_zero_grad that clears at each call": "optimizer.zero_grad() before self.manual_backward()",
-        "return the loss, not its negative, from training_step": "minimize the loss, not its negative",
-        ", as where training_step returns None": "",
         "return the loss from training_step, or loss.backward()": "self.manual_backward(loss)",
     },
     "own": {
+        **_WITHOUT_AUTOMATIC,
         "Trainer(gradient_clip_val=": "torch.nn.utils.clip_grad_norm_(model.parameters(), ",
         'Trainer(precision="16-mixed")': "float32 weights, torch.autocast and torch.amp.GradScaler",
         'Trainer(precision="bf16-mixed")': "torch.autocast(device_type, torch.bfloat16)",
         "Trainer(detect_anomaly=True)": "torch.autograd.set_detect_anomaly(True)",
-        '{"scheduler": ..., "interval": "epoch"} for lr_scheduler': "scheduler.step() once an epoch",
         "configure_optimizers runs, in __init__ or configure_model, for example": "the optimizer is made",
         " in configure_optimizers": "",
         "self.parameters()": "model.parameters()",
         "an optimizer_zero_grad that clears at each call": "optimizer.zero_grad() before every backward pass",
-        "return the loss, not its negative, from training_step": "minimize the loss, not its negative",
-        ", as where training_step returns None": "",
         "return the loss from training_step, or loss.backward()": "loss.backward()",
     },
 }
