@@ -128,10 +128,10 @@ class Divergence:
         if 0 < history.age("update_ratio") <= EFFECT_RECORDS and (found := self._after_large_steps(history)):
             return [found]
         known = history.scalar("loss", 1) is not None and len(history) >= self.first_records + LEVEL_RECORDS
-        first = largest_first_loss(history, self.first_records) if known else 0.0
-        if (known and (found := self._after_rate_jump(history, first))) or (found := self._weights_grew(history)):
+        start = largest_first_loss(history, self.first_records) if known else 0.0
+        if (known and (found := self._after_rate_jump(history, abs(start)))) or (found := self._weights_grew(history)):
             return [found]
-        return self._loss_grew(history, first) if known else None
+        return self._loss_grew(history, start) if known else None
 
     def _after_large_steps(self, history: History) -> Finding | None:
         """Steps as large as the weights, since which the loss has not been better throughout."""
@@ -211,8 +211,11 @@ class Divergence:
         headline, remedy = f"the weights grew {growth:.2g} times, the loss went {went}", better_rate(history, back=back)
         return Finding(self.name, Severity.ERROR, layer, names, growth, self.growth, message, remedy, back, headline)
 
-    def _loss_grew(self, history: History, first: float) -> Sequence[Finding] | None:
-        """The loss far over, or far under, its `first` level, within few steps, and the gradient grown with it."""
+    def _loss_grew(self, history: History, start: float) -> Sequence[Finding] | None:
+        """The loss far over, or far under, its first level, within few steps, and the gradient grown with it. `start`:
+        as `largest_first_loss` gives it.
+        """
+        first = abs(start)
         if history.total < self.gradient * history.opening[0]:
             return []
         series = history.scalar("loss", LEVEL_RECORDS)
@@ -242,8 +245,6 @@ class Divergence:
             return None  # still far off, by a rise that is long over or that was slow
         value = abs(now) / first if first > 0 else 1e39  # from nothing at all
         back = _excursion(history, self.loss * max(first, 0.0))
-        opening = losses[np.isfinite(losses)][: self.first_records]
-        start = float(opening[np.abs(opening).argmax()])
         size = "in size " * (min(start, now) < 0)
         far = f"{size}{_times(value)} the largest of {first_steps(history, self.first_records)} ({start:.3g})"
         steeper_text = f"and the gradient is {_times(steeper)} its first level"

@@ -120,7 +120,7 @@ class Spike:
         if history.total >= self.beyond * highest > 0:
             return True
         loss = abs(number_of(history, "loss"))
-        return np.inf > loss >= self.beyond * largest_first_loss(history, FIRST_LEVEL_LOSSES) > 0
+        return np.inf > loss >= self.beyond * abs(largest_first_loss(history, FIRST_LEVEL_LOSSES)) > 0
 
     def _at(self, history: History, back: int, *, returned: bool = False) -> Sequence[Finding]:
         """What stood out at the record `back` from the end; `returned`: and does not at the latest any more."""
@@ -269,7 +269,7 @@ def _loss(history: History, window: int, back: int, *, returned: bool) -> str:
     if losses is None or not np.isfinite(losses[-back]) or not len(before):
         return "Look at this batch's inputs, targets and weights in the loss."
     now, lately = losses[-back], before[-RECENT_LOSSES:]
-    # it may fall for long, so that the highest of the window is far over those of late
+    # a loss that falls is highest at the start of the window, far above the recent ones
     if not now > min(before.max(), 2 * lately.max() - lately.min()):
         return "The loss did not: look for a division or square root near 0 in the backward pass."
     jumped = f"The loss jumped too, from {float(np.median(lately)):.3g} to {now:.3g}"

@@ -86,12 +86,12 @@ def first_and_last(history: History, name: str, first: int, last: int) -> tuple[
 
 
 def largest_first_loss(history: History, records: int) -> float:
-    """The highest |loss| of the first `records` of this optimizer; infinite where none is known."""
+    """The largest loss by magnitude of the first `records` of this optimizer; infinite where none is known."""
     losses = history.scalar("loss", len(history))
     if losses is None:
         return float("inf")
     early = losses[:OPENING][is_own(history, len(losses))[:OPENING] & np.isfinite(losses[:OPENING])][:records]
-    return float(np.abs(early).max()) if len(early) else float("inf")
+    return float(early[np.abs(early).argmax()]) if len(early) else float("inf")
 
 
 def first_and_last_loss(history: History, records: int) -> tuple[float, float] | None:
