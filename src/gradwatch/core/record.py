@@ -276,7 +276,7 @@ class Run:
 
     def with_layout(self, layout: Layout, labels: Mapping[str, str]) -> Run:
         """The same run with another layout, other labels and a description of them."""
-        counts = {"layer": len(layout.layers), "parameter": len(layout.parameters)}
-        watched = ", ".join(f"{count} {what}{'s' * (count != 1)}" for what, count in counts.items())
+        layers, parameters = len(layout.layers), len(layout.parameters)
+        watched = f"{layers} layer{'s' * (layers != 1)}, {parameters} parameter{'s' * (parameters != 1)}"
         description = f"GradWatch watches {watched}: {'; '.join(labels.values())}."
         return replace(self, layout=layout, description=description, labels=labels)
