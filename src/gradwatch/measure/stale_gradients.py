@@ -87,7 +87,8 @@ class StaleGradientCheck:
         """Look at some of `parameters`, of those that have a gradient by now; twice does nothing."""
         if self._checked:
             return
-        able = [parameter for parameter in parameters if _able(parameter)]
+        # before the first backward pass none has a gradient
+        able = [parameter for parameter in parameters if parameter.grad is not None and _able(parameter)]
         able = [parameter for parameter in able if parameter.numel() <= LARGEST] or able
         parts = np.array_split(np.arange(len(able)), min(STALE_CHECKS, max(1, len(able))))
         for part in parts if able else ():
@@ -224,8 +225,8 @@ def _gradient(checked: _CheckedParameter) -> Tensor | None:
 
 
 def _able(parameter: nn.Parameter) -> bool:
-    """Whether its gradient can be looked at: hooks on the parts of a sharded one are never called."""
-    if is_lazy(parameter) or parameter.grad is None or not parameter.requires_grad:
+    """Whether hooks can look at its gradient: those on the parts of a sharded one are never called."""
+    if is_lazy(parameter) or not parameter.requires_grad:
         return False
     return parameter.is_floating_point() and not is_dtensor(parameter) and not parameter.is_inference()
 
