@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch.nn.functional as F
@@ -79,13 +78,13 @@ def count_other_hooks(parameter: nn.Parameter) -> int | None:
     Both attributes are private; torch has no public one. tests/rules/test_head_and_tampered.py fails if one moves.
     """
     count = 0
-    both = parameter._backward_hooks or {}, parameter._post_accumulate_grad_hooks or {}
-    for hook in chain(*(hooks.values() for hooks in both)):
-        function = hook.func if isinstance(hook, partial) else hook
-        defined_in = str(getattr(function, "__module__", None) or type(function).__module__)
-        if defined_in.startswith(EDITING_MODULES):
-            return None
-        count += not (function is next or defined_in.startswith(OWN_MODULES))
+    for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks):
+        for hook in hooks.values() if hooks else ():
+            function = hook.func if isinstance(hook, partial) else hook
+            defined_in = str(getattr(function, "__module__", None) or type(function).__module__)
+            if defined_in.startswith(EDITING_MODULES):
+                return None
+            count += not (function is next or defined_in.startswith(OWN_MODULES))
     return count
 
 

@@ -145,9 +145,10 @@ class RecomputedGradients(ModuleStatistic):
         module is a plain linear map.
         """
         for key, parameter in module._parameters.items():
-            if parameter is None or not parameter.requires_grad or is_lazy(parameter) or is_dtensor(parameter):
+            # `functional_call` may have put something computed in its place, which is no leaf
+            if parameter is None or not parameter.requires_grad or not parameter.is_leaf:
                 continue
-            if not parameter.is_leaf:  # `functional_call` has put something computed in its place
+            if type(parameter) is not nn.Parameter and (is_lazy(parameter) or is_dtensor(parameter)):
                 continue
             if parameter.ndim == 1 or (parameter.ndim > 1 and key == "weight" and linear_map_of(module) is not None):
                 yield key, parameter
