@@ -94,7 +94,9 @@ class Watch:
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         chosen = (Log(),) if checked.sinks is None else checked.sinks
         self._model = weakref.ref(model)
-        self._engine = Engine(model, checked, (*chosen, *requested_reports()))
+        self._engine = Engine(
+            model, checked, (*chosen, *requested_reports()), _mode(model, scaled=self._scaler is not None)
+        )
         self._steps = 0
         self._entered = False
 
@@ -127,7 +129,7 @@ class Watch:
         if self._entered:
             raise RuntimeError("this Watch was entered before: one `with` lasts for a whole training, or make another")
         self._entered = True
-        self._engine.attach(mode=self._mode())
+        self._engine.attach()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
@@ -160,20 +162,20 @@ class Watch:
         if alert is not None:
             raise AlertRaised(alert)
 
-    def _mode(self) -> TrainingMode:
-        scaled, model = self._scaler is not None, self._model()
-        for module in model.modules() if model is not None else ():
-            if isinstance(module, DistributedDataParallel):
-                ranks, rank = distributed.get_world_size(module.process_group), distributed.get_rank()
-                return TrainingMode(ranks=ranks, rank=rank, scaled=scaled)
-        return TrainingMode(scaled=scaled)
-
     def _step_info(self, optimizer: Any) -> StepInfo:
         scaler, step = self._scaler, self._steps
         if scaler is None:
             return StepInfo(step, step, {})
         scale, unscaled = scale_for(scaler, optimizer), has_unscaled(scaler, optimizer)
         return StepInfo(step, step, {"scaled": 1.0}, scale=scale, unscaled=unscaled)
+
+
+def _mode(model: nn.Module, *, scaled: bool) -> TrainingMode:
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel):
+            ranks, rank = distributed.get_world_size(module.process_group), distributed.get_rank()
+            return TrainingMode(ranks=ranks, rank=rank, scaled=scaled)
+    return TrainingMode(scaled=scaled)
 
 
 def _number(loss: Any) -> Tensor | None:

@@ -37,8 +37,8 @@ def kernels_of(intervention: Any, model: nn.Module, *, without: int | None = Non
     reader.register((optimizer,))
     diagnosis = Diagnosis((), (), on_alert=lambda alert: None, trace=lambda: None)
     layers = [layer.name for layer in reader.layers]
-    runtime = InterventionRuntime([intervention], layers, diagnosis, lambda why: None)
-    runtime.open(reader, TrainingMode())
+    runtime = InterventionRuntime([intervention], layers, diagnosis, TrainingMode(), end=lambda why: None)
+    runtime.open(reader)
     for step in range(3):
         reading = reader.measure(reader.held_by(optimizer))
         with Kernels() as kernels:

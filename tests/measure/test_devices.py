@@ -213,9 +213,9 @@ def test_a_factor_that_the_host_knows_does_not_make_it_wait(dtype: torch.dtype) 
     model = Weighted(HERE)
     gradient = torch.zeros(3, device=HERE, dtype=dtype)
     halved = HookedAction(0, Scaling(lambda norms, present, step: 0.5, groups=(0,), constant=True), dry=False)
-    hooks = GradientHooks(1, 1, HERE)
+    hooks = GradientHooks(1, 1, HERE, lambda: True)
     diagnosis = Diagnosis((), (), on_alert=lambda alert: None, trace=lambda: None)
-    signals = SignalHooks(1, diagnosis)
+    signals = SignalHooks(1, diagnosis, lambda: True, batches=False)
     signals._factors = torch.ones((1, 2), device=HERE)
     with Kernels() as kernels, torch.no_grad():
         assert hooks._hook(0, weakref.ref(model.weight), [halved])(gradient) is not None
@@ -228,8 +228,9 @@ def test_a_factor_that_the_host_knows_does_not_make_it_wait(dtype: torch.dtype) 
 def test_nothing_is_done_in_hooks_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     model, gradient = Weighted(HERE), torch.zeros(3, device=HERE)
     halved = HookedAction(0, Scaling(lambda norms, present, step: 0.5, groups=(0,), constant=True), dry=False)
-    hooks = GradientHooks(1, 1, HERE)
-    signals = SignalHooks(1, Diagnosis((), (), on_alert=lambda alert: None, trace=lambda: None))
+    hooks = GradientHooks(1, 1, HERE, lambda: True)
+    diagnosis = Diagnosis((), (), on_alert=lambda alert: None, trace=lambda: None)
+    signals = SignalHooks(1, diagnosis, lambda: True, batches=False)
     signals._factors = torch.ones((1, 2), device=HERE)
     for module in (gradient_hooks, signal_hooks):
         monkeypatch.setattr(module, "is_capturing", lambda: True)

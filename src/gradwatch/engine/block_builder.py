@@ -25,14 +25,17 @@ from gradwatch.measure.site_values import norms
 class BlockBuilder:
     """Turns steps into a block, with what is computed from several of their numbers."""
 
-    def __init__(self, diagnosis: Diagnosis, interventions: InterventionRuntime, source: NonfiniteSource) -> None:
+    def __init__(
+        self,
+        diagnosis: Diagnosis,
+        interventions: InterventionRuntime,
+        source: NonfiniteSource,
+        clip_norm: float | None,
+    ) -> None:
+        """`clip_norm`: as `TrainingMode` has it."""
         self.noise = NoiseScale()
-        self.source = source
-        """The same as `Engine.source`."""
-        self._diagnosis = diagnosis
-        self._interventions = interventions
-        self.clip_norm: float | None = None
-        """`TrainingMode.clip_norm`."""
+        self._diagnosis, self._interventions, self._source = diagnosis, interventions, source
+        self._clip_norm = clip_norm
         self._finite_until = -1
         """The last step whose gradients were measured and finite."""
         self._suspected_scale = 0.0
@@ -119,7 +122,7 @@ class BlockBuilder:
             scalars["closures"] = float(step.evaluations)
         elif "grad_norm_clipped" in values:
             after = values["grad_norm_clipped"]
-            by_norm = self.clip_norm is not None and used is None and step.info.scale is None
+            by_norm = self._clip_norm is not None and used is None and step.info.scale is None
             if not step.changed or (by_norm and step.parameters.clip_checks()):
                 with np.errstate(invalid="ignore"):
                     expected = before * self._clip_factors(before[0]) if step.changed else before
@@ -136,7 +139,7 @@ class BlockBuilder:
 
     def _clip_factors(self, totals: Any) -> Any:
         """What `torch.nn.utils.clip_grad_norm_` multiplies gradients of these total norms with."""
-        return 1.0 if self.clip_norm is None else np.minimum(1.0, self.clip_norm / (totals + 1e-6))
+        return 1.0 if self._clip_norm is None else np.minimum(1.0, self._clip_norm / (totals + 1e-6))
 
     def _clipped_by_norm(self, steps: Sequence[StepState], grad_norm: Floats) -> tuple[Floats, Mask]:
         """The norms after clipping by the total, of rows `grad_norm`, shape [rows, sites]: NaN where the gradients that
@@ -167,7 +170,7 @@ class BlockBuilder:
         if "loss" in scalars and np.isnan(scalars["loss"]):
             scalars["loss_nan"] = 1.0  # NaN also stands for a number that is missing
         if step.sentinels is not None:
-            self.source.receive(step.step_count, step.sentinels)
+            self._source.receive(step.step_count, step.sentinels)
         if np.isfinite(total):
             self._finite_until = step.step_count
         elif self._finite_until == step.step_count - 1:  # later the weights may not be finite
@@ -179,7 +182,7 @@ class BlockBuilder:
         """Record the rank and batch of a gradient that is not finite, as far as they are known."""
         rank, micro = step.bad_rank, -1
         if rank is None:
-            rank, micro = self.source.rank_and_batch_of(step.step_count, wait=step.sentinels is not None) or (None, -1)
+            rank, micro = self._source.rank_and_batch_of(step.step_count, wait=step.sentinels is not None) or (None, -1)
         if rank is not None and step.ranks > 1:
             step.scalars["rank"] = float(rank)
         if micro >= 0 and "batch" in step.scalars:

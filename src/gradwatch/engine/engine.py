@@ -49,9 +49,23 @@ class Engine:
     `begin`, `backward` and `end`. Hooks on the optimizers report when they have stepped.
     """
 
-    def __init__(self, model: nn.Module, options: Options, sinks: Iterable[Sink]) -> None:
-        """Raises ValueError for a pattern that matches no layer, an intervention's too."""
+    def __init__(
+        self,
+        model: nn.Module,
+        options: Options,
+        sinks: Iterable[Sink],
+        mode: TrainingMode,
+        *,
+        batches: bool = False,
+        alive: Callable[[], bool] | None = None,
+    ) -> None:
+        """`batches`: whether `begin` and `end` are called around every batch: then nothing is measured in validation.
+        `alive`: whether the training goes on, where its end may come without `close`: the next backward pass asks.
+
+        Raises ValueError for a pattern that matches no layer, an intervention's too.
+        """
         self.options, self.failed = options, False
+        self._mode, self._batches, self._alive = mode, batches, alive
         interventions, rules = tuple(options.interventions), options.chosen_rules()
         # without patterns, nothing can be wrong before they are attached
         layers = find_layers(model, options.patterns) if interventions or options.layers is not None else ()
@@ -60,11 +74,17 @@ class Engine:
         self.overhead = Overhead()
         self.diagnosis = Diagnosis(rules, tuple(sinks), on_alert=self._alerted, trace=self.replay.trace)
         self.interventions = InterventionRuntime(
-            interventions, [layer.name for layer in layers], self.diagnosis, self.alert_reaction.end
+            interventions,
+            [layer.name for layer in layers],
+            self.diagnosis,
+            mode,
+            end=self.alert_reaction.end,
+            alive=alive or (lambda: True),
+            batches=batches,
         )
-        self._run, self._mode = Run(self.diagnosis.history.layout, ""), TrainingMode()
-        self.source = NonfiniteSource(self._mode)
-        self.blocks = BlockBuilder(self.diagnosis, self.interventions, self.source)
+        self._run = Run(self.diagnosis.history.layout, "")
+        self.source = NonfiniteSource(mode)
+        self.blocks = BlockBuilder(self.diagnosis, self.interventions, self.source, mode.clip_norm)
         self._model: nn.Module | None = model
         self._reader: GradientReader | None = None
         self._samples = SampledStep(options.signals, options.activations)
@@ -78,8 +98,8 @@ class Engine:
         """The step that was measured and has not ended."""
         self._measuring = self._sampling = self._everything = False
         """Whether the coming step is measured, whether it is sampled, and with what only some samples measure."""
-        self._batches = self._capture_noted = False
-        """Whether the loop reports its batches; and whether it was said that captured steps are not measured."""
+        self._capture_noted = False
+        """Whether it was said that captured steps are not measured."""
         self._ordinary = range(0)
         """Steps of an optimizer that are measured and not sampled, and for which the hooks are as they are now."""
         self._announced = False
@@ -94,31 +114,18 @@ class Engine:
 
     @guard
     @no_collections()
-    def attach(
-        self,
-        *,
-        optimizers: Iterable[Any] = (),
-        mode: TrainingMode | None = None,
-        run: Run | None = None,
-        batches: bool = False,
-        alive: Callable[[], bool] | None = None,
-    ) -> None:
+    def attach(self, *, optimizers: Iterable[Any] = (), run: Run | None = None) -> None:
         """Attach the hooks; `close` removes them. A second call does nothing.
 
-        `optimizers`: those known at this point. `run`: what else the sinks should know. `batches`: whether `begin` and
-        `end` are called around every batch: then nothing is measured in validation. `alive`: whether the training goes
-        on, where its end may come without `close`: the next backward pass asks.
+        `optimizers`: those known at this point. `run`: what else the sinks should know.
         """
         if self._reader is not None or self._model is None:
             return
-        self._mode, self._run, self._batches = mode or self._mode, run or self._run, batches
-        self.source, self.replay.devices = NonfiniteSource(self._mode), cuda_devices_of(self._model)
-        self.blocks.source, self.blocks.clip_norm = self.source, self._mode.clip_norm
+        self._run, self.replay.devices = run or self._run, cuda_devices_of(self._model)
         self._reader = GradientReader(self._model, self.options.patterns)
         self._reader.tensor_taps.listen()
-        if alive is not None:
-            self.interventions.alive = alive
-            self._close_after_training(alive)
+        if self._alive is not None:
+            self._close_after_training(self._alive)
         urgent = self._mode.monitored or self.options.on_alert != "log" or bool(self.interventions.given)
         if (shards := self._reader.shards) is not None:
             urgent = shards.reducer.on_any_rank(urgent)
@@ -527,5 +534,5 @@ class Engine:
         )
         sharded, interval = reader.shards is not None, self.schedule.interval
         labels = self.options.labels(self._mode, sharded=sharded, unhookable=unhookable, interval=interval)
-        labels |= self.interventions.open(reader, self._mode)
+        labels |= self.interventions.open(reader)
         self.diagnosis.open(self._run.with_layout(reader.layout, labels), self._mode.loop)

@@ -230,11 +230,12 @@ class GradWatch(PackageAware, Callback):
             # EarlyStopping and ModelCheckpoint look at the numbers on every rank, and a batch is where it failed
             sinks = tuple(sink for sink in sinks if isinstance(sink, Scalars | FlightRecorder))
             options = replace(options, on_alert="log")
-        self._engine = Engine(pl_module, options, sinks)
+        mode = training_mode_of(trainer)
+        self._scaled, alive = mode.scaled, partial(_is_alive, weakref.ref(trainer), weakref.ref(self))
+        self._engine = Engine(pl_module, options, sinks, mode, batches=True, alive=alive)
         if second:
             note = _SECOND.format(self.state_key)
             self._engine.diagnosis.note(note, said=f"GradWatch: {note}", log=trainer.is_global_zero)
-        self._engine.interventions.signals.batches = True
         place = folder_of(trainer, log_dir) if trainer.is_global_zero else log_dir if trainer.loggers else None
         folder = on_disk(place, partial(self._engine.diagnosis.note, log=trainer.is_global_zero))
         replay = self._engine.replay
@@ -253,9 +254,7 @@ class GradWatch(PackageAware, Callback):
             self._engine.refuse(reason, log=trainer.is_global_zero)
             return
         replay.copy = partial(ModelCopy, trainer, pl_module)
-        mode = training_mode_of(trainer)
-        self._scaled, alive = mode.scaled, partial(_is_alive, weakref.ref(trainer), weakref.ref(self))
-        self._engine.attach(optimizers=trainer.optimizers, mode=mode, run=run, batches=True, alive=alive)
+        self._engine.attach(optimizers=trainer.optimizers, run=run)
         replay.keeps_data = any(isinstance(sink, FlightRecorder) and sink.keep_batch for sink in sinks)
         lag = 0 if trainer.strategy.root_device.type == "cpu" else STEPS_UNTIL_ON_HOST
         replay.steps_waiting = ROWS if self._engine.queue.steps_wait else lag

@@ -33,9 +33,9 @@ class GradientHooks:
     They never write into a gradient: other tensors may share its memory.
     """
 
-    def __init__(self, count: int, numbers: int, device: torch.device) -> None:
-        """`count`: number of parameters; `numbers`: number of interventions."""
-        self.hooks = HookSet()
+    def __init__(self, count: int, numbers: int, device: torch.device, alive: Callable[[], bool]) -> None:
+        """`count`: number of parameters; `numbers`: number of interventions. `alive`: as of `SignalHooks`."""
+        self.hooks, self._alive = HookSet(), alive
         self.errors: list[tuple[int, Exception]] = []
         """Number of the intervention, and what its hook raised."""
         self.calls = [0] * count
@@ -46,8 +46,6 @@ class GradientHooks:
         """The factor by which each intervention changed the norm, of the call since `used` that it changed most."""
         self.steps = [0] * count
         """For each parameter, the number of its optimizer's next step."""
-        self.alive: Callable[[], bool] = lambda: True
-        """Whether the training goes on: hooks that are left after its end do nothing."""
         self.scale: Tensor | None = None
         """The loss scale of the gradients in the backward pass, 0-d."""
 
@@ -79,7 +77,7 @@ class GradientHooks:
             # a gradient that is differentiated again is a user's result, not what an optimizer uses
             if gradient is None or gradient.requires_grad or owner is None or weight is None:
                 return None
-            if not owner.alive() or is_capturing():
+            if not owner._alive() or is_capturing():
                 return None
             new, number = gradient, actions[0].number
             try:

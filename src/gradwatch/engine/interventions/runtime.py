@@ -50,9 +50,14 @@ class InterventionRuntime:
         interventions: Sequence[Intervention],
         layers: Sequence[str],
         diagnosis: Diagnosis,
+        mode: TrainingMode,
+        *,
         end: Callable[[str], None],
+        alive: Callable[[], bool] = lambda: True,
+        batches: bool = False,
     ) -> None:
-        """`layers`: the names of the watched layers; `end`: ends the training, for a reason in words.
+        """`layers`: the names of the watched layers; `end`: ends the training, for a reason in words; `alive`: whether
+        it goes on; `batches`: as of `SignalHooks`.
 
         Raises NoSuchLayer for a pattern that matches none of them, and for patterns that together leave none.
         """
@@ -74,13 +79,12 @@ class InterventionRuntime:
         self._plans: dict[int, StepPlan] = {}
         self._slots: tuple[Places, DeviceSlots] | None = None
         """The slots of the last step's norms, on the host and on the device."""
-        self._mode = TrainingMode()
+        self._mode = mode
         self.hooks: GradientHooks | None = None
         self._last: dict[int, int] = {}
         """Optimizer -> the number of its last step at which interventions acted."""
-        self.signals = SignalHooks(len(self._all), diagnosis)
-        self.alive: Callable[[], bool] = lambda: True
-        """Whether the training goes on: hooks that are left after its end do nothing."""
+        self._alive = alive
+        self.signals = SignalHooks(len(self._all), diagnosis, alive, batches=batches)
         self.pending = False
         """Whether there are gradients on which the interventions have not yet acted."""
 
@@ -94,17 +98,16 @@ class InterventionRuntime:
         """What else goes on after the watching has failed, in words."""
         return ", and so do the interventions" if self.active else ""
 
-    def open(self, reader: GradientReader, mode: TrainingMode) -> dict[str, str]:
+    def open(self, reader: GradientReader) -> dict[str, str]:
         """Begin, or begin again when the layout has grown; the memories of the actions are kept.
 
         Returns what acts where, in words. Raises CannotAct where `at="hook"` cannot be.
         """
         if not self.active:
             return {}
-        self._layout, layout, self._mode = reader.layout, reader.layout, mode
+        self._layout, layout, mode = reader.layout, reader.layout, self._mode
         device, before = reader.buffer.device, self.hooks
-        self.hooks = GradientHooks(len(layout.parameters), len(self._all), device)
-        self.hooks.alive = self.signals.alive = self.alive
+        self.hooks = GradientHooks(len(layout.parameters), len(self._all), device, self._alive)
         if before is not None:
             self.hooks.continue_from(before)
         self._plans.clear()
@@ -194,7 +197,7 @@ class InterventionRuntime:
         if not self.active:
             return None
         if reader.layout is not self._layout:
-            self.open(reader, self._mode)
+            self.open(reader)
         if not self.active:
             return None
         assert self.hooks is not None

@@ -27,14 +27,14 @@ class SignalHooks:
     itself, on each rank its own.
     """
 
-    def __init__(self, numbers: int, diagnosis: Diagnosis) -> None:
-        """`numbers`: number of interventions of all kinds."""
-        self.batches = False
-        """Whether `begin_batch` and `end_batch` are called for every batch; otherwise the hooks stay attached."""
+    def __init__(self, numbers: int, diagnosis: Diagnosis, alive: Callable[[], bool], *, batches: bool) -> None:
+        """`numbers`: number of interventions of all kinds. `alive`: whether the training goes on: hooks that are left
+        after its end do nothing. `batches`: whether `begin_batch` and `end_batch` are called for every batch; otherwise
+        the hooks stay attached.
+        """
+        self._alive, self._batches = alive, batches
         self.errors: list[tuple[int, Exception]] = []
         """Number of the intervention, and what its hook raised."""
-        self.alive: Callable[[], bool] = lambda: True
-        """Whether the training goes on: hooks that are left after its end do nothing."""
         self._numbers, self._diagnosis = numbers, diagnosis
         self._hooks, self._costs = HookSet(), HookCosts()
         self._layers: dict[int, tuple[nn.Module, list[HookedAction]]] = {}
@@ -85,7 +85,7 @@ class SignalHooks:
         attached = len(self._hooks) > 0
         self._hooks.remove()
         self._layers, self._factors = actions, factors
-        if attached or not self.batches:
+        if attached or not self._batches:
             self.begin_batch()
 
     def begin_batch(self) -> None:
@@ -96,7 +96,7 @@ class SignalHooks:
 
     def end_batch(self) -> None:
         """Remove the hooks, unless there is no caller of `begin_batch`."""
-        if self.batches:
+        if self._batches:
             self._hooks.remove()
 
     def detach(self) -> None:
@@ -149,7 +149,7 @@ class SignalHooks:
         def act(signal: Tensor | None) -> Tensor | None:
             owner = this()
             # a signal that is differentiated again (a gradient penalty) is a user's result, not what layers learn from
-            if signal is None or owner is None or torch.is_grad_enabled() or not owner.alive() or is_capturing():
+            if signal is None or owner is None or torch.is_grad_enabled() or not owner._alive() or is_capturing():
                 return None
             new, norm = signal, None
             for hooked in actions:
