@@ -100,7 +100,7 @@ def test_a_log_directory_by_its_url(
     if remote:
         (note,) = watch.verdict.notes
         assert note.startswith(f"the log directory {trainer.log_dir} is on no disk of this machine: ")
-        assert caplog.messages.count(note) == 1
+        assert caplog.messages.count(f"GradWatch: {note}") == 1
         assert not (tmp_path / "logs").exists()
     else:
         assert not watch.verdict.notes

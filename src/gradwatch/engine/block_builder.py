@@ -196,12 +196,11 @@ class BlockBuilder:
         scale, self._suspected_scale = self._suspected_scale, remaining_scale(before, after)
         if self._suspected_scale and scale == self._suspected_scale:
             self._suspected_scale = np.nan
-            note = (
+            self._diagnosis.note(
                 f"all gradients were divided by {scale:g} after they were measured: most likely a loss scale, which is "
                 "in every grad_norm, and in what interventions compared with their limits. In a plain loop: "
                 "Watch(model, scaler=scaler)"
             )
-            self._diagnosis.note(note, said=f"GradWatch: {note}")
 
     def _noise_scale(self, step: StepState, total: float) -> dict[str, float]:
         """The gradient noise scale and its standard error, examples; see `noise`."""

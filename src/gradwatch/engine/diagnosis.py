@@ -341,19 +341,18 @@ class Diagnosis:
             reasons[layout.sites[place].name] = reason
         return reasons
 
-    def note(self, note: str, *, said: str = "", error: Exception | None = None, log: bool = True) -> None:
-        """Add a note that is not an alert to the verdict and, as `said`, to the log."""
+    def note(self, note: str, *, error: Exception | None = None, log: bool = True) -> None:
+        """Add a note that is not an alert to the verdict and the log."""
         self.notes.append(note)
         if log:
             with preserve_bars(logger):
-                logger.warning("%s", said or note)
+                logger.warning("%s", note if note.startswith("GradWatch ") else f"GradWatch: {note}")
         if error is not None:
             logger.debug("traceback of %s", type(error).__name__, exc_info=error)
 
     def drop(self, kind: str, name: str, error: Exception) -> None:
         """Report that a rule or sink failed and is not used any more."""
-        note = f"the {kind} {name} failed and was switched off: {type(error).__name__}: {error}"
-        self.note(note, said=f"GradWatch: {note}", error=error)
+        self.note(f"the {kind} {name} failed and was switched off: {type(error).__name__}: {error}", error=error)
 
 
 def _onset(history: History, finding: Finding) -> int:

@@ -302,10 +302,10 @@ class Engine:
         if self._model is None:
             return
         if self.replay.devices and is_capturing():
-            note = f"a step that is captured into a CUDA graph is not measured{self.interventions.neither}"
             if not self._capture_noted:
                 self._capture_noted = True
-                self.diagnosis.note(note, said=f"GradWatch: {note}", log=not self._mode.rank)
+                note = f"a step that is captured into a CUDA graph is not measured{self.interventions.neither}"
+                self.diagnosis.note(note, log=not self._mode.rank)
             return
         self.interventions.pending = self.interventions.given
         if not self.failed:
@@ -370,7 +370,7 @@ class Engine:
             raise errors[0]
         if step.sampled:
             if unsupported := self._samples.unsupported():
-                self.diagnosis.note(unsupported, said=f"GradWatch: {unsupported}", log=not self._mode.rank)
+                self.diagnosis.note(unsupported, log=not self._mode.rank)
             self.overhead.seconds += self._samples.seconds
         if not step.norms_only:
             self.overhead.seconds += reader.take_seconds(sampled=step.sampled)

@@ -234,8 +234,7 @@ class GradWatch(PackageAware, Callback):
         self._scaled, alive = mode.scaled, partial(_is_alive, weakref.ref(trainer), weakref.ref(self))
         self._engine = Engine(pl_module, options, sinks, mode, batches=True, alive=alive)
         if second:
-            note = _SECOND.format(self.state_key)
-            self._engine.diagnosis.note(note, said=f"GradWatch: {note}", log=trainer.is_global_zero)
+            self._engine.diagnosis.note(_SECOND.format(self.state_key), log=trainer.is_global_zero)
         place = folder_of(trainer, log_dir) if trainer.is_global_zero else log_dir if trainer.loggers else None
         folder = on_disk(place, partial(self._engine.diagnosis.note, log=trainer.is_global_zero))
         replay = self._engine.replay

@@ -58,7 +58,7 @@ class SignalHooks:
             self._unreachable.add(active.number)
             why = "compiled regions and ScriptModules call no hooks of the modules inside"
             note = f"{active.intervention} does not act on the signals of {short_list(out)}: {why}"
-            self._diagnosis.note(note, said=f"GradWatch: {note}", log=log)
+            self._diagnosis.note(note, log=log)
         active.sites = np.array([reader.layout.index[name] for name in names if name not in out], dtype=np.intp)
 
     def open(self, interventions: Sequence[ActiveIntervention], reader: GradientReader) -> None:
