@@ -166,8 +166,8 @@ class Watch:
         scaler, step = self._scaler, self._steps
         if scaler is None:
             return StepInfo(step, step, {})
-        scale, unscaled = scale_for(scaler, optimizer), has_unscaled(scaler, optimizer)
-        return StepInfo(step, step, {"scaled": 1.0}, scale=scale, unscaled=unscaled)
+        scale = scale_for(scaler, optimizer)
+        return StepInfo(step, step, {"scaled": 1.0}, scale, None if has_unscaled(scaler, optimizer) else scale)
 
 
 def _mode(model: nn.Module, *, scaled: bool) -> TrainingMode:

@@ -19,6 +19,7 @@ from gradwatch.engine.diagnosis import Diagnosis
 from gradwatch.engine.interventions.multiply import multiply_each
 from gradwatch.engine.interventions.runtime import InterventionRuntime
 from gradwatch.measure.gradient_reader import GradientReader
+from gradwatch.measure.step_info import StepInfo
 
 
 @pytest.fixture
@@ -42,7 +43,7 @@ def kernels_of(intervention: Any, model: nn.Module, *, without: int | None = Non
     for step in range(3):
         reading = reader.measure(reader.held_by(optimizer))
         with Kernels() as kernels:
-            runtime.act(optimizer, step, reading, scale=None, window=1.0, scaled=False, reader=reader)
+            runtime.act(optimizer, step, StepInfo(step, step, {}), 0, reading, reader=reader)
         assert runtime.active, "none has failed"
     return kernels.names
 

@@ -356,15 +356,7 @@ class Engine:
             step.own_passes = self._mode.loop == "automatic" and len(self._optimizers) == 1 and not reader.waiting
         if self.interventions.active:
             step.norms_only = False
-            step.effect = self.interventions.act(
-                optimizer,
-                index,
-                step.reading,
-                scale=step.scale,
-                window=info.window(step.passes),
-                scaled=info.scale is not None,
-                reader=reader,
-            )
+            step.effect = self.interventions.act(optimizer, index, info, step.passes, step.reading, reader=reader)
         self._optimizers.awaited = None if step.effect and step.effect.skips else optimizer
         if errors := reader.errors or self.source.errors or (self._samples.errors if step.sampled else []):
             raise errors[0]

@@ -44,8 +44,6 @@ class StepState:
     has_loss: bool
     """Whether the loop gave its loss, which lies beside the row of norms."""
     reading: Reading
-    scale: Tensor | None
-    """A loss scale that is still in the gradients, 0-d."""
     signals: ModuleHooksReading | None = None
     signal_values: dict[str, Floats] | None = None
     """The values of `signals`, where the host had its numbers at once: to compute them adjusts the next sample, and
@@ -159,9 +157,14 @@ def read(
     scalars = {**learning_rate(optimizer), **info.scalars}
     if source.passes and scalars.get("accumulate", 1.0) > 1:
         scalars["accumulated"] = float(source.passes)
-    still = None if info.unscaled else info.scale
     # collective operations come first: before them one rank alone cannot fail
-    reading = reader.measure(parameters, sampled=samples is not None, scale=still, backward_scale=info.scale, loss=loss)
+    reading = reader.measure(
+        parameters,
+        sampled=samples is not None,
+        scale=info.scale_in_gradients,
+        backward_scale=info.scale,
+        loss=loss,
+    )
     step = StepState(
         parameters=parameters,
         optimizer_number=optimizer_number,
@@ -174,7 +177,6 @@ def read(
         scalars=scalars,
         has_loss=loss is not None,
         reading=reading,
-        scale=still,
     )
     try:
         if samples:

@@ -75,7 +75,7 @@ def step_info_of(trainer: Any, optimizer: Any, *, scaled: bool, scale: Tensor | 
         return StepInfo(step, axis, scalars)
     scalars["scaled"] = 1.0  # a step that the scaler will skip looks non-finite
     # Lightning has unscaled the gradients of other optimizers by now
-    return StepInfo(step, axis, scalars, scale=scale, unscaled=not unscales_inside(optimizer))
+    return StepInfo(step, axis, scalars, scale, scale if unscales_inside(optimizer) else None)
 
 
 def is_monitored(trainer: Any) -> bool:

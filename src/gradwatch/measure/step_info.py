@@ -17,9 +17,9 @@ class StepInfo:
     axis: int
     scalars: Mapping[str, float]
     scale: Tensor | None = None
-    """The loss scale, 0-d."""
-    unscaled: bool = True
-    """Whether the loss scale is out of the gradients by now."""
+    """The loss scale of the backward pass, 0-d."""
+    scale_in_gradients: Tensor | None = None
+    """`scale`, if it is still in the gradients."""
 
     def window(self, passes: int) -> float:
         """The share n/N of an accumulation's micro-batches that `passes`, where known, have brought."""

@@ -171,23 +171,16 @@ class InterventionRuntime:
         self,
         optimizer: Any,
         step_count: int,
+        info: StepInfo,
+        passes: int,
         reading: Reading,
         *,
-        scale: Tensor | None,
-        window: float,
-        scaled: bool,
         reader: GradientReader,
     ) -> StepEffect | None:
-        """Change the gradients that `optimizer` is about to use.
+        """Change the gradients that `optimizer` is about to use, of which `reader` has read `reading`.
 
-        Args:
-            optimizer: Whose step it is.
-            step_count: Its steps before this one.
-            reading: What was read of its gradients.
-            scale: A loss scale that is still in them, 0-d.
-            window: The share n/N of an accumulation's micro-batches that have come.
-            scaled: Whether a loss scaler decides over the step, too.
-            reader: Reads the model's gradients.
+        `step_count`: the optimizer's steps before this one. `passes`: backward passes that led to it, 0 where that is
+        not known.
         """
         reader.latest = None
         self.gates.begin(optimizer)
@@ -201,7 +194,7 @@ class InterventionRuntime:
         if not self.active:
             return None
         assert self.hooks is not None
-        parameters = reader.held_by(optimizer)
+        parameters, scale = reader.held_by(optimizer), info.scale_in_gradients
         norms = self._norms(reader, reading.index["grad_norm"])
         plan = self._plans.get(id(optimizer))
         if plan is None or plan.absent is not parameters.absent:
@@ -230,7 +223,7 @@ class InterventionRuntime:
                         active, active.action, reader, gradients, scale, step_count, present=present, intact=intact
                     )
                 elif isinstance(active.action, Scaling):
-                    whole = window if active.action.across_steps else 1.0
+                    whole = info.window(passes) if active.action.across_steps else 1.0
                     factors = active.action.factors(gradients.norms_of(active) / whole, present, step_count)
                     if isinstance(factors, Tensor):
                         factors = factors.nan_to_num(1.0, 1.0, 1.0)
@@ -243,7 +236,7 @@ class InterventionRuntime:
                         present,
                         step_count,
                         optimizer=optimizer,
-                        scaled=scaled,
+                        scaled=info.scale is not None,
                         intact=intact,
                     )
                     decisions.append(decision)
@@ -296,22 +289,19 @@ class InterventionRuntime:
         reader: GradientReader,
         pending_actions: PendingActions,
     ) -> None:
-        """Read the gradients and act on them, at a step without a record or at a further closure of LBFGS.
+        """Read the gradients and `act` on them, at a step without a record or at a further closure of LBFGS.
 
-        `step_count`: the optimizer's steps before this one; None where they are no longer counted. `passes`: backward
-        passes that led to this one, 0 where that is not known.
+        `step_count`: None where steps are no longer counted.
         """
         self.pending = False
         if not self.active:
             return
-        scale = None if info.unscaled else info.scale
         step_count = self._last.get(id(optimizer), -1) + 1 if step_count is None else step_count
         try:
             reader.register((optimizer,))
             # ranks that exchange what they have read must all do so the same number of times
-            reading = reader.latest or reader.measure(reader.held_by(optimizer), scale=scale)
-            window, scaled = info.window(passes), info.scale is not None
-            effect = self.act(optimizer, step_count, reading, scale=scale, window=window, scaled=scaled, reader=reader)
+            reading = reader.latest or reader.measure(reader.held_by(optimizer), scale=info.scale_in_gradients)
+            effect = self.act(optimizer, step_count, info, passes, reading, reader=reader)
             reader.held_by(optimizer).marked = None
         except Exception as error:
             self.detach()
