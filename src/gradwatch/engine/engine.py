@@ -342,10 +342,10 @@ class Engine:
             self._arm(index + 1)
             self.overhead.seconds += perf_counter() - begun
             return
-        look, parameters = self._sampling and index >= FIRST_STEPS, reader.current(optimizer)
+        rescan, parameters = self._sampling and index >= FIRST_STEPS, reader.current(optimizer)
         tapped = reader.tensor_taps.has_new and not self.queue.waits_for_ranks
-        if look or parameters is None or reader.waiting or tapped:
-            self._register((optimizer,), look=look)
+        if rescan or parameters is None or reader.waiting or tapped:
+            self._register((optimizer,), rescan=rescan)
             parameters = reader.held_by(optimizer)
         samples = self._samples if self._sampling else None
         step = read(
@@ -488,10 +488,10 @@ class Engine:
             self._reader.layers, self._reader.layout, everything=self._everything, whole_batch=self._batches
         )
 
-    def _register(self, optimizers: Iterable[Any], *, look: bool = False, first: bool = False) -> None:
+    def _register(self, optimizers: Iterable[Any], *, rescan: bool = False, first: bool = False) -> None:
         """Register the optimizers, their parameters and the tapped tensors; open the run again where that adds sites.
 
-        `look`: search the model for new parameters, too. `first`: open the run in any case. New sites are logged, one
+        `rescan`: search the model for new parameters, too. `first`: open the run in any case. New sites are logged, one
         line for each kind.
         """
         assert self._reader is not None
@@ -500,9 +500,9 @@ class Engine:
         before, tapped = reader.layout, () if self.queue.waits_for_ranks else reader.place_taps()
         adopted: tuple[str, ...] = ()
         new = [optimizer for optimizer in optimizers if optimizer not in known]
-        if new or look or reader.waiting or None in map(reader.current, optimizers):
+        if new or rescan or reader.waiting or None in map(reader.current, optimizers):
             known.add(*new)
-            adopted = reader.rescan() if look or reader.waiting else ()
+            adopted = reader.rescan() if rescan or reader.waiting else ()
             adopted += reader.register(known if new or reader.layout is not before else optimizers)
         for what, names in (("new or replaced parameters", adopted), ("tapped tensors", tapped)):
             if names:

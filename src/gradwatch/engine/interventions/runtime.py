@@ -170,7 +170,7 @@ class InterventionRuntime:
     def act(
         self,
         optimizer: Any,
-        step_count: int,
+        step: int,
         info: StepInfo,
         passes: int,
         reading: Reading,
@@ -179,12 +179,12 @@ class InterventionRuntime:
     ) -> StepEffect | None:
         """Change the gradients that `optimizer` is about to use, of which `reader` has read `reading`.
 
-        `step_count`: the optimizer's steps before this one. `passes`: backward passes that led to it, 0 where that is
+        `step`: the optimizer's steps before this one. `passes`: backward passes that led to it, 0 where that is
         not known.
         """
         reader.latest = None
         self.gates.begin(optimizer)
-        self.pending, self._last[id(optimizer)] = False, step_count
+        self.pending, self._last[id(optimizer)] = False, step
         for number, error in (*(self.hooks.errors if self.hooks else ()), *self.signals.errors):
             self._drop(self._all[number], error)
         if not self.active:
@@ -203,7 +203,7 @@ class InterventionRuntime:
         others = [p.grad for i, p in enumerate(reader.parameters) if own and i not in own and p.grad is not None]
         gradients = StepGradients(parameters, plan, norms, others, last=self.active[-1])
         decisions: list[GateDecision] = []
-        applied, sent = self.signals.collect(self.active, step_count + 1)
+        applied, sent = self.signals.collect(self.active, step + 1)
         # what has failed on one rank is done on none
         intact = None if reader.shards is None else reader.shards.latest["failed"] == 0
         for active, present, (indices, within) in zip(tuple(self.active), plan.present, plan.applied, strict=True):
@@ -220,11 +220,11 @@ class InterventionRuntime:
                 if isinstance(active.action, Editing):
                     gradients.apply_factors()
                     factors: Tensor | float = _edit(
-                        active, active.action, reader, gradients, scale, step_count, present=present, intact=intact
+                        active, active.action, reader, gradients, scale, step, present=present, intact=intact
                     )
                 elif isinstance(active.action, Scaling):
                     whole = info.window(passes) if active.action.across_steps else 1.0
-                    factors = active.action.factors(gradients.norms_of(active) / whole, present, step_count)
+                    factors = active.action.factors(gradients.norms_of(active) / whole, present, step)
                     if isinstance(factors, Tensor):
                         factors = factors.nan_to_num(1.0, 1.0, 1.0)
                         if within is not None or intact is not None:
@@ -234,14 +234,14 @@ class InterventionRuntime:
                         active.number,
                         gradients.norms_of(active),
                         present,
-                        step_count,
+                        step,
                         optimizer=optimizer,
                         scaled=info.scale is not None,
                         intact=intact,
                     )
                     decisions.append(decision)
                     if decision.skips:  # no gradient is left, and what was done to them has no effect
-                        self.hooks.used(parameters.indices, step_count + 1)
+                        self.hooks.used(parameters.indices, step + 1)
                         applied = [one for one in applied if one.signals]
                         sent = {str(one.number): sent[str(one.number)] for one in applied}
                         return StepEffect(applied, HostCopy(sent) if sent else None, decisions)
@@ -264,7 +264,7 @@ class InterventionRuntime:
             sent["before"] = before_hooks(self.hooks, self.active, norms, ranks=self._mode.ranks)
         if gradients.edited:
             sent["after"] = gradients.norms
-        self.hooks.used(parameters.indices, step_count + 1)
+        self.hooks.used(parameters.indices, step + 1)
         return StepEffect(applied, HostCopy(sent) if sent else None, decisions)
 
     def _norms(self, reader: GradientReader, slots: Places) -> Tensor:
@@ -282,7 +282,7 @@ class InterventionRuntime:
     def act_unrecorded(
         self,
         optimizer: Any,
-        step_count: int | None,
+        step: int | None,
         info: StepInfo,
         passes: int,
         *,
@@ -291,17 +291,17 @@ class InterventionRuntime:
     ) -> None:
         """Read the gradients and `act` on them, at a step without a record or at a further closure of LBFGS.
 
-        `step_count`: None where steps are no longer counted.
+        `step`: None where steps are no longer counted.
         """
         self.pending = False
         if not self.active:
             return
-        step_count = self._last.get(id(optimizer), -1) + 1 if step_count is None else step_count
+        step = self._last.get(id(optimizer), -1) + 1 if step is None else step
         try:
             reader.register((optimizer,))
             # ranks that exchange what they have read must all do so the same number of times
             reading = reader.latest or reader.measure(reader.held_by(optimizer), scale=info.scale_in_gradients)
-            effect = self.act(optimizer, step_count, info, passes, reading, reader=reader)
+            effect = self.act(optimizer, step, info, passes, reading, reader=reader)
             reader.held_by(optimizer).marked = None
         except Exception as error:
             self.detach()
@@ -388,7 +388,7 @@ def _edit(
     reader: GradientReader,
     gradients: StepGradients,
     scale: Tensor | None,
-    step_count: int,
+    step: int,
     *,
     present: Tensor,
     intact: Tensor | None,
@@ -405,7 +405,7 @@ def _edit(
             edited.index_copy_(0, device_indices, moved(changed, edited.device, edited.dtype))
         one_by_one = [index for index in one_by_one if slots[index] < 0]
     for index in one_by_one:
-        found = gradients.edit(index, action, scale, step_count, intact=intact, dry=dry)
+        found = gradients.edit(index, action, scale, step, intact=intact, dry=dry)
         if found is None:
             continue
         new, differs = found
