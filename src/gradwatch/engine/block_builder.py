@@ -114,7 +114,7 @@ class BlockBuilder:
         if not step.stepped:
             sure = not step.maybe_stepped or bool(step.effect and step.effect.skips)
             return {}, {"skipped": 1.0} if sure or not np.isfinite(grad_norm[0]) else {}, False
-        values: dict[str, Floats] = step.reading_after.values() if step.reading_after else {}
+        values: dict[str, Floats] = step.reading_after.values(step.reading) if step.reading_after else {}
         scalars, unseen = {"overhead": overhead}, False
         used = step.effect.used if step.effect is not None else None
         before = _without_taps(step, grad_norm.copy() if used is None else used)

@@ -221,7 +221,5 @@ def read_after(step: StepState, *, reader: GradientReader, clipped: bool, by_nor
         reader.stale_gradients.after_step(fused=parameters.is_fused)
     if step.sampled or parameters.read_again or shards is not None:
         step.reading_after = reader.measure_after(parameters, sampled=step.sampled, clipped=clipped)
-        if step.reading_after is not None:
-            step.reading_after.before = step.reading
     known = step.changed or step.reading_after or step.effect or step.evaluations > 1
     step.used_as_measured = step.norms_only and step.info.scale is None and not known

@@ -53,8 +53,6 @@ class Reading:
     """Whether the gradients look unlike those of the step before, or the loss is not finite, as far as the host sees at
     once: then the step is judged before its optimizer moves.
     """
-    before: Reading | None = None
-    """What was read before the step: weights, which `updates` are a part of."""
     in_block: tuple[str, ...] = ("grad_norm",)
     """The rows in `block`, one after the other."""
 
@@ -75,8 +73,11 @@ class Reading:
         numbers: Floats = slots[index]
         return numbers
 
-    def values(self) -> dict[str, Floats]:
-        """One number per site, NaN where not measured, but for `grad_norm`; waits for what is under way."""
+    def values(self, before: Reading | None = None) -> dict[str, Floats]:
+        """One number per site, NaN where not measured, but for `grad_norm`; waits for what is under way.
+
+        `before`: what was read before the step: weights, which `updates` are a part of.
+        """
         layout, index = self.layout, self.index
         values = {}
         if "grad_norm_clipped" in index:
@@ -92,9 +93,8 @@ class Reading:
             arrived = self.per_parameter("arrived")
             lost = (arrived == 0) & (self.per_parameter("grad_norm") > 0)  # squares under what float32 holds
             values["arrived_norm"] = known_norms(layout, np.where(lost, np.nan, arrived))
-        if "updates" in index and self.before is not None:
-            weights = self.before.per_parameter("weights")
-            values["update_ratio"] = ratios(layout, self.per_parameter("updates"), weights)
+        if "updates" in index and before is not None:
+            values["update_ratio"] = ratios(layout, self.per_parameter("updates"), before.per_parameter("weights"))
         return values
 
 
