@@ -22,7 +22,7 @@ function between(stops, place) {
 }
 
 /** Red, green, blue of `place` in [0, 1]. */
-export function viridis(place) {
+function viridis(place) {
   return between(STOPS, place);
 }
 
