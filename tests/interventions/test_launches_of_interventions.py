@@ -36,7 +36,7 @@ def kernels_of(intervention: Any, model: nn.Module, *, without: int | None = Non
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=False)
     reader = GradientReader(model, ("*",))
     reader.register((optimizer,))
-    diagnosis = Diagnosis((), (), on_alert=lambda alert: None, trace=lambda: None)
+    diagnosis = Diagnosis((), (), on_alert=lambda alert: None)
     layers = [layer.name for layer in reader.layers]
     runtime = InterventionRuntime([intervention], layers, diagnosis, TrainingMode(), end=lambda why: None)
     runtime.open(reader)

@@ -214,7 +214,7 @@ def test_a_factor_that_the_host_knows_does_not_make_it_wait(dtype: torch.dtype) 
     gradient = torch.zeros(3, device=HERE, dtype=dtype)
     halved = HookedAction(0, Scaling(lambda norms, present, step: 0.5, groups=(0,), constant=True), dry=False)
     hooks = GradientHooks(1, 1, HERE, lambda: True)
-    diagnosis = Diagnosis((), (), on_alert=lambda alert: None, trace=lambda: None)
+    diagnosis = Diagnosis((), (), on_alert=lambda alert: None)
     signals = SignalHooks(1, diagnosis, lambda: True, batches=False)
     signals._factors = torch.ones((1, 2), device=HERE)
     with Kernels() as kernels, torch.no_grad():
@@ -229,7 +229,7 @@ def test_nothing_is_done_in_hooks_while_a_graph_is_captured(monkeypatch: pytest.
     model, gradient = Weighted(HERE), torch.zeros(3, device=HERE)
     halved = HookedAction(0, Scaling(lambda norms, present, step: 0.5, groups=(0,), constant=True), dry=False)
     hooks = GradientHooks(1, 1, HERE, lambda: True)
-    diagnosis = Diagnosis((), (), on_alert=lambda alert: None, trace=lambda: None)
+    diagnosis = Diagnosis((), (), on_alert=lambda alert: None)
     signals = SignalHooks(1, diagnosis, lambda: True, batches=False)
     signals._factors = torch.ones((1, 2), device=HERE)
     for module in (gradient_hooks, signal_hooks):
@@ -270,9 +270,7 @@ def test_a_fused_optimizer_is_not_told_on_the_cpu_what_has_not_come_there(
     model = nn.Sequential(Weighted(HERE), Weighted(other))
     optimizer = torch.optim.Adam(model.parameters())
     optimizer._step_supports_amp_scaling = True
-    gates = Gates(
-        [SkipNonFinite()], Diagnosis((), (), on_alert=lambda alert: None, trace=lambda: None), lambda why: None
-    )
+    gates = Gates([SkipNonFinite()], Diagnosis((), (), on_alert=lambda alert: None), lambda why: None)
     scope = ParameterScope(("0", "1"), ("0.weight", "1.weight"), (0, 1), HERE)
     gates.open(model, {0: SkipNonFinite().begin(scope)}, log=False)
     norms, present = torch.zeros(2, device=HERE), torch.ones(2, dtype=torch.bool, device=HERE)
