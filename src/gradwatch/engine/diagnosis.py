@@ -30,6 +30,7 @@ from gradwatch.sinks import Sink
 from gradwatch.sinks.dispatcher import Dispatcher
 from gradwatch.sinks.flight_recorder import FlightRecorder
 from gradwatch.sinks.record import schema
+from gradwatch.sinks.record.run_metadata import ALERT_FIELDS
 from gradwatch.sinks.terminal.progress_bars import preserve_bars
 
 logger = logging.getLogger("gradwatch")
@@ -37,31 +38,17 @@ logger = logging.getLogger("gradwatch")
 STATE_VERSION = 1
 """Version of the format of `Diagnosis.state_dict()`; raised when an older GradWatch could not read a new state."""
 
-_NAMES = schema.list_of(schema.name, schema.PARAMETERS_MAX)
-_MAYBE_STEP = schema.maybe(schema.step)
+
+def _alert(value: Any, where: str) -> None:
+    """What `alert_to_dict` makes; of the effects, an older GradWatch saved only the rule and the sites."""
+    schema.fields(**ALERT_FIELDS, incident_file=schema.text, checkpoint=schema.text)(value, where)
+    for effect in value["effects"]:
+        schema.name(effect.get("layer", ""), where)
+        for step in ("step", "noticed"):
+            schema.maybe(schema.step)(effect.get(step), where)
 
 
-def _effect(value: Any, where: str) -> None:
-    schema.fields(rule=schema.name, sites=_NAMES)(value, where)
-    schema.name(value.get("layer", ""), where)
-    for step in ("step", "noticed"):
-        _MAYBE_STEP(value.get(step), where)
-
-
-_ALERTS = schema.list_of(
-    schema.fields(
-        **dict.fromkeys(("rule", "layer"), schema.name),
-        **dict.fromkeys(("message", "remedy", "headline", "incident_file", "checkpoint"), schema.text),
-        **dict.fromkeys(("value", "threshold"), schema.number),
-        **dict.fromkeys(("step", "noticed"), schema.step),
-        sites=_NAMES,
-        closed_step=_MAYBE_STEP,
-        times=schema.whole(1),
-        effects=schema.list_of(_effect, schema.STATISTICS_MAX),
-    ),
-    schema.ALERTS_MAX,
-)
-"""What `alert_to_dict` makes; of the effects, an older GradWatch saved only the rule and the sites."""
+_ALERTS = schema.list_of(_alert, schema.ALERTS_MAX)
 
 
 class Diagnosis:
