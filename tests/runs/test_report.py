@@ -35,8 +35,8 @@ from gradwatch.sinks.colormap import (
     scale_of,
 )
 from gradwatch.sinks.downsampling import Downsampling
+from gradwatch.sinks.map_rows import rows_of
 from gradwatch.sinks.record.recorder import Recorder
-from gradwatch.sinks.tensorboard.heatmap_image import rows_of
 from sink_inputs import HEALTHY, alert_of, feed, fit_linear_layer, layout_of, record_of
 
 HOSTILE = (

@@ -12,7 +12,7 @@ from gradwatch.runs.names import counted
 from gradwatch.runs.report.run_data import RunData
 from gradwatch.sinks.colormap import palette, scale_of
 from gradwatch.sinks.downsampling import Logs
-from gradwatch.sinks.tensorboard.heatmap_image import most_distinct, rows_of
+from gradwatch.sinks.map_rows import most_distinct, rows_of
 from gradwatch.sinks.terminal.console import STYLES, table_rows
 from gradwatch.sinks.terminal.layer_table import NARROWEST, select_rows, shorten_name, table
 from gradwatch.sinks.terminal.sparkline import sparkline

@@ -28,7 +28,7 @@ from gradwatch.sinks.colormap import (
     scale_of,
 )
 from gradwatch.sinks.downsampling import Downsampling, Logs
-from gradwatch.sinks.tensorboard.heatmap_image import apart, rows_of
+from gradwatch.sinks.map_rows import apart, rows_of
 from gradwatch.sinks.terminal.layer_table import shorten_name
 
 MAX_ROW_HEIGHT, LABEL_HEIGHT = 22.0, 13.0

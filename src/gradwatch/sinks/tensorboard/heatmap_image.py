@@ -15,6 +15,7 @@ from gradwatch.core.alert import Alert
 from gradwatch.core.printable import printable
 from gradwatch.sinks.colormap import MISSING, NONFINITE, ZERO, ColourScale, format_power_of_ten, palette, scale_of
 from gradwatch.sinks.downsampling import Logs
+from gradwatch.sinks.map_rows import apart, rows_of
 from gradwatch.sinks.run_summary import RunSummary
 from gradwatch.sinks.tensorboard.captions import wrapped
 from gradwatch.sinks.terminal.layer_table import shorten_name
@@ -43,9 +44,6 @@ MEASURED_NAMES = 5
 
 MAX_NAME_LENGTH = 32
 """Characters of a layer's name, at most. Judgement."""
-
-MIN_DIFFERENCE = 1.0
-"""Decades between the extremes of a column from which on the outlying one is drawn. Judgement: less is noise."""
 
 INK, QUIET, PAPER, RED = (32, 33, 36), (120, 124, 130), (255, 255, 255), (200, 30, 40)
 
@@ -168,42 +166,6 @@ def _palette() -> bytes:
     inks = [share * np.array(ink) + (1 - share) * np.array(PAPER) for ink in INK_INDEX for share in shares]
     colours = [*palette()[:MISSING, :3], MISSING_COLOUR, PAPER, *inks]
     return np.array(colours).round().astype(np.uint8).tobytes()
-
-
-def rows_of(low: Logs, high: Logs, most: int, *, first: Sequence[int] = ()) -> tuple[Logs, NDArray[np.intp]]:
-    """One number for each pair of `low` and `high`, [layers, columns], in at most `most` rows, and the first layer of
-    each row. Neighbours share a row; one of the layers `first` has it for itself.
-    """
-    rows = min(len(high), most)
-    begins = np.arange(rows) * len(high) // rows
-    shown = most_distinct(np.fmin.reduceat(low, begins, axis=0), np.fmax.reduceat(high, begins, axis=0))
-    for layer in reversed(first):
-        shown[np.searchsorted(begins, layer, side="right") - 1] = high[layer]
-    return shown, begins
-
-
-def most_distinct(low: Logs, high: Logs) -> Logs:
-    """The middle of each pair, or where they differ by `MIN_DIFFERENCE` the one farther from its row's median, so that
-    spikes remain visible. Infinite numbers take precedence.
-    """
-    with np.errstate(invalid="ignore"):
-        middle = (low + high) / 2
-        # the lower median of the finite numbers, which are sorted before NaN
-        ordered = np.sort(np.where(np.isfinite(middle), middle, np.nan), axis=1)
-        count = np.count_nonzero(np.isfinite(ordered), axis=1)
-        usual = ordered[np.arange(len(ordered)), np.maximum(count - 1, 0) // 2][:, None]
-        farther = np.where(high - usual >= usual - low, high, low)
-        shown = np.where(high - low > MIN_DIFFERENCE, farther, middle)
-    return np.where(np.isposinf(high), np.inf, np.where(np.isneginf(low), -np.inf, shown))
-
-
-def apart(rows: Iterable[int], middles: NDArray[Any], distance: float) -> list[int]:
-    """Those of `rows`, earlier ones first, of which the `middles` are `distance` apart: their names do not overlap."""
-    chosen, at = list[int](), middles.tolist()
-    for row in rows:
-        if all(abs(at[row] - at[other]) >= distance for other in chosen):
-            chosen.append(row)
-    return chosen
 
 
 def _draw_marks(
