@@ -6,6 +6,9 @@ import numpy as np
 
 from gradwatch.core.record import Floats
 
+NORMAL_MAD = 1.4826
+"""Standard deviation of a normal distribution over its median absolute deviation."""
+
 
 def median(numbers: Floats) -> Floats:
     """As `numpy.nanmedian` over axis 0: NaN sorts to the end. NaN where there is no number."""

@@ -10,13 +10,11 @@ import torch
 from torch import Tensor
 
 from gradwatch.core.arguments import check_choice, check_number, check_whole
+from gradwatch.core.median import NORMAL_MAD
 from gradwatch.interventions.contract import Action, At, InterventionSettings, ParameterScope, Scaling
 from gradwatch.interventions.group_norms import GroupNorms
 from gradwatch.measure.devices import moved, widest_type
 from gradwatch.measure.layers import choose
-
-NORMAL_MAD = 1.4826
-"""Ratio of the standard deviation of a normal distribution to its median absolute deviation."""
 
 LEAST_DEVIATION = 0.05 * log(10)
 """The least deviation of natural logarithms: 0.05 decades (as in the rule `spike`). With a nearly constant history

@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from gradwatch.measure.reductions import version_of
+
 MAX_DEPTH, MAX_ITEMS = 4, 64
 """Levels of containers, and items of each container, that are searched for the tensors of a batch. Judgement."""
 
@@ -181,20 +183,16 @@ def tensors_of(data: object, path: str = "", depth: int = MAX_DEPTH) -> Iterator
 
 
 def versions_of(data: object) -> tuple[int, ...]:
-    """The version counters of the tensors in a batch, within the limits of `tensors_of`; -1 for inference tensors."""
+    """The version counters of the tensors in a batch, within the limits of `tensors_of`."""
     try:
         # most batches are lists of tensors, which takes a quarter of the time of the search (measured)
         flat = isinstance(data, list | tuple) and len(data) <= MAX_ITEMS and {*map(type, data)} <= {Tensor}
         tensors: Iterable[Tensor] = data if flat else [tensor for _, tensor in tensors_of(data)]  # type: ignore[assignment]
         return (
-            tuple(map(_version, tensors)) if any(map(Tensor.is_inference, tensors)) else tuple(map(_VERSION, tensors))
+            tuple(map(version_of, tensors)) if any(map(Tensor.is_inference, tensors)) else tuple(map(_VERSION, tensors))
         )
     except Exception:  # a batch may be an object of the user's own making
         return ()
-
-
-def _version(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
 
 
 def _numpy_state() -> tuple[Any, ...]:

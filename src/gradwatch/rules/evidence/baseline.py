@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from gradwatch.core.history import OPENING, History
-from gradwatch.core.median import median
+from gradwatch.core.median import NORMAL_MAD, median
 from gradwatch.core.record import Floats, Mask
 from gradwatch.rules.evidence.records import is_alone, is_own, own_losses, own_records
 from gradwatch.rules.evidence.samples import streak_starts
@@ -15,9 +15,6 @@ LEVEL_RECORDS = 5
 
 LEARNT_SHARE = 0.1
 """Share of its first level by which a loss has fallen where something was learnt. Judgement."""
-
-NORMAL_MAD = 1.4826
-"""Standard deviation of a normal distribution over its median absolute deviation."""
 
 STUCK_RECORDS = 150
 """Records after which a loss that has not moved is stuck. Judgement: warm-up takes a hundred in small trainings."""
