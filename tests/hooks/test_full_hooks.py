@@ -18,7 +18,7 @@ import quick
 from architectures import CATALOGUE
 from gradwatch import GradWatch, Watch
 from gradwatch.hooks.full_hooks import OUTPUT_NOT_SAVED
-from gradwatch.hooks.hook_set import HookSet
+from gradwatch.hooks.hook_set import HookCosts, HookSet, OutputHook
 from models import module_of
 from reference import bits, hooks_on
 from torchvision_networks import FAMILIES, images, made
@@ -165,7 +165,9 @@ def test_other_architectures(name: str) -> None:
 def behind(layer: nn.Module, *arguments: Any) -> str:
     """The node that made what comes out of `layer` and the hook of ours on it."""
     with HookSet() as hooks:
-        hooks.on_outputs(layer, lambda gradient: None, None, full=True)
+        hook = OutputHook(HookCosts(), full=True)
+        hook.on_grad_output = lambda gradient: None
+        hooks.add(layer.register_forward_hook(hook))
         name: str = layer(*arguments).grad_fn.name()
     return name
 

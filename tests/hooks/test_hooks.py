@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from gradwatch.hooks import garbage_collector
 from gradwatch.hooks.garbage_collector import no_collections
-from gradwatch.hooks.hook_set import HookSet, after_backward, is_hooked_by_others, tensors_in
+from gradwatch.hooks.hook_set import HookCosts, HookSet, OutputHook, after_backward, is_hooked_by_others, tensors_in
 from models import STRUCTURES, TwoOutputs
 from quick import examples
 from reference import hooks_on
@@ -31,6 +31,12 @@ class Handle:
 
 
 def nothing(*args: Any) -> None: ...
+
+
+def hook_outputs(hooks: HookSet, module: nn.Module, on_grad_output: Any, on_call: Any, *, full: bool = False) -> None:
+    hook = OutputHook(HookCosts(), full=full)
+    hook.on_grad_output, hook.on_call = on_grad_output, on_call
+    hooks.add(module.register_forward_hook(hook))
 
 
 def test_remove_twice_removes_once() -> None:
@@ -50,7 +56,7 @@ def test_a_context_removes_after_a_failure() -> None:
     def fails() -> None:
         with HookSet() as hooks:
             hooks.on_gradient(layer.weight, lambda gradient: None)
-            hooks.on_outputs(layer, nothing, nothing)
+            hook_outputs(hooks, layer, nothing, nothing)
             assert len(hooks_on(layer)) == 2
             raise ZeroDivisionError
 
@@ -98,7 +104,7 @@ def test_outputs_in_any_wrapping(wrap: str) -> None:
     module = TwoOutputs(STRUCTURES[wrap])
     arrived: list[Tensor] = []
     with HookSet() as hooks:
-        hooks.on_outputs(module, arrived.append, nothing)
+        hook_outputs(hooks, module, arrived.append, nothing)
         outputs = list({id(t): t for t in tensors_in(module(torch.ones(2), text="hello"))}.values())
         (outputs[0].sum() * 3 + outputs[1].sum() * 5).backward()
     distinct = sorted({float(gradient[0]) for gradient in arrived})
@@ -111,7 +117,7 @@ def test_an_output_given_out_twice_arrives_once() -> None:
     module = TwoOutputs(STRUCTURES["same twice"])
     arrived: list[Tensor] = []
     with HookSet() as hooks:
-        hooks.on_outputs(module, arrived.append, nothing)
+        hook_outputs(hooks, module, arrived.append, nothing)
         module(torch.ones(2))[0].sum().backward()
     assert len(arrived) == 1
 
@@ -138,7 +144,7 @@ def test_outputs_edited_in_place(edit: Any, shape: tuple[int, ...]) -> None:
     edit(leaf * 1).square().sum().backward()
     arrived: list[Tensor] = []
     with HookSet() as hooks:
-        hooks.on_outputs(layer, arrived.append, nothing)
+        hook_outputs(hooks, layer, arrived.append, nothing)
         torch.manual_seed(1)
         edit(layer(x)).square().sum().backward()
     assert len(arrived) == 1
@@ -163,7 +169,7 @@ def test_views_used_before_and_after_an_edit_in_place() -> None:
     def gradients(module: nn.Module, x: Tensor, *, edited: bool) -> list[Tensor]:
         arrived: list[Tensor] = []
         with HookSet() as hooks:
-            hooks.on_outputs(module, arrived.append, nothing)
+            hook_outputs(hooks, module, arrived.append, nothing)
             a, b = module(x)
             before = (a + 1).sum()
             a = a.mul_(3) if edited else a * 3
@@ -189,7 +195,7 @@ def test_outputs_that_are_leaves_keep_no_hook() -> None:
 
     module, x = GivesLeaves(), torch.ones(2, requires_grad=True)
     with HookSet() as hooks:
-        hooks.on_outputs(module, nothing, nothing)
+        hook_outputs(hooks, module, nothing, nothing)
         a, b = module(x)
         (a * b).sum().backward()
     assert hooks_on(module) == []
@@ -199,7 +205,7 @@ def test_outputs_that_are_leaves_keep_no_hook() -> None:
 def test_calls_without_gradients_are_counted_too() -> None:
     layer, runs, arrived = nn.Linear(2, 2), [], []
     with HookSet() as hooks:
-        hooks.on_outputs(layer, arrived.append, lambda: runs.append(1))
+        hook_outputs(hooks, layer, arrived.append, lambda: runs.append(1))
         with torch.no_grad():
             layer(torch.ones(1, 2))
         with torch.inference_mode():
@@ -213,7 +219,7 @@ def test_activations_are_let_go() -> None:
     """A hook that captured its own output would leak one activation a step."""
     layer = nn.Linear(4, 4)
     with HookSet() as hooks:
-        hooks.on_outputs(layer, nothing, nothing)
+        hook_outputs(hooks, layer, nothing, nothing)
         output = layer(torch.ones(2, 4))
         gone = weakref.ref(output)
         output.sum().backward()
@@ -226,7 +232,7 @@ def test_activations_are_let_go() -> None:
 def test_copies_do_nothing(duplicate: Any) -> None:
     layer, reported = nn.Linear(2, 2), []
     with HookSet() as hooks:
-        hooks.on_outputs(layer, reported.append, lambda: reported.append(None))
+        hook_outputs(hooks, layer, reported.append, lambda: reported.append(None))
         hooks.on_gradient(layer.weight, lambda gradient: reported.append(gradient))
         duplicated = duplicate(layer)
         duplicated(torch.ones(1, 2)).sum().backward()
@@ -290,7 +296,7 @@ def test_full_backward_hooks_measure_the_same_and_leave_nothing_behind() -> None
     for full, arrived in reported.items():
         with HookSet() as hooks:
             for layer in (module[0], module[2]):
-                hooks.on_outputs(layer, arrived.append, lambda: None, full=full)
+                hook_outputs(hooks, layer, arrived.append, lambda: None, full=full)
             module(torch.ones(5, 4, requires_grad=True)).square().sum().backward()
     assert len(reported[True]) == 2
     assert all(map(torch.equal, reported[True], reported[False]))

@@ -128,20 +128,6 @@ class HookSet:
             if frozen:
                 parameter.requires_grad_(False)
 
-    def on_outputs(
-        self,
-        module: nn.Module,
-        on_grad_output: Callable[[Tensor | None], Tensor | None] | None,
-        on_call: Callable[[], object] | None,
-        *,
-        full: bool = False,
-        costs: HookCosts | None = None,
-    ) -> None:
-        """Put an `OutputHook` of its own on `module`."""
-        hook = OutputHook(costs or HookCosts(), full=full)
-        hook.on_grad_output, hook.on_call = on_grad_output, on_call
-        self.add(module.register_forward_hook(hook))
-
     def full_backward(self, module: nn.Module, hook: Callable[..., Any]) -> None:
         """Register torch's own full backward hook."""
         self.add(_FullBackwardHandle(module.register_full_backward_hook(hook), module))

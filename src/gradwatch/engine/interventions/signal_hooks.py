@@ -14,7 +14,7 @@ from gradwatch.engine.diagnosis import Diagnosis
 from gradwatch.engine.interventions.gradient_hooks import HookedAction, apply_action, keep_most_changed, norm_of
 from gradwatch.engine.interventions.step_effect import AppliedFactors
 from gradwatch.engine.interventions.step_plan import ActiveIntervention, CannotAct
-from gradwatch.hooks.hook_set import HookCosts, HookSet, is_capturing
+from gradwatch.hooks.hook_set import HookCosts, HookSet, OutputHook, is_capturing
 from gradwatch.interventions import Editing, ParameterScope, Scaling
 from gradwatch.measure.devices import moved
 from gradwatch.measure.gradient_reader import GradientReader
@@ -92,7 +92,9 @@ class SignalHooks:
         """Attach the hooks, unless they are attached."""
         if not len(self._hooks):
             for site, (module, actions) in self._layers.items():
-                self._hooks.on_outputs(module, self._hook(site, actions), None, costs=self._costs)
+                hook = OutputHook(self._costs, full=False)
+                hook.on_grad_output = self._hook(site, actions)
+                self._hooks.add(module.register_forward_hook(hook))
 
     def end_batch(self) -> None:
         """Remove the hooks, unless there is no caller of `begin_batch`."""
