@@ -80,11 +80,11 @@ class InterventionRuntime:
         self._slots: tuple[Places, DeviceSlots] | None = None
         """The slots of the last step's norms, on the host and on the device."""
         self._mode = mode
-        self.hooks: GradientHooks | None = None
+        self.gradient_hooks: GradientHooks | None = None
         self._last: dict[int, int] = {}
         """Optimizer -> the number of its last step at which interventions acted."""
         self._alive = alive
-        self.signals = SignalHooks(len(self._all), diagnosis, alive, batches=batches)
+        self.signal_hooks = SignalHooks(len(self._all), diagnosis, alive, batches=batches)
         self.pending = False
         """Whether there are gradients on which the interventions have not yet acted."""
 
@@ -106,16 +106,16 @@ class InterventionRuntime:
         if not self.active:
             return {}
         self._layout, layout, mode = reader.layout, reader.layout, self._mode
-        device, before = reader.buffer.device, self.hooks
-        self.hooks = GradientHooks(len(layout.parameters), len(self._all), device, self._alive)
+        device, before = reader.buffer.device, self.gradient_hooks
+        self.gradient_hooks = GradientHooks(len(layout.parameters), len(self._all), device, self._alive)
         if before is not None:
-            self.hooks.continue_from(before)
+            self.gradient_hooks.continue_from(before)
         self._plans.clear()
         layers = layout.names(layout.layers)
         for active in self.active:
             names = active.intervention.chosen(layers)
             if active.intervention.settings.on == "signal":
-                self.signals.choose_layers(active, names, reader, log=not mode.rank)
+                self.signal_hooks.choose_layers(active, names, reader, log=not mode.rank)
                 continue
             chosen = [layout.index[name] for name in names]
             active.indices = np.flatnonzero(np.isin(layout.owners, chosen)).astype(np.intp)
@@ -129,13 +129,13 @@ class InterventionRuntime:
         at_steps = self.gates.open(reader.model, actions, log=not mode.rank)
         self.active = [active for active in self.active if active.sites is not None or active.number in at_steps]
         self._attach(reader, device)
-        self.signals.open(self.active, reader)
+        self.signal_hooks.open(self.active, reader)
         parts = (described(self.active, mode, sharded=reader.shards is not None), self.gates.described())
         return {"clip_factor": "; ".join(filter(None, parts))}
 
     def _attach(self, reader: GradientReader, device: torch.device) -> None:
         """Attach the hooks of the parameters on which interventions act in hooks."""
-        assert self.hooks is not None
+        assert self.gradient_hooks is not None
         actions: dict[int, list[HookedAction]] = {}
         for active in self.active:
             for index in active.indices.tolist() if active.hooked else ():
@@ -146,15 +146,15 @@ class InterventionRuntime:
                 actions.setdefault(index, []).append(hooked)
         for index, hooked_actions in actions.items():
             if not is_lazy(reader.parameters[index]):
-                self.hooks.attach(index, reader.parameters[index], hooked_actions)
+                self.gradient_hooks.attach(index, reader.parameters[index], hooked_actions)
 
     def begin_batch(self) -> None:
-        self.signals.begin_batch()
+        self.signal_hooks.begin_batch()
         self.gates.batchnorm.begin_batch()
 
     def end_batch(self) -> None:
         """Nothing acts on signals until the next batch: a validation may come first."""
-        self.signals.end_batch()
+        self.signal_hooks.end_batch()
         self.gates.batchnorm.end_batch()
 
     def detach(self) -> None:
@@ -162,9 +162,9 @@ class InterventionRuntime:
         self.gates.detach()
         self._plans.clear()
         self.active.clear()
-        self.signals.detach()
-        if self.hooks is not None:
-            self.hooks.hooks.remove()
+        self.signal_hooks.detach()
+        if self.gradient_hooks is not None:
+            self.gradient_hooks.hooks.remove()
 
     @torch.no_grad()
     def act(
@@ -185,7 +185,7 @@ class InterventionRuntime:
         reader.latest = None
         self.gates.begin(optimizer)
         self.pending, self._last[id(optimizer)] = False, step
-        for number, error in (*(self.hooks.errors if self.hooks else ()), *self.signals.errors):
+        for number, error in (*(self.gradient_hooks.errors if self.gradient_hooks else ()), *self.signal_hooks.errors):
             self._drop(self._all[number], error)
         if not self.active:
             return None
@@ -193,7 +193,7 @@ class InterventionRuntime:
             self.open(reader)
         if not self.active:
             return None
-        assert self.hooks is not None
+        assert self.gradient_hooks is not None
         parameters, scale = reader.held_by(optimizer), info.scale_in_gradients
         norms = self._norms(reader, reading.index["grad_norm"])
         plan = self._plans.get(id(optimizer))
@@ -203,7 +203,7 @@ class InterventionRuntime:
         others = [p.grad for i, p in enumerate(reader.parameters) if own and i not in own and p.grad is not None]
         gradients = StepGradients(parameters, plan, norms, others, last=self.active[-1])
         decisions: list[GateDecision] = []
-        applied, sent = self.signals.collect(self.active, step + 1)
+        applied, sent = self.signal_hooks.collect(self.active, step + 1)
         # what has failed on one rank is done on none
         intact = None if reader.shards is None else reader.shards.latest["failed"] == 0
         for active, present, (indices, within) in zip(tuple(self.active), plan.present, plan.applied, strict=True):
@@ -212,7 +212,7 @@ class InterventionRuntime:
             dry = active.intervention.settings.dry_run
             if active.hooked:
                 applied.append(AppliedFactors(active.number, indices, None, dry, done=True))
-                done = self.hooks.factors[active.number].to(norms.dtype)
+                done = self.gradient_hooks.factors[active.number].to(norms.dtype)
                 done = done if active.device_indices is None else done[active.device_indices]
                 sent[str(active.number)] = done if within is None else done[within]
                 continue
@@ -241,7 +241,7 @@ class InterventionRuntime:
                     )
                     decisions.append(decision)
                     if decision.skips:  # no gradient is left, and what was done to them has no effect
-                        self.hooks.used(parameters.indices, step + 1)
+                        self.gradient_hooks.used(parameters.indices, step + 1)
                         applied = [one for one in applied if one.signals]
                         sent = {str(one.number): sent[str(one.number)] for one in applied}
                         return StepEffect(applied, HostCopy(sent) if sent else None, decisions)
@@ -261,10 +261,10 @@ class InterventionRuntime:
         parameters.mark_again()
         self.gates.batchnorm.save()
         if any(one.done and not one.dry for one in applied):
-            sent["before"] = before_hooks(self.hooks, self.active, norms, ranks=self._mode.ranks)
+            sent["before"] = before_hooks(self.gradient_hooks, self.active, norms, ranks=self._mode.ranks)
         if gradients.edited:
             sent["after"] = gradients.norms
-        self.hooks.used(parameters.indices, step + 1)
+        self.gradient_hooks.used(parameters.indices, step + 1)
         return StepEffect(applied, HostCopy(sent) if sent else None, decisions)
 
     def _norms(self, reader: GradientReader, slots: Places) -> Tensor:
@@ -275,9 +275,9 @@ class InterventionRuntime:
 
     def scaled(self, scale: Callable[[], Tensor | None]) -> None:
         """A backward pass begins; `scale` gives the loss scale that will be in its gradients, 0-d."""
-        if self.hooks is not None and len(self.hooks.hooks):
-            self.hooks.scale = scale()
-        self.signals.scaled(scale)
+        if self.gradient_hooks is not None and len(self.gradient_hooks.hooks):
+            self.gradient_hooks.scale = scale()
+        self.signal_hooks.scaled(scale)
 
     def act_unrecorded(
         self,
@@ -319,8 +319,8 @@ class InterventionRuntime:
         self.active.remove(active)
         self._plans.clear()
         self._layout = None  # begin again, without it
-        if self.hooks is not None and not self.active:
-            self.hooks.hooks.remove()
+        if self.gradient_hooks is not None and not self.active:
+            self.gradient_hooks.hooks.remove()
         where = self._mode.rank_text
         if where and not active.hooked and active.sites is None:  # those act before ranks take their mean
             where += " (ranks on which it still acts get other weights than this one)"
@@ -369,9 +369,9 @@ class InterventionRuntime:
 
     def resume(self, step: int) -> None:
         """`step`: the number of the next step, until the optimizers' own counts are known."""
-        if self.hooks is not None:
-            self.hooks.steps = [step] * len(self.hooks.steps)
-        self.signals.resume(step)
+        if self.gradient_hooks is not None:
+            self.gradient_hooks.steps = [step] * len(self.gradient_hooks.steps)
+        self.signal_hooks.resume(step)
 
 
 def _restore_memory(active: ActiveIntervention, before: ActionState | None) -> None:
