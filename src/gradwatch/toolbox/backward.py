@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from gradwatch.core.arguments import check_choice, check_function, wrong
-from gradwatch.hooks.full_hook_errors import OWN_FUNCTION, USER_FUNCTION
+from gradwatch.hooks.full_hook_errors import is_in_place_error
 from gradwatch.hooks.hook_set import HookSet
 from gradwatch.measure.reductions import version_of
 from gradwatch.toolbox.functions import EditedInPlace, checked_result
@@ -92,8 +92,7 @@ class BackwardHook:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self.remove()
-        text = str(error)
-        if isinstance(error, RuntimeError) and "inplace" in text and (OWN_FUNCTION in text or USER_FUNCTION in text):
+        if is_in_place_error(error):
             raise EditedInPlace(
                 f"torch's full backward hook on {getattr(_latest, 'name', 'a module')}: a tensor that the module "
                 "received or returned is edited in place (nn.ReLU(inplace=True), x += y), which torch forbids under "
