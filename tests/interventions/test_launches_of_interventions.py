@@ -41,9 +41,10 @@ def kernels_of(intervention: Any, model: nn.Module, *, without: int | None = Non
     runtime = InterventionRuntime([intervention], layers, diagnosis, TrainingMode(), end=lambda why: None)
     runtime.open(reader)
     for step in range(3):
-        reading = reader.measure(reader.held_by(optimizer))
+        info = StepInfo(step, step, {})
+        reading = reader.measure(reader.held_by(optimizer), info)
         with Kernels() as kernels:
-            runtime.act(optimizer, step, StepInfo(step, step, {}), 0, reading, reader=reader)
+            runtime.act(optimizer, step, info, 0, reading, reader=reader)
         assert runtime.active, "none has failed"
     return kernels.names
 

@@ -33,6 +33,7 @@ from gradwatch.measure.gradient_reader import GradientReader
 from gradwatch.measure.loss_scale import scale_for
 from gradwatch.measure.modules.output_statistics import _norm
 from gradwatch.measure.reductions import exact_norm, gathered, joined, norm_into, zeros_into
+from gradwatch.measure.step_info import StepInfo
 from gradwatch.measure.tensor_taps import TensorTaps
 
 
@@ -174,7 +175,8 @@ def test_a_loss_scale_on_another_device_than_the_numbers(scale: torch.device) ->
     reader = GradientReader(model, ("*",))
     reader.register((optimizer,))
     loss_scale = torch.ones((), device=scale)
-    assert reader.measure(reader.held_by(optimizer), scale=loss_scale).index.keys() == {"grad_norm"}
+    info = StepInfo(0, 0, {}, loss_scale, loss_scale)
+    assert reader.measure(reader.held_by(optimizer), info).index.keys() == {"grad_norm"}
     reader.look_again(reader.held_by(optimizer), scale=loss_scale)
 
 

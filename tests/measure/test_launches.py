@@ -15,6 +15,7 @@ from fake_models import deep, gpt
 from gradwatch.measure import reductions
 from gradwatch.measure.gradient_reader import GradientReader
 from gradwatch.measure.reductions import zeros_by_signs
+from gradwatch.measure.step_info import StepInfo
 
 
 @pytest.fixture
@@ -44,7 +45,7 @@ def test_a_step(build: Any, most: int, dtype: torch.dtype) -> None:
                     reader.parameter_hooks.arm()
                     arrivals.pending += range(len(reader.parameters))
                     arrivals.finish_pass()
-                reading = reader.measure(held, sampled=sampled)
+                reading = reader.measure(held, StepInfo(0, 0, {}), sampled=sampled)
                 if held.take_changed() or sampled:
                     reader.look_again(held)
                 reader.measure_after(held, sampled=sampled)

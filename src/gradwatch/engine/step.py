@@ -158,13 +158,7 @@ def read(
     if source.passes and scalars.get("accumulate", 1.0) > 1:
         scalars["accumulated"] = float(source.passes)
     # collective operations come first: before them one rank alone cannot fail
-    reading = reader.measure(
-        parameters,
-        sampled=samples is not None,
-        scale=info.scale_in_gradients,
-        backward_scale=info.scale,
-        loss=loss,
-    )
+    reading = reader.measure(parameters, info, sampled=samples is not None, loss=loss)
     step = StepState(
         parameters=parameters,
         optimizer_number=optimizer_number,

@@ -33,6 +33,7 @@ from gradwatch.measure.reductions import ZEROS, norm_into
 from gradwatch.measure.shard_exchange import DeferredErrors, ShardExchange, ShardReducer
 from gradwatch.measure.site_values import Coverage, Reading
 from gradwatch.measure.stale_gradients import StaleGradientCheck
+from gradwatch.measure.step_info import StepInfo
 from gradwatch.measure.tensor_taps import TensorTaps
 
 
@@ -192,15 +193,13 @@ class GradientReader:
     def measure(
         self,
         parameters: OptimizerParameters,
+        info: StepInfo,
         *,
         sampled: bool = False,
-        scale: Tensor | None = None,
-        backward_scale: Tensor | None = None,
         loss: Tensor | None = None,
     ) -> Reading:
         """Read the gradients that the optimizer of `parameters` is about to use.
 
-        `scale`: a loss scale that is still in them, 0-d; `backward_scale`: the one that was in them as they arrived.
         Of shards, what is read goes into the exchange with all ranks; once this one has errors, it reads nothing more,
         but the others wait for an answer.
         """
@@ -208,12 +207,12 @@ class GradientReader:
             index: dict[str, Places] = {}
             with self.deferred_errors:
                 if not self.errors:
-                    index = self._reduce(parameters, sampled=sampled, scale=scale)
+                    index = self._reduce(parameters, sampled=sampled, scale=info.scale_in_gradients)
             self.latest = self._of_ranks(parameters, BEFORE if sampled else BEFORE[:1], index, loss)
             return self.latest
-        index, host_copy = self._reduce(parameters, sampled=sampled, scale=scale), None
+        index, host_copy = self._reduce(parameters, sampled=sampled, scale=info.scale_in_gradients), None
         if sampled:
-            index |= self._arrived(parameters, backward_scale)
+            index |= self._arrived(parameters, info.scale)
             host_copy = self.buffer.send([row for row in index if row != BEFORE[0]])
         if self._block is None or not self._block.open:
             self._block = RowBlock(self.buffer, BEFORE[0])

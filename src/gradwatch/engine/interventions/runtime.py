@@ -300,7 +300,7 @@ class InterventionRuntime:
         try:
             reader.register((optimizer,))
             # ranks that exchange what they have read must all do so the same number of times
-            reading = reader.latest or reader.measure(reader.held_by(optimizer), scale=info.scale_in_gradients)
+            reading = reader.latest or reader.measure(reader.held_by(optimizer), info)
             effect = self.act(optimizer, step, info, passes, reading, reader=reader)
             reader.held_by(optimizer).marked = None
         except Exception as error:
