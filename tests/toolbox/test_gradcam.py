@@ -271,6 +271,17 @@ def test_a_picture_of_it() -> None:
     assert torch.equal(overlay(torch.zeros(1, 2, 2, dtype=torch.uint8), cam[0]), overlay(torch.zeros(1, 2, 2), cam[0]))
 
 
+def test_every_number_of_a_map_has_a_colour() -> None:
+    """Beyond 0 and 1 that of the end; what is not finite is magenta, as in the pictures of feature maps."""
+    image = torch.full((1, 1, 6), 0.5)
+    cam = torch.tensor([[-3.0, 0.0, 1.0, 5.0, torch.nan, torch.inf]])
+    below, zero, one, above, *others = overlay(image, cam).unbind(2)
+    assert torch.equal(below, zero)
+    assert torch.equal(above, one)
+    for other in others:
+        torch.testing.assert_close(other[:, 0], torch.tensor([0.75, 0.25, 0.75]))
+
+
 @pytest.mark.parametrize(
     ("image", "options", "words"),
     [

@@ -31,6 +31,13 @@ def test_what_is_not_finite_is_magenta_and_spoils_nothing_else(value: float) -> 
     assert torch.equal(maps_to_rgb(torch.full((2, 2), value)), MAGENTA[:, None, None].expand(3, 2, 2))
 
 
+@pytest.mark.parametrize("size", [3e38, 1e300])
+def test_a_map_of_any_size_is_stretched(size: float) -> None:
+    maps = torch.tensor([[-size, 0.0], [size, size]], dtype=torch.float64).to(torch.float32 if size < 1e39 else None)
+    torch.testing.assert_close(maps_to_rgb(maps)[0], torch.tensor([[0.0, 0.5], [1.0, 1.0]]))
+    assert torch.equal(images_to_rgb(maps.expand(1, 4, 2, 2))[0], maps_to_rgb(maps))
+
+
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float64])
 def test_images_of_any_number_of_channels_and_dtype(dtype: torch.dtype) -> None:
     image = torch.tensor([[0, 50], [100, 200]]).to(dtype)

@@ -14,6 +14,7 @@ from gradwatch.toolbox.functions import describe_tensor
 from gradwatch.toolbox.isolated_run import evaluation_run
 from gradwatch.toolbox.module_calls import UncopiedHook
 from gradwatch.toolbox.modules import find_modules, refuse_unhookable
+from gradwatch.toolbox.overlays import NOT_FINITE
 
 Target = int | Tensor | None
 
@@ -69,7 +70,8 @@ def overlay(image: Tensor, cam: Tensor, *, alpha: float = 0.5) -> Tensor:
     """`image` with the map drawn over it in colours from blue (0) over green to red (1): [..., 3, H, W] in [0, 1].
 
     `image`: [..., 1 or 3, H, W], bytes or floats in [0, 1]; `cam`: [..., H, W], the result of `gradcam`; `alpha`: the
-    opacity of the colours, 0 to 1. Raises TypeError and ValueError.
+    opacity of the colours, 0 to 1. A number of the map below 0 or above 1 has the colour of that end, one that is not
+    finite is magenta. Raises TypeError and ValueError.
     """
     for name, given in (("image", image), ("cam", cam)):
         if not isinstance(given, Tensor):
@@ -92,7 +94,8 @@ def overlay(image: Tensor, cam: Tensor, *, alpha: float = 0.5) -> Tensor:
         )
     heat = cam.detach().float().to(picture.device).unsqueeze(-3)
     centres = torch.tensor([0.75, 0.5, 0.25], device=picture.device)[:, None, None]
-    colour = (1.5 - (4 * (heat - centres)).abs()).clamp(0, 1)
+    colour = (1.5 - (4 * (heat.clamp(0, 1) - centres)).abs()).clamp(0, 1)
+    colour = torch.where(heat.isfinite(), colour, torch.tensor(NOT_FINITE, device=picture.device)[:, None, None])
     return (1 - alpha) * picture + alpha * colour
 
 

@@ -29,7 +29,7 @@ def images_to_rgb(images: Tensor) -> Tensor:
 
     Three channels are red, green and blue; for any other number the mean over channels is shown.
     """
-    return _rescaled_to_rgb(images if images.shape[1] == 3 else images.float().mean(1, keepdim=True))
+    return _rescaled_to_rgb(images if images.shape[1] == 3 else images.double().mean(1, keepdim=True))
 
 
 def enlarged(pictures: Tensor, side: int) -> Tensor:
@@ -59,11 +59,11 @@ def tiled(tiles: Tensor, *, line: int = 2) -> Tensor:
 
 def _rescaled_to_rgb(maps: Tensor) -> Tensor:
     """[..., 1 or 3, H, W] as [..., 3, H, W] in [0, 1], rescaled over channels and pixels together."""
-    maps = maps.detach().float()
+    maps = maps.detach().double()  # the difference of two large float32 is infinite in float32
     finite = maps.isfinite()
     low = maps.masked_fill(~finite, torch.inf).amin((-3, -2, -1), keepdim=True)
     high = maps.masked_fill(~finite, -torch.inf).amax((-3, -2, -1), keepdim=True)
     spread = high - low
-    grey = torch.where(spread > 0, (maps - low) / spread, 0.0).expand(*maps.shape[:-3], 3, *maps.shape[-2:])
+    grey = torch.where(spread > 0, (maps - low) / spread, 0.0).float().expand(*maps.shape[:-3], 3, *maps.shape[-2:])
     colour = torch.tensor(NOT_FINITE, device=maps.device)[:, None, None]
     return torch.where(finite.all(-3, keepdim=True), grey, colour)
