@@ -55,9 +55,8 @@ class Written:
             self._sink.alert(alert)
 
     def close(self, *incidents: Alert) -> None:
-        verdict = Verdict(
-            incidents, len(self.records), len(NAMES), 0.01, {"head.bias": "unused"}, ("rule <i>X</i> failed",)
-        )
+        steps = self.records[-1].step + 1
+        verdict = Verdict(incidents, steps, len(NAMES), 0.01, {"head.bias": "unused"}, ("rule <i>X</i> failed",))
         self._sink.close(verdict)
         self.writer.close()
 

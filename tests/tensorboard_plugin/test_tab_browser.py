@@ -378,6 +378,23 @@ def test_a_step_alone_is_drawn_and_nothing_where_the_loss_is_nan(page: Page, bas
 
 
 @pytest.mark.slow
+def test_a_run_that_was_resumed_in_another_folder_says_how_much_of_it_is_here(
+    page: Page, base: str, tmp_path: Path
+) -> None:
+    for name, first in (("moved", 75), ("resumed", 0), ("resumed", 75)):
+        run = Written(tmp_path / name, GROWING)
+        run.record(*(record_of(GROWING, step, [1.0, 2.0]) for step in range(first, 1200 if first else 80)))
+        run.close()
+    with served(tmp_path) as address:
+        page.until(lambda: _runs(address) == 2)
+        page.open(address, run="moved")
+        assert "2 layers over 1,125 of 1,200 steps recorded here" in page.text(".verdict")
+        page.open(address, run="resumed")
+        assert "2 layers over 1,200 steps, overhead" in page.text(".verdict")
+        page.driver.get("about:blank")
+
+
+@pytest.mark.slow
 def test_an_error_is_said_and_can_be_tried_again(page: Page, base: str) -> None:
     page.open(base, runs=["unhealthy"])
     page.js("window.real = window.fetch; window.fetch = () => Promise.reject(new TypeError('no network'))")

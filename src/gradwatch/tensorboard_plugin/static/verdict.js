@@ -34,8 +34,9 @@ export function verdictOf(run, jump) {
   const loud = run.alerts.filter((alert) => alert.severity !== "notice");
   const { verdict, health: kind } = run;
   const layers = plural(run.names.length - run.totals.length, "layer");
+  const resumed = verdict && !run.lost && run.rows < verdict.steps; // in another folder than it began
   const extent = verdict
-    ? `${layers} over ${plural(verdict.steps, "step")}, overhead ${percent(Number(verdict.overhead))}`
+    ? `${layers} over ${resumed ? `${count(run.rows)} of ` : ""}${plural(verdict.steps, "step")}${resumed ? " recorded here" : ""}, overhead ${percent(Number(verdict.overhead))}`
     : `${layers}, so far up to step ${count(run.last)}: under way, or cut off`;
   let headline = kind === "stuck" ? `Nothing found; ${verdict.stuck}` : WORDS[kind];
   if (loud.length) headline += `: ${lineOf(loud[0])}`;
