@@ -208,6 +208,30 @@ def test_no_page_is_wider_than_the_window(page: Page, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("steps", [1, 3, 60])
+def test_the_loss_is_a_clear_line_in_its_place(page: Page, tmp_path: Path, steps: int) -> None:
+    """Also in a table that is wider than the page."""
+    for name in "ab":
+        sink, layout = Recorder(folder=tmp_path / name, every_n_steps=1), layout_of("a")
+        sink.open(Run(layout, "run", about={f"a setting {number}": name * 30 for number in range(6)}))
+        feed(sink, *(record_of(layout, step, [1.0], loss=float(step % 2)) for step in range(steps)))
+        sink.close(HEALTHY)
+    assert main(["report", str(tmp_path), "-o", str(tmp_path / "all.html")]) == 0
+    page.driver.get((tmp_path / "all.html").as_uri())
+    left, top, right, bottom = page.js(
+        "const b = $('.spark').getBoundingClientRect(); return [b.left, b.top, b.right, b.bottom]"
+    )
+    seen = Image.open(BytesIO(page.driver.get_screenshot_as_png())).convert("L")
+    page.js("$('.spark').style.visibility = 'hidden'")
+    without = Image.open(BytesIO(page.driver.get_screenshot_as_png())).convert("L")
+    ink = np.abs(np.asarray(seen, dtype=int) - np.asarray(without, dtype=int))
+    ink = ink[int(top) - 2 : int(bottom) + 2]
+    _, columns = np.nonzero(ink)
+    assert ink.max() > 60
+    assert left - 1 <= columns.min() <= columns.max() <= right
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", [3, 400])
 def test_a_printed_report_takes_few_pages_and_cuts_no_map(page: Page, tmp_path: Path, layers: int) -> None:
     recorded(tmp_path / "run", verdict=unhealthy("layer1"), layers=layers)
