@@ -395,6 +395,36 @@ def test_a_run_that_was_resumed_in_another_folder_says_how_much_of_it_is_here(
 
 
 @pytest.mark.slow
+def test_what_was_measured_once_or_is_not_finite_at_last_is_said_so_and_small_numbers_are_drawn(
+    page: Page, base: str, tmp_path: Path
+) -> None:
+    for name in ("broken", "other"):
+        run = Written(tmp_path / name, GROWING)
+        for step in range(24):
+            small, once = 1e-30 * (1 + step % 2), {} if step else {"signal_rms": [0.5, 0.5]}
+            run.record(record_of(GROWING, step, [small if step < 12 else np.nan, 1e-30], loss=small, **once))
+        run.close()
+    heights = """
+        const canvas = $(arguments[0]);
+        const { data } = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
+        const rows = [];
+        data.forEach((value, i) => i % 4 === 3 && value > 99 && rows.push(Math.floor(i / 4 / canvas.width)));
+        return Math.max(...rows) - Math.min(...rows);
+    """
+    with served(tmp_path) as address:
+        page.until(lambda: _runs(address) == 2)
+        page.open(address)
+        assert page.js(heights, ".runs .loss canvas") > 10
+        page.open(address, run="broken", layer="a")
+        assert page.text(".layer-status").endswith("its gradient is usually 1.0e-30, nan at last")
+        assert page.texts(".constants li") == ["backward signal 0.5 sampled: 1 number over the run"]
+        page.open(address, run="broken", scale="linear")
+        assert page.text(".legend .quiet") == "gradient"
+        assert "e-30" in page.js("return $('.legend canvas').ariaLabel")
+        page.driver.get("about:blank")
+
+
+@pytest.mark.slow
 def test_an_error_is_said_and_can_be_tried_again(page: Page, base: str) -> None:
     page.open(base, runs=["unhealthy"])
     page.js("window.real = window.fetch; window.fetch = () => Promise.reject(new TypeError('no network'))")

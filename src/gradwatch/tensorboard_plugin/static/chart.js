@@ -35,7 +35,7 @@ export function chart({ title, lines, span, log, states }) {
       }
     }
     if (low > high) return [0, 1];
-    const least = log ? 0.5 : Math.max(1e-9, 1e-3 * Math.max(Math.abs(low), Math.abs(high)));
+    const least = log ? 0.5 : 1e-3 * Math.max(Math.abs(low), Math.abs(high)) || 1;
     const room = Math.max(least, 1.08 * (high - low));
     return [(low + high - room) / 2, (low + high + room) / 2];
   }

@@ -63,10 +63,10 @@ export function domainOf(parts, { log, relative }) {
   const at = (share) => ordered[Math.round(share * (ordered.length - 1))];
   let [low, high] = [at(OUTSIDE), at(1 - OUTSIDE)];
   if (relative) {
-    const wide = Math.max(log ? LEAST_SPAN / 2 : 1e-9, -low, high);
+    const wide = Math.max(log ? LEAST_SPAN / 2 : 0, -low, high) || 1;
     return { log, relative, low: -wide, high: wide };
   }
-  const span = Math.max(log ? LEAST_SPAN : Math.max(1e-9, 1e-6 * Math.abs(high)), high - low);
+  const span = Math.max(log ? LEAST_SPAN : 1e-6 * Math.abs(high), high - low) || 1;
   const middle = (low + high) / 2;
   [low, high] = [middle - span / 2, middle + span / 2];
   return { log, relative, low, high };

@@ -14,6 +14,14 @@ export function short(number) {
   return number.toExponential(1).replace("e+", "e");
 }
 
+/** The last number of name `n` in a summary. */
+export function lastNumber(summary, n) {
+  const state = summary?.state?.[n];
+  if (state === NOT_A_NUMBER) return "nan";
+  if (state === INFINITE) return "inf";
+  return short(summary?.last?.[n] ?? NaN);
+}
+
 /** All the digits that a float32 has. */
 export function exact(number) {
   if (number === 0) return "0";

@@ -6,7 +6,7 @@ import { chart } from "./chart.js";
 import { SERIES } from "./colour.js";
 import { el, fill, swatch } from "./dom.js";
 import { concerns, wordsAt } from "./faults.js";
-import { briefly, exact, plural, short, shortened } from "./format.js";
+import { briefly, exact, lastNumber, plural, short, shortened } from "./format.js";
 import { parametersOf } from "./parameters.js";
 
 const FIRST = ["grad_norm", "signal_rms", "signal_norm", "update_ratio", "weight_norm", "output_rms"];
@@ -41,17 +41,18 @@ export async function layerPage(element, { panels, layer, states, logOf, act, cu
       return [{ run: panel.run.run, colour: SERIES[i], grid: found, alerts }];
     });
     const said = lines.map((line) => constant(line.grid));
+    const often = sampled ? `sampled: ${lines.map((line) => plural(line.grid.records, "number")).join(", ")} over the run` : "";
+    const counted = often && el("span", { class: "quiet often" }, ` ${often}`);
     if (lines.length && said.every((text) => text !== null)) {
-      constants.push(el("li", { title: `${name}: ${meaning}` }, el("b", {}, title), ` ${[...new Set(said)].join(", ")}`));
+      constants.push(el("li", { title: `${name}: ${meaning}` }, el("b", {}, title), ` ${[...new Set(said)].join(", ")}`, counted));
     } else if (lines.length) {
       const made = chart({ title: `${title} of ${layer}`, lines, span, log: logOf(log), states });
-      const often = sampled ? `sampled: ${lines.map((line) => plural(line.grid.records, "number")).join(", ")} over the run` : "";
       charts.push({
         made,
         card: el(
           "article",
           { class: "card", "data-statistic": name },
-          el("h3", {}, title, often && el("span", { class: "quiet often" }, ` ${often}`)),
+          el("h3", {}, title, counted),
           el("p", { class: "quiet", title: [meaning, label].filter(Boolean).join(". ") }, briefly(meaning)),
           made.element,
         ),
@@ -78,7 +79,7 @@ export async function layerPage(element, { panels, layer, states, logOf, act, cu
     panels.map((panel) => statusOf(panel, layer, several)),
     panels.map((panel) => alertsOf(panel, layer, act, several)),
     el("div", { class: "cards" }, charts.map(({ card }) => card)),
-    constants.length > 0 && el("p", { class: "quiet" }, "The same at every step:"),
+    constants.length > 0 && el("p", { class: "quiet" }, "The same wherever it was measured:"),
     constants.length > 0 && el("ul", { class: "constants" }, constants),
     own.map(({ element: section }) => section),
     inside.length > 0 && el("p", { class: "inside" }, "Inside it: ", inside.flatMap((name) => [link(name), " "])),
@@ -93,8 +94,7 @@ function statusOf(panel, layer, several) {
   const words = wordsAt(n, panel.run.alerts, panel.faults);
   const said = words.length ? words.join(", ") : panel.run.totals.includes(n) ? "all layers together" : `ok: no alert ${panel.run.verdict ? "" : "so far "}is about it`;
   const usual = panel.usual[n];
-  const last = panel.summary?.last?.[n];
-  const numbers = Number.isFinite(usual) && panel.statistic === "grad_norm" ? `; its gradient is usually ${short(usual)}, ${short(last ?? NaN)} at last` : "";
+  const numbers = Number.isFinite(usual) && panel.statistic === "grad_norm" ? `; its gradient is usually ${short(usual)}, ${lastNumber(panel.summary, n)} at last` : "";
   return el(
     "p",
     { class: `layer-status badge ${panel.status[n] ?? "healthy"}` },

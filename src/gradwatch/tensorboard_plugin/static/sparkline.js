@@ -6,7 +6,7 @@ import { LOST, NOT_A_NUMBER } from "./format.js";
 
 export const WIDTH = 150;
 export const HEIGHT = 22;
-const LEAST = { log: 0.5, linear: 1e-12 }; // half a decade: noise stays low
+const LEAST = { log: 0.5, linear: Number.MIN_VALUE }; // half a decade: noise stays low
 
 /** Draw the numbers of name `n` of `grid`. */
 export function sparkline(canvas, grid, n, log) {

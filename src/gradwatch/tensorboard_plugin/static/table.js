@@ -2,7 +2,7 @@
 
 import { el, fill } from "./dom.js";
 import { RANK, wordsAt } from "./faults.js";
-import { percent, short, shortened } from "./format.js";
+import { lastNumber, percent, short, shortened } from "./format.js";
 import { headingsOf, sorted } from "./sorting.js";
 import { HEIGHT, sparkline, WIDTH } from "./sparkline.js";
 import { state } from "./state.js";
@@ -128,7 +128,7 @@ function columnsOf(panels, states) {
     columns.push({ key: `trend ${i}`, title: "trend", kind: "trend", picture: true, panel });
     for (const name of numbers) {
       const sort = number(name);
-      columns.push({ key: `${name}-${i}`, title: name, kind: "number", panel, sort, text: (line) => shownNumber(panel, line, name, sort) });
+      columns.push({ key: `${name}-${i}`, title: name, kind: "number", panel, sort, text: (line) => (name === "last" ? lastNumber(panel.summary, line.places.get(panel)) : short(sort(line))) });
     }
     if (panels.length === 1 && panel.zeros) {
       const sort = (line) => panel.zeros[line.places.get(panel)] ?? NaN;
@@ -137,13 +137,6 @@ function columnsOf(panels, states) {
     }
   });
   return columns;
-}
-
-function shownNumber(panel, line, name, number) {
-  const state = panel.summary?.state?.[line.places.get(panel)];
-  if (name === "last" && state === 100) return "nan";
-  if (name === "last" && state === 101) return "inf";
-  return short(number(line));
 }
 
 function statusOf(panel, line, states) {
