@@ -51,6 +51,18 @@ def cells(html: str) -> list[list[str]]:
     ]
 
 
+def test_the_rates_of_two_optimizers_are_not_taken_for_one_that_changes(tmp_path: Path) -> None:
+    sink, layout = Recorder(folder=tmp_path / "run", every_n_steps=1), layout_of("a")
+    sink.open(Run(layout, "run"))
+    for step in range(20):
+        feed(sink, record_of(layout, step, [1.0], optimizer=step % 2, lr=(0.05, 0.001)[step % 2]))
+    sink.close(HEALTHY)
+    recorded(tmp_path / "other")
+    assert main(["report", str(tmp_path), "-o", str(tmp_path / "all.html")]) == 0
+    rates = {row[0]: row[4] for row in cells((tmp_path / "all.html").read_text())}
+    assert rates == {"run": "0.05", "other": "0.1"}
+
+
 def test_a_folder_of_runs_is_one_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recorded(tmp_path / "a" / "version_0", lr=0.1, optimizers="Adam")
     recorded(tmp_path / "b", verdict=unhealthy(EVIL), lr=0.5, optimizers="SGD")

@@ -537,6 +537,16 @@ def test_a_summary_is_a_run_in_a_line(board: Client) -> None:
     assert ask(board, "health").json == {"unhealthy": "error", "fit/well": "healthy"}
 
 
+def test_the_rates_of_two_optimizers_are_not_taken_for_one_that_changes(tmp_path: Path) -> None:
+    layout = layout_of("a")
+    run = Written(tmp_path / "run", layout)
+    for step in range(20):
+        run.record(record_of(layout, step, [1.0], optimizer=step % 2, lr=(0.05, 0.001)[step % 2]))
+    run.close()
+    about, _ = opened(ask(client(slow(tmp_path)), "summary", run="run").data)
+    assert about["lr"] == pytest.approx([0.05] * 3)
+
+
 FALLING = [2.0 - step / 50 for step in range(12)]
 
 

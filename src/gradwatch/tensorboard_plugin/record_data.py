@@ -101,7 +101,9 @@ class RunRecord:
         return self._matrices[statistic]
 
     def number(self, name: str) -> Matrix:
-        """A number of the whole step as the matrix of one name; of several at one step the first."""
+        """A number of the whole step as the matrix of one name; of several at one step the first. Learning rates are
+        those of the optimizer that steps first.
+        """
         nan = f"{name}_nan"  # 1 where it was measured and is NaN
 
         def has(block: RecordedBlock) -> bool:
@@ -114,6 +116,9 @@ class RunRecord:
             for one in (name, nan)
         )
         known = np.flatnonzero(~np.isnan(numbers) | (nans == 1))
+        if name == "lr":
+            optimizers = np.array([number for block in parts for number in block.optimizers.tolist()], dtype=np.int64)
+            known = known[optimizers[known] == optimizers[known[:1]]]
         steps, first = np.unique(steps[known], return_index=True)
         values = as_float32(numbers[known][first])[:, None]
         holes = _holes([part.block for part in self._parts], has)
