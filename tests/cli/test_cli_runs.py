@@ -106,7 +106,7 @@ def test_ls_lists_the_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str], m
     assert [line[:-2] for line in lines[1:]] == [
         ["logs/version_2", "9", "warning", "vanishing"],
         ["logs/version_9", "9", "healthy,", "no", "end", "-"],
-        ["logs/version_10", "9", "healthy", "-"],
+        ["logs/version_10", "10", "healthy", "-"],
     ]
 
 
@@ -123,7 +123,8 @@ def test_commands_say_the_same_of_a_run(tmp_path: Path, capsys: Any, verdict: Ve
         record(tmp_path / name, verdict)
     assert main(["ls", str(tmp_path)]) == 0
     state = "healthy, no end" if health == "no end" else health
-    assert all(re.search(rf"\b9 +{state}  ", line) for line in capsys.readouterr().out.splitlines()[1:])
+    shown = rf"\b{verdict.steps if verdict else 9} +{state}  "
+    assert all(re.search(shown, line) for line in capsys.readouterr().out.splitlines()[1:])
     assert main(["report", str(tmp_path)]) == 0
     assert (tmp_path / "gradwatch_runs.html").read_text().count(f">{health}</span>") == 2
     assert main(["report", str(tmp_path / "first")]) == 0
@@ -142,6 +143,20 @@ def test_commands_say_the_same_of_a_run(tmp_path: Path, capsys: Any, verdict: Ve
     assert found["verdict"]["headline"].startswith("nothing found so far. ") == (health == "no end")
     assert main(["compare", str(tmp_path / "first"), str(tmp_path / "second")]) == 0
     assert ("healthy" in capsys.readouterr().out) == (health == "healthy")
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 120])
+def test_ls_has_every_column_where_a_run_has_many_alerts(
+    tmp_path: Path, capsys: Any, monkeypatch: Any, width: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    rules = ("nonfinite", "dead", "spike", "vanishing", "exploding", "saturation", "underflow", "divergence", "stalled")
+    record(tmp_path / "run_1", replace(UNHEALTHY, incidents=tuple(alert_of(rule, "a", step=5) for rule in rules)))
+    record(tmp_path / "run_2")
+    assert main(["ls", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= width
+    assert set(out.replace(",", "").split()) >= {"run_1", "run_2", "9", "warning", "healthy", *rules}
 
 
 @pytest.mark.parametrize("width", [40, 60, 120])

@@ -63,8 +63,10 @@ def run(options: argparse.Namespace) -> int:
     table.add_column("run", overflow="fold")
     table.add_column("steps", justify="right", no_wrap=True)
     narrow = console.width < NARROW_WIDTH
-    for name in ("state", "alerts") if narrow else ("state", "alerts", "began"):
-        table.add_column(name, no_wrap=True)
+    table.add_column("state", no_wrap=True)
+    table.add_column("alerts", overflow="fold")
+    if not narrow:
+        table.add_column("began", no_wrap=True)
     styles = {str(severity): style for severity, style in STYLES.items()} | {"healthy": "green"}
     found, unread = 0, []
     for place in runs_below(folder):
@@ -82,7 +84,7 @@ def run(options: argparse.Namespace) -> int:
         rules = [*dict.fromkeys(alert.rule for alert in loud(incidents))]
         more = " ..." * (len(rules) > MAX_FAULTS)
         alerts = Text(printable(", ".join(rules[:MAX_FAULTS]) or "-") + more)
-        cells = [Text(printable(name)), Text(f"{run.steps:,}"), state, alerts, Text(moment(run.began))]
+        cells = [Text(printable(name)), Text(f"{run.verdict.steps:,}"), state, alerts, Text(moment(run.began))]
         table.add_row(*cells[: len(table.columns)])
     for message in unread:
         complain("ls", message)
