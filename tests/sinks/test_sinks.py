@@ -76,6 +76,14 @@ def test_headlines_of_a_record() -> None:
     }
 
 
+def test_an_alert_counts_from_the_step_on_at_which_it_was_noticed() -> None:
+    """A gradient that is not finite is judged at once: its alert arrives before the steps that wait for their block."""
+    layout, due, alerts = layout_of("a"), DueHeadlines(5), (alert_of("vanishing", "a", step=7),)
+    rows = due.extend(block_of([record_of(layout, step, [1.0]) for step in range(12)]), alerts)
+    shown = {row: (own["gradwatch/alerts"], own["gradwatch/vanishing_layers"]) for row, own in rows.items()}
+    assert shown == {0: (0, 0), 4: (0, 0), 9: (1, 1)}
+
+
 def test_the_clipped_total_is_a_headline_where_it_was_measured() -> None:
     layout = layout_of("a", "b")
     assert headlines_of(record_of(layout, 0, [3.0, 4.0], grad_norm_clipped=[0.6, 0.8]))[
@@ -383,7 +391,7 @@ def test_a_new_fit_starts_with_no_alerts() -> None:
     for nth in range(2):
         sink.open(Run(layout, "run", loggers=(logger,)))
         feed(sink, record_of(layout, 0, [1.0]))
-        sink.alert(alert_of("vanishing", "a"))
+        sink.alert(alert_of("vanishing", "a", step=0))
         sink.open(Run(layout, "run", loggers=(logger,)))  # parameters were adopted
         feed(sink, record_of(layout, 1, [1.0]))
         sink.close(HEALTHY)

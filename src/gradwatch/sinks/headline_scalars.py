@@ -25,7 +25,8 @@ def headlines(
     block: Block, alerts: tuple[Alert, ...] = (), first: int = 0, end: int | None = None, optimizer: int | None = None
 ) -> Mapping[str, float]:
     """Tag -> its number at the last of the rows `first` to `end` of `block`, not included, that has one; of those of
-    one `optimizer` or of all. `alerts`: all so far, in their present state.
+    one `optimizer` or of all. `alerts`: all so far, in their present state; those noticed after the last row do not
+    count: an alert may arrive before the steps that precede it.
 
     Norms are log10, because dashboards have linear axes. Numbers of the second and later optimizers have their own tags
     (`..._optimizer1`), because they are about other layers.
@@ -47,6 +48,8 @@ def _headlines(
     unhealthy: dict[str, set[str]] = {"vanishing": set(), "exploding": set()}
     serious = 0
     for alert in alerts:
+        if alert.noticed > block.steps[end - 1]:
+            continue
         serious += alert.severity is not Severity.NOTICE
         if alert.closed_step is None:
             for rule, sites in ((alert.rule, alert.sites), *((one.rule, one.sites) for one in alert.effects)):
