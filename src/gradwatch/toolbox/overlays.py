@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from gradwatch.measure.devices import widest_type
+
 MAP_SIDE = 64
 """Pixels of a feature map's longer side: 17 of them side by side fit a screen. Judgement."""
 IMAGE_SIDE = 192
@@ -29,7 +31,8 @@ def images_to_rgb(images: Tensor) -> Tensor:
 
     Three channels are red, green and blue; for any other number the mean over channels is shown.
     """
-    return _rescaled_to_rgb(images if images.shape[1] == 3 else images.double().mean(1, keepdim=True))
+    wide = images.to(widest_type(images.device))
+    return _rescaled_to_rgb(wide if images.shape[1] == 3 else wide.mean(1, keepdim=True))
 
 
 def enlarged(pictures: Tensor, side: int) -> Tensor:
@@ -59,7 +62,7 @@ def tiled(tiles: Tensor, *, line: int = 2) -> Tensor:
 
 def _rescaled_to_rgb(maps: Tensor) -> Tensor:
     """[..., 1 or 3, H, W] as [..., 3, H, W] in [0, 1], rescaled over channels and pixels together."""
-    maps = maps.detach().double()  # the difference of two large float32 is infinite in float32
+    maps = maps.detach().to(widest_type(maps.device))  # the difference of two large float32 is infinite in float32
     finite = maps.isfinite()
     low = maps.masked_fill(~finite, torch.inf).amin((-3, -2, -1), keepdim=True)
     high = maps.masked_fill(~finite, -torch.inf).amax((-3, -2, -1), keepdim=True)
