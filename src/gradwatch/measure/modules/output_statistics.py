@@ -303,8 +303,7 @@ def _measure(step: _StepOutputs, tensor: Tensor, site: int, tensor_kind: TensorK
     if size == 0 or step.measured >= MAX_TENSORS:
         return
     step.measured += 1
-    if tensor.requires_grad:
-        tensor = tensor.detach()
+    tensor = tensor.detach()  # from its graph and from forward-mode AD, which torch 2.6 lacks for `aminmax`
     small, room = (SMALL, ONE_SUM) if tensor.is_cpu else (SMALL_ELSEWHERE, STACK_ELSEWHERE)
     if size > small or tensor_kind is LAYER_INPUT or site in step.unsafe:  # few layers have an input from outside
         _reduce_one(step, tensor, site, tensor_kind)
