@@ -115,6 +115,13 @@ class _OpenCall:
         return version == version_of(output) or any(output is one.alias.tensor for one in self.hooked)
 
 
+class _OpenCalls(threading.local):
+    """The calls of one module that have begun in this thread, the innermost last."""
+
+    def __init__(self) -> None:
+        self.stack: list[_OpenCall | None] = []
+
+
 class ModuleCalls:
     """The hooks of one module. Each call of the module gets a `CallHandler` of its own.
 
@@ -146,7 +153,7 @@ class ModuleCalls:
         self.grad_output = grad_output
         self.joint = joint
         self.tensor_hooks = TensorHooks()
-        self._open_calls = threading.local()
+        self._open_calls = _OpenCalls()
 
     def attach(self, module: nn.Module, hooks: HookSet) -> None:
         hooks.add(self.tensor_hooks)
@@ -155,7 +162,7 @@ class ModuleCalls:
         hooks.add(module.register_forward_hook(UncopiedHook(self._after_forward), always_call=True))
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        stack = self._stack()
+        stack = self._open_calls.stack
         stack.append(None)
         handler = self.new_handler()
         if handler is None:
@@ -175,7 +182,7 @@ class ModuleCalls:
         return changed
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
-        stack = self._stack()
+        stack = self._open_calls.stack
         call = stack.pop() if stack else None
         if call is None:
             return None
@@ -206,11 +213,6 @@ class ModuleCalls:
                     if self.joint:
                         cast(JointCallHandler, handler).edited_in_place(one.alias.index)
         return replaced(output, found, outputs)
-
-    def _stack(self) -> list[_OpenCall | None]:
-        """The calls that have begun in this thread, the innermost last."""
-        stack: list[_OpenCall | None] = self._open_calls.__dict__.setdefault("stack", [])
-        return stack
 
     def _with_aliases(self, call: _OpenCall, inputs: Sequence[Tensor]) -> list[Tensor]:
         """`inputs`, with hooked views in place of those that need a gradient."""
