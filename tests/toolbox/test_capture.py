@@ -334,6 +334,30 @@ def test_a_compiled_model_is_refused_but_for_its_parameters() -> None:
     assert len(c["0"].output) == 1
 
 
+def test_a_model_that_is_exported_meanwhile() -> None:
+    """It has no values then, and none of the hooks is exported."""
+    model, x = nn.Sequential(nn.Linear(3, 3), nn.ReLU()), torch.randn(2, 3)
+    plain = torch.export.export(model, (x,), strict=False)
+    with capture(model, "*") as c:
+        exported = torch.export.export(model, (x,), strict=False)
+        model(x)
+    assert [node.target for node in exported.graph.nodes] == [node.target for node in plain.graph.nodes]
+    assert [type(output) for captured in c.values() for output in captured.output] == [Tensor] * 3
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's, of the hooks
+def test_calls_inside_compiled_code() -> None:
+    """Of a model that is not compiled itself: the hooks break the graph, and what they store is right."""
+    model, x = nn.Sequential(nn.Linear(3, 3), nn.Tanh()), torch.randn(2, 3)
+    with capture(model, "0") as plain:
+        model(x).sum().backward()
+    compiled = torch.compile(lambda x: model(x).sum(), backend="eager")
+    with capture(model, "0") as c:
+        compiled(x).backward()
+    for what in ("input", "output", "grad_output"):
+        assert torch.equal(*getattr(c["0"], what), *getattr(plain["0"], what))
+
+
 @pytest.mark.usefixtures("quiet")
 def test_inside_a_fit() -> None:
     """A LightningModule captures in its own training step; its training is that of a module that does not."""

@@ -52,8 +52,8 @@ def capture(
     Each stored tensor is a detached copy from before any in-place edit. Training is bit for bit the same as without
     `capture`, with one exception: with "grad_output" of a module that computes one output from another (h, f(h)), the
     gradient of h may be added in another order where it has three or more parts. A forward pass that is recomputed for
-    a checkpoint is not stored as a call. Under a loss scale (float16) gradients are scaled. Gradients of several losses
-    at once (`is_grads_batched`) are left out.
+    a checkpoint is not stored as a call, nor is one that torch.export runs without strict mode. Under a loss scale
+    (float16) gradients are scaled. Gradients of several losses at once (`is_grads_batched`) are left out.
 
     Raises TypeError and ValueError for bad arguments, and for compiled modules, of which only "grad" can be captured.
     """
@@ -275,6 +275,8 @@ class CapturedCall:
 
 def _new_handler(captured: Captured, what: frozenset[str], copier: _TensorCopier) -> CapturedCall | None:
     """The handler of a call that begins."""
+    if torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling():
+        return None  # torch.export runs it: its tensors have no values, and what reads them would be exported too
     if not in_backward():
         call = CapturedCall(captured.name, copier, what)
         captured.calls.append(call)
