@@ -8,6 +8,7 @@ import pickle
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -240,6 +241,34 @@ def test_a_module_that_edits_its_inputs(both: bool) -> None:
     assert b.grad.tolist() == [6.0 if both else 2.0] * 2
     ((into, _),) = seen
     assert [gradient.tolist() for gradient in into] == [[2.0] * 2, [6.0 if both else 2.0] * 2]
+
+
+@dataclass
+class State:
+    x: Any
+    made: Any = None
+
+
+class Writes(nn.Module):
+    """Writes its results, and its input, into the containers that it is given."""
+
+    def forward(self, items: list[Any], *, named: dict[str, Any], state: State) -> None:
+        items += [items.pop(), items[0] * 3]
+        named["deep"][0]["y"] = named.pop("x") * 2
+        state.made = state.x * 5
+
+
+def test_what_a_module_writes_into_its_arguments_reaches_its_caller() -> None:
+    x = torch.ones(2, requires_grad=True)
+    with backward_hook(module := Writes(), nothing):
+        given = x * 1
+        items, named, state = [given, [(given,)]], {"x": given, "deep": ({"z": given},)}, State(given)
+        module(items, named=named, state=state)
+    assert items[0] is items[1][0][0] is given
+    assert list(named) == ["deep"]
+    assert named["deep"][0]["z"] is state.x is given
+    (items[2] + named["deep"][0]["y"] + state.made).sum().backward()
+    assert x.grad.tolist() == [10.0] * 2
 
 
 def test_a_new_gradient_for_an_edited_input() -> None:

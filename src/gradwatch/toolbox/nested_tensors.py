@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -80,3 +80,43 @@ def replaced(value: Any, old: Sequence[Tensor], new: Sequence[Tensor]) -> Any:
     """`value` with each tensor of `old` replaced by the one at the same index in `new`; None where none changes."""
     replacements = {id(a): b for a, b in zip(old, new, strict=True) if a is not b}
     return map_tensors(value, lambda tensor: replacements.get(id(tensor), tensor)) if replacements else None
+
+
+def copied_containers(value: Any, copied: Any) -> Iterator[tuple[Any, Any]]:
+    """(container, its copy), for those in `value` that `map_tensors` has copied into `copied`."""
+    if value is copied or isinstance(value, Tensor):
+        return
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from copied_containers(item, copied[key])
+    elif isinstance(value, list | tuple):
+        for item, new in zip(value, copied, strict=True):
+            yield from copied_containers(item, new)
+    else:
+        for field in dataclasses.fields(value):
+            yield from copied_containers(getattr(value, field.name, None), getattr(copied, field.name, None))
+    yield value, copied
+
+
+def write_back(copies: Sequence[tuple[Any, Any]], originals: Mapping[int, Any]) -> None:
+    """Change each container of `copies` as its copy has been changed. `originals`: id of a tensor or copy -> what is
+    written in its place.
+    """
+    for value, copied in copies:
+        if isinstance(value, list):
+            items = [originals.get(id(item), item) for item in copied]
+            if len(items) != len(value) or any(new is not old for new, old in zip(items, value, strict=True)):
+                value[:] = items
+        elif isinstance(value, MutableMapping):
+            for key in [key for key in value if key not in copied]:
+                del value[key]
+            for key, item in copied.items():
+                new = originals.get(id(item), item)
+                if key not in value or value[key] is not new:
+                    value[key] = new
+        elif dataclasses.is_dataclass(value):
+            for field in dataclasses.fields(value):
+                item = getattr(copied, field.name, None)
+                new = originals.get(id(item), item)
+                if getattr(value, field.name, None) is not new:
+                    setattr(value, field.name, new)
