@@ -12,7 +12,9 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from torch import distributed
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import ranks
@@ -67,13 +69,16 @@ def alerts_of_ranks(odd: tuple[str, int], options: dict[str, Any]) -> dict[str, 
     }
 
 
-def in_a_loop(bad_rank: int) -> dict[str, Any]:
+def in_a_loop(bad_rank: int, how: str) -> dict[str, Any]:
     """A loop of one's own, with a batch that is NaN on `bad_rank`."""
     distributed.init_process_group("gloo")
     rank, lines = distributed.get_rank(), Lines()
-    model = DistributedDataParallel(SeededModule().model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with Watch(model, sinks=(Log(),)) as watch:
+    inner = SeededModule().model
+    if how == "FSDP2":
+        fully_shard(inner, mesh=init_device_mesh("cpu", (ranks.SIZE,)))
+    model: nn.Module = inner if how == "FSDP2" else DistributedDataParallel(inner)
+    optimizer, hooks = torch.optim.SGD(model.parameters(), lr=0.01), hooks_on(model)
+    with Watch(model if how == "DDP" else inner, sinks=(Log(),)) as watch:
         for step in range(BATCHES):
             optimizer.zero_grad()
             inputs = torch.randn(8, 6, generator=torch.Generator().manual_seed(2 * step + rank))
@@ -81,7 +86,8 @@ def in_a_loop(bad_rank: int) -> dict[str, Any]:
             loss.backward()
             watch.step(optimizer, loss=loss)
             optimizer.step()
-    return {"alerts": [str(alert) for alert in watch.alerts], "lines": lines.all, "hooks": len(hooks_on(model))}
+    left = hooks_on(model) != hooks
+    return {"alerts": [str(alert) for alert in watch.alerts], "lines": lines.all, "hooks_left": left}
 
 
 def broken(odd: tuple[str, int]) -> dict[str, Any]:
@@ -153,15 +159,17 @@ def test_a_nan_is_one_alert_that_names_the_rank(how: str, layer: str, accumulate
 
 
 @pytest.mark.parametrize("bad_rank", [0, 1])
-def test_in_a_loop_of_ones_own_the_alert_names_the_rank_too(bad_rank: int) -> None:
-    first, second = ranks.run(in_a_loop, bad_rank)
-    (alert,) = first["alerts"]
-    assert f"No layer has a finite gradient on rank {bad_rank}; " in alert
-    assert "its own backward pass" not in alert
-    for rank, found in enumerate((first, second)):
-        assert "mean over 2 ranks" in found["lines"][0]
-        assert f"signals of rank {rank}" in found["lines"][0]
-        assert not found["hooks"]
+@pytest.mark.parametrize("how", ["DDP", "inside DDP", "FSDP2"])
+def test_in_a_loop_of_ones_own_the_alert_names_the_rank_too(how: str, bad_rank: int) -> None:
+    """On every rank, which knows only its own loss and outputs."""
+    for rank, found in enumerate(ranks.run(in_a_loop, bad_rank, how)):
+        (alert,) = found["alerts"]
+        assert f"No layer has a finite gradient on rank {bad_rank}; " in alert
+        assert "its own backward pass" not in alert
+        assert ("were not sampled there" in alert) == (rank != bad_rank)
+        assert ("mean over 2 ranks" in found["lines"][0]) == (how == "DDP")
+        assert (f"signals of rank {rank}" in found["lines"][0]) == (how == "DDP")
+        assert not found["hooks_left"]
 
 
 @pytest.mark.slow

@@ -127,7 +127,7 @@ class StepState:
 
     @property
     def bad_rank(self) -> int | None:
-        """The first rank whose loss was not finite, where ranks have exchanged that."""
+        """A rank whose loss was not finite, this one or the first, where ranks have exchanged that."""
         block = self.reading.block
         return block.bad_rank(self.reading.row) if isinstance(block, ShardBlock) else None
 

@@ -32,10 +32,13 @@ class NonfiniteSource:
         self.passes = 0
         """Backward passes that led to the present step; 0 where that is not known or does not matter."""
         self._micro = 0
-        self._store = RankStore(mode.rank, mode.ranks)
+        self._store = RankStore()
+        self.rank, self.several = self._store.rank, self._store.several
+        """Number of this process, and whether there are others: what is watched may be part of what averages over them,
+        such as the module inside DistributedDataParallel."""
         self.ranks = mode.ranks
         self._accumulates = mode.accumulate > 1
-        self.may_hook = self.ranks > 1 or self._accumulates
+        self.may_hook = self.several or self._accumulates
         """Whether hooks may have something to look at."""
         self.alarmed = False
         """Whether the last backward pass had a gradient that is not finite, as far as the hooks know at once."""
@@ -52,7 +55,7 @@ class NonfiniteSource:
             self.disarm()
         # the passes of one step leave one gradient, of which only the host knows in time which pass made it bad
         mixed = self._accumulates and all(parameter.device.type == "cpu" for parameter in parameters)
-        if self._buffer is not None or not (self.ranks > 1 or mixed):
+        if self._buffer is not None or not (self.several or mixed):
             return
         trained = [parameter for parameter in parameters if parameter.requires_grad and not is_lazy(parameter)]
         stretches = np.array_split(np.arange(len(trained)), min(NONFINITE_CHECKS, max(1, len(trained))))

@@ -20,9 +20,11 @@ class RankStore:
     All ranks create their stores in the same order.
     """
 
-    def __init__(self, rank: int, ranks: int) -> None:
-        self.rank = rank
-        self._store = _shared_store() if ranks > 1 else None
+    def __init__(self) -> None:
+        self._store = _shared_store()
+        self.several = self._store is not None
+        """Whether there are several processes."""
+        self.rank = distributed.get_rank() if self.several else 0
         self._run = next(_run_numbers)
         self._published, self._micro = -1, -1
 
@@ -35,12 +37,15 @@ class RankStore:
             self._store.compare_set(self._key(step_count), "", f"{self.rank} {micro}")
 
     def lookup(self, step_count: int, *, wait: bool) -> tuple[int, int] | None:
-        """The rank and micro-batch where a gradient of step `step_count` was not finite first; None without one.
+        """The rank and micro-batch where a gradient of step `step_count` was not finite: this rank, or the first other
+        one; None without one.
 
         `wait`: other ranks may not have published theirs yet.
         """
+        if self._published == step_count:
+            return self.rank, self._micro
         if self._store is None:
-            return (self.rank, self._micro) if self._published == step_count else None
+            return None
         key = self._key(step_count)
         if wait and not self._store.check([key]):
             try:
@@ -57,10 +62,10 @@ class RankStore:
 
 
 def _shared_store() -> Any:
-    """The store by which the ranks found each other. It is private; the ranks share no public one.
+    """The store by which the ranks found each other; None for one process. It is private; there is no public one.
 
     tests/whole_runs/test_ddp_alerts.py fails if it moves.
     """
-    if not distributed.is_available() or not distributed.is_initialized():
+    if not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() < 2:
         return None
     return distributed.distributed_c10d._get_default_store()

@@ -159,6 +159,8 @@ class ShardReducer:
             raise ValueError("the parameters lie on meshes of different ranks, and none has them all")
         everyone = self._groups == [None]
         coordinate = largest.get_coordinate()
+        self.global_ranks: list[int] = list(range(world)) if everyone else largest.mesh.flatten().tolist()
+        """The numbers of these ranks among all."""
         first = distributed.get_rank() == 0 if everyone else not any(coordinate or ())
         self.rank = distributed.get_rank() if everyone else int(np.ravel_multi_index(coordinate, largest.mesh.shape))
         # a part counts by how many ranks have it; a plain parameter as the first rank has it: some are not reduced, and
@@ -289,9 +291,9 @@ class ShardBlock:
         return bool(self.send().wait()["filled"][row] == self.reducer.ranks)
 
     def bad_rank(self, row: int) -> int | None:
-        """The first rank whose loss beside `row` was not finite."""
-        bad = np.flatnonzero(self.send().wait()["bad"].reshape(self.size, -1)[row])
-        return int(bad[0]) if len(bad) else None
+        """The number among all ranks of one whose loss beside `row` was not finite: this one, or the first."""
+        bad, own = self.send().wait()["bad"].reshape(self.size, -1)[row], self.reducer.rank
+        return self.reducer.global_ranks[own if bad[own] else int(bad.argmax())] if bad.any() else None
 
     @property
     def failed(self) -> bool:

@@ -64,7 +64,7 @@ class Nonfinite:
         loss = number_of(history, "loss")
         bad_loss = bool(np.isinf(loss)) or number_of(history, "loss_nan") == 1
         if _elsewhere(history):
-            loss, bad_loss = float("nan"), False  # this loss is rank 0's, where it was finite
+            loss, bad_loss = float("nan"), False  # this loss is this rank's, where it was finite
         if np.isfinite(history.total) and not bad_loss:
             return []
         found = self._found(history, loss, bad_loss)
@@ -216,7 +216,7 @@ class Nonfinite:
 
 def _elsewhere(history: History) -> bool:
     """Whether another rank had it first, as far as ranks have informed each other."""
-    return number_of(history, "rank") > 0
+    return number_of(history, "elsewhere") == 1
 
 
 def _backward(history: History, unhealthy: Sites, healthy: Sites) -> tuple[str, str, str]:
