@@ -253,6 +253,17 @@ def test_checkpoints_made_after_the_onset_are_no_place_to_go_back_to(tmp_path: P
     assert watch.alerts[0].checkpoint == ""
 
 
+@pytest.mark.parametrize("spoiled", [False, True])
+def test_a_run_that_begins_from_spoiled_weights_has_no_place_to_go_back_to(spoiled: bool, tmp_path: Path) -> None:
+    """They come from a fit that was not watched."""
+    trained(tmp_path, None, data=batches(3 if spoiled else -1, 6), max_epochs=1)
+    (last,) = tmp_path.rglob("epoch=0-step=6.ckpt")
+    watch, saver = GradWatch(sinks=[FlightRecorder()]), ModelCheckpoint(every_n_train_steps=50)
+    trainer = quiet_trainer(saver, watch, default_root_dir=tmp_path, max_epochs=2, enable_checkpointing=True)
+    trainer.fit(Net(), batches(3, 6), ckpt_path=last)
+    assert (watch.alerts[0].step, bool(watch.alerts[0].checkpoint)) == ((6, False) if spoiled else (9, True))
+
+
 def test_a_folder_that_cannot_be_written_costs_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "taken").write_text("a file where the folder should be")
     memory = Memory()

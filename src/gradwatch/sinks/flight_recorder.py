@@ -152,9 +152,10 @@ def _was_unhealthy(steps: int, history: History, verdict: Verdict) -> bool:
         lost = alert.severity is Severity.ERROR or alert.rule == "nonfinite"
         if lost and alert.step < steps and (alert.closed_step is None or alert.closed_step >= steps - 1):
             return True
-    own = np.asarray(history.steps) < steps
-    if not own.any() or "grad_norm" not in history.statistics():
+    if not len(history) or "grad_norm" not in history.statistics():
         return False
+    # the last step before, or where none was measured the first with these weights
+    row = max(0, sum(step < steps for step in history.steps) - 1)
     skipped = history.scalar("skipped", len(history))
-    passed = skipped is not None and skipped[own][-1] == 1
-    return not passed and not np.isfinite(history.series("grad_norm")[own][-1])
+    passed = skipped is not None and skipped[row] == 1
+    return not passed and not np.isfinite(history.series("grad_norm")[row])
