@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from werkzeug.test import Client, TestResponse
 
-from gradwatch.core.alert import Verdict
+from gradwatch.core.alert import Severity, Verdict
 from gradwatch.core.loss_levels import LossLevels
 from gradwatch.core.record import Missing, Run
 from gradwatch.runs.arrays import read
@@ -584,6 +584,41 @@ def test_the_tab_and_the_reports_agree_on_a_run(
     course = document(read(tmp_path))["loss"]
     if course is not None:
         assert [course["first"], course["last"]] == ["nan" if level is None else level for level in shown or ()]
+
+
+@pytest.mark.parametrize("ended", [True, False])
+@pytest.mark.parametrize("unhealthy", [1, 2])
+def test_the_tab_and_the_reports_agree_on_a_run_that_went_on(tmp_path: Path, unhealthy: int, ended: bool) -> None:
+    """A second `fit`, say, whose watch knows nothing of the first; its loss has not moved, that of the run has."""
+    layout, error = layout_of("a"), alert_of("nonfinite", "a", step=60 * unhealthy - 5, severity=Severity.ERROR)
+    for session in (1, 2):
+        sink = Recorder(folder=tmp_path / "run")
+        sink.open(Run(layout, "run"))
+        levels = LossLevels()
+        for step in range(60 * (session - 1), 60 * session):
+            record = record_of(layout, step, [1.0], loss=max(0.1, 1.0 - step / 50))
+            levels.extend(block_of([record]))
+            feed(sink, record)
+        found = (error,) if session == unhealthy else ()
+        for alert in found:
+            sink.alert(alert)
+        if session == 1 or ended:
+            sink.close(Verdict(found, 60, 1, 0.01, {}, loss=levels.levels))
+    recorded = read(tmp_path / "run")
+    first, last = recorded.verdict.loss or (0.0, 0.0)
+    assert (recorded.verdict.steps, first, last) == (120, pytest.approx(0.91), pytest.approx(0.1))
+    assert (recorded.ended, recorded.verdict.stuck) == (ended, "")
+    for loader in (slow, fast):
+        to = client(loader(tmp_path))
+        eventually(lambda to=to: ask(to, "run", run="run").json.get("rows") == 120)
+        eventually(lambda to=to: bool(ask(to, "run", run="run").json["verdict"]) == ended)
+        eventually(lambda to=to: ask(to, "health").json["run"] == "error")
+        about, _ = opened(ask(to, "summary", run="run").data)
+        assert (about["ended"], about["stuck"], about["health"]) == (ended, "", "error")
+        assert about["loss"] == pytest.approx([first, last])
+        page = ask(to, "run", run="run").json
+        assert (page["verdict"] and page["verdict"]["steps"]) == (120 if ended else None)
+        assert [alert["rule"] for alert in page["alerts"]] == [alert.rule for alert in recorded.alerts] == ["nonfinite"]
 
 
 def test_a_fault_is_not_what_is_usual(tmp_path: Path) -> None:

@@ -63,9 +63,9 @@ class Outcome:
             self.alerts_by_key[key], self.spans[key] = alert, Span(begun, over, fields["noticed_axis"])
 
     def _end(self, verdict: Mapping[str, Any]) -> None:
-        last, before = verdict_of(verdict), self._last_verdict
-        if before.steps:  # that of a session; an earlier one has ended too
-            last = replace(last, steps=max(last.steps, self.steps), layers=max(last.layers, before.layers))
+        last = verdict_of(verdict)
+        if self.steps > last.steps and self.meta.get("started") != self.began:  # it knows nothing of sessions before
+            last = replace(last, steps=self.steps, layers=self.layers, loss=self._losses.levels)
         self._add_alerts(verdict["incidents"])
         self.finished, self._last_verdict = float(verdict["finished"]), last
 

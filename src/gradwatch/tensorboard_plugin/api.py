@@ -30,7 +30,7 @@ from gradwatch.tensorboard_plugin.matrix import (
     window,
 )
 from gradwatch.tensorboard_plugin.record_data import RecordCache, RunRecord
-from gradwatch.tensorboard_plugin.run_text import health_of, loss_of, onsets_of, run_text
+from gradwatch.tensorboard_plugin.run_text import loss_of, onsets_of, run_text
 from gradwatch.tensorboard_plugin.runs import RunTags, TensorBoardData
 
 MAX_COLUMNS = 4096
@@ -91,12 +91,12 @@ class Api:
     def health(self, _: Mapping[str, str]) -> dict[str, Any]:
         """Run -> its health, as `sinks.incident_line` has it."""
         listings = self._source.runs()
-        return {name: health_of(self._source, name, listing) for name, listing in listings.items() if listing.tags}
+        return {name: self._text(name, listing)["health"] for name, listing in listings.items() if listing.tags}
 
     def summary(self, query: Mapping[str, str]) -> bytes:
         """A run in a line of a table: its verdict, settings, loss, learning rate, and a small map."""
         run, listing, record = self._run(query)
-        text = run_text(self._source, run, listing, record.sessions)
+        text = self._text(run, listing)
         meta, verdict = text["meta"] or {}, text["verdict"]
         layers = [place for place in range(len(record.names)) if place not in record.totals]
         arrays: dict[str, NDArray[Any]] = {}
@@ -111,7 +111,7 @@ class Api:
         if losses.records:
             small["loss"], found = _drawn(losses, THUMBNAIL[1], "loss ")
             arrays |= found
-        levels = record.loss_levels(loss_of(verdict))
+        levels = record.losses().shown(loss_of(verdict))
         about = {
             "run": run,
             "layers": len(layers),
@@ -138,7 +138,7 @@ class Api:
             raise RequestError("which step? step=120")
         arrays: dict[str, NDArray[Any]] = {}
         found = [statistic for statistic in DEPTH_STATISTICS if statistic in record.statistics]
-        alerts = run_text(self._source, run, listing, record.sessions)["alerts"]
+        alerts = self._text(run, listing)["alerts"]
         for statistic in found:
             matrix = record.matrix(statistic)
             numbers, states, at = latest(matrix, step)
@@ -166,7 +166,7 @@ class Api:
     def run(self, query: Mapping[str, str]) -> dict[str, Any]:
         """Names, statistics, alerts and the verdict of a run."""
         run, listing, record = self._run(query)
-        text = run_text(self._source, run, listing, record.sessions)
+        text = self._text(run, listing)
         statistics = [name for name in record.statistics if name != PARAMETERS]
         known = [name for name in CATALOGUE if name in statistics]
         labels = dict((text["meta"] or {}).get("labels", {}))
@@ -191,7 +191,7 @@ class Api:
         matrix = _asked_matrix(record, query)
         about, arrays = _drawn(_part(matrix, query), _columns(query))
         if not query.get("from") and not query.get("to") and len(matrix.first):
-            alerts = run_text(self._source, run, listing, record.sessions)["alerts"]
+            alerts = self._text(run, listing)["alerts"]
             arrays |= summary(matrix, onsets_of(alerts, matrix.names))
         return pack_arrays({**about, "all": matrix.records}, arrays)
 
@@ -240,6 +240,9 @@ class Api:
         if listing is None or not listing.tags:
             raise RequestError(f"TensorBoard has no GradWatch record of the run {run or '(none named)'}", 404)
         return run, listing, self._cache.record(self._source, run, listing)
+
+    def _text(self, run: str, listing: RunTags) -> dict[str, Any]:
+        return run_text(self._source, run, listing, lambda: self._cache.record(self._source, run, listing))
 
 
 def _asked_matrix(record: RunRecord, query: Mapping[str, str]) -> Matrix:

@@ -66,6 +66,7 @@ class RunRecord:
         blocks = [part.block for part in self._parts]
         self.lost = (_lost_rows(blocks[:1]) if blocks else 0) + sum(map(_lost_rows, pairwise(blocks)))
         """Rows that are not there."""
+        self.steps = self.rows + self.lost
         tags = {id(part.about): part.about for part in self._parts}.values()
         optimizers = sorted({number for part in self._parts for number in set(part.block.optimizers.tolist())})
         self._totals = {
@@ -127,12 +128,11 @@ class RunRecord:
         values = np.where(states == MEASURED, np.pad(values, ((0, len(holes)), (0, 0))), np.float32(np.nan))
         return matrix_of((name,), np.append(steps, np.array(holes, dtype=np.int64)), values, states)
 
-    def loss_levels(self, judged: tuple[float, float] | None) -> tuple[float, float] | None:
-        """As `LossLevels.shown` has them."""
+    def losses(self) -> LossLevels:
         losses = LossLevels()
         for part in self._parts:
             losses.add(part.block.numbers, part.block.optimizers)
-        return losses.shown(judged)
+        return losses
 
     def parameters_of(self, layer: str) -> list[tuple[str, tuple[int, ...]]]:
         """Names and shapes of the parameters that `layer` owns: those of which it is the nearest in name."""

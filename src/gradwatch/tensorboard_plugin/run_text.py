@@ -2,47 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from gradwatch.core.alert import Severity
 from gradwatch.core.loss_levels import loss_text
 from gradwatch.sinks.incident_line import health
 from gradwatch.sinks.record import run_metadata
 from gradwatch.sinks.record.schema import InvalidError, string_of
-from gradwatch.tensorboard_plugin.record_data import end_of
+from gradwatch.tensorboard_plugin.record_data import RunRecord, end_of
 from gradwatch.tensorboard_plugin.runs import RunTags, TensorBoardData
 
 KINDS: tuple[run_metadata.Kind, ...] = ("meta", "alerts", "verdict")
 
 
-def run_text(source: TensorBoardData, run: str, listing: RunTags, sessions: Mapping[float, int]) -> dict[str, Any]:
+def run_text(source: TensorBoardData, run: str, listing: RunTags, record: Callable[[], RunRecord]) -> dict[str, Any]:
     """`meta` and `verdict` as the file has them, None where it has none; `alerts`, worst first, as they last stood;
     `health`, as `sinks.incident_line` has it. The verdict has `stuck`, what the loss did where it did not fall.
 
-    `sessions`: as `RunRecord` has them. Alerts of steps that a later session has too are left out.
+    `record`: of the run; it is asked for where the texts are of several sessions. Left out are alerts of steps that a
+    later session has too, and the verdict of one that was not the last.
     """
     texts = _texts(source, run, listing)
-    latest = {kind: found[-1][1] if found else None for kind, found in texts.items()}
-    verdict = latest["verdict"]
-    alerts = [
-        alert
-        for written, fields in texts["alerts"]
-        for alert in fields["alerts"]
-        if alert["noticed"] < end_of(written, sessions)
-    ]
+    began, meta = texts["meta"][-1] if texts["meta"] else (0.0, None)
+    ended, verdict = texts["verdict"][-1] if texts["verdict"] else (0.0, None)
+    alerts = [(written, alert) for written, fields in texts["alerts"] for alert in fields["alerts"]]
+    alerts += [(written, alert) for written, fields in texts["verdict"] for alert in fields["incidents"]]
+    dates = [written for kind in ("alerts", "verdict") for written, _ in texts[kind]]
+    several = meta is not None and min(dates, default=np.inf) < meta["started"]  # TensorBoard keeps the last `meta`
+    sessions = record().sessions if several else {}
+    alerts = [(written, alert) for written, alert in alerts if alert["noticed"] < end_of(written, sessions)]
+    stand = as_they_stand(alert for _, alert in sorted(alerts, key=lambda one: one[0]))
+    verdict = None if ended < began else verdict
     if verdict is not None:
+        if several and record().steps > verdict["steps"]:  # it knows nothing of the sessions before
+            levels = record().losses().levels
+            own = levels and dict(zip(("first", "last"), levels, strict=True))
+            verdict = {**verdict, "steps": record().steps, "loss": own}
         verdict = {**verdict, "stuck": _stuck(verdict)}
-    stand = as_they_stand([*alerts, *(verdict["incidents"] if verdict else ())])
-    return {"meta": latest["meta"], "verdict": verdict, "alerts": stand, "health": _health(stand, verdict)}
-
-
-def health_of(source: TensorBoardData, run: str, listing: RunTags) -> str:
-    """The health of a run as `sinks.incident_line` has it, by the last texts alone."""
-    texts = _texts(source, run, listing, kinds=("alerts", "verdict"))
-    verdict = texts["verdict"][-1][1] if texts["verdict"] else None
-    alerts = verdict["incidents"] if verdict else texts["alerts"][-1][1]["alerts"] if texts["alerts"] else ()
-    return _health(as_they_stand(alerts), verdict)
+    return {"meta": meta, "verdict": verdict, "alerts": stand, "health": _health(stand, verdict)}
 
 
 def _health(alerts: Iterable[Mapping[str, Any]], verdict: Mapping[str, Any] | None) -> str:
@@ -86,13 +86,11 @@ def onsets_of(alerts: Iterable[Mapping[str, Any]], names: Sequence[str]) -> dict
     return found
 
 
-def _texts(
-    source: TensorBoardData, run: str, listing: RunTags, *, kinds: tuple[run_metadata.Kind, ...] = KINDS
-) -> dict[str, list[tuple[float, dict[str, Any]]]]:
+def _texts(source: TensorBoardData, run: str, listing: RunTags) -> dict[str, list[tuple[float, dict[str, Any]]]]:
     """Kind -> when each text was written, in seconds since 1970, and what it says."""
-    tags = {kind: run_metadata.tag(kind) for kind in kinds if kind in listing.texts}
+    tags = {kind: run_metadata.tag(kind) for kind in KINDS if kind in listing.texts}
     data = source.read(run, list(tags.values())) if tags else {}
-    found: dict[str, list[tuple[float, dict[str, Any]]]] = {kind: [] for kind in kinds}
+    found: dict[str, list[tuple[float, dict[str, Any]]]] = {kind: [] for kind in KINDS}
     for kind, tag in tags.items():
         for datum in data.get(tag, ()):
             try:
