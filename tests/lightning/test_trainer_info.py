@@ -152,6 +152,16 @@ def test_hyperparameters_that_are_one_value_are_settings_of_the_run() -> None:
     assert not [name for name in run_description(quiet_trainer_of(ModeModule())) if name.startswith("hparams.")]
 
 
+def test_clipping_and_accumulation_are_settings_of_the_run() -> None:
+    """`gradwatch compare` names them where they differ."""
+    with quiet():
+        trainer = quiet_trainer(GradWatch(), gradient_clip_val=0.5, accumulate_grad_batches=2)
+        trainer.fit(ModeModule(), LOADER)
+    of_run = run_description(trainer)
+    assert (of_run["gradient_clip_val"], of_run["accumulate_grad_batches"]) == ("0.5 by norm", "2")
+    assert not {"gradient_clip_val", "accumulate_grad_batches"} & run_description(quiet_trainer_of(ModeModule())).keys()
+
+
 def quiet_trainer_of(module: ModeModule) -> Any:
     with quiet():
         trainer = quiet_trainer()

@@ -151,7 +151,8 @@ def is_trial(trainer: Any) -> bool:
 
 
 def run_description(trainer: Any) -> dict[str, str]:
-    """How a run trains, in words: what its labels do not say; and the model's hyperparameters that are one value."""
+    """How a run trains, in words, and the model's hyperparameters that are one value."""
+    mode = training_mode_of(trainer)
     names = [type(optimizer).__name__ for optimizer in trainer.optimizers]
     own = trainer.lightning_module.hparams  # of `save_hyperparameters`, else empty
     values = [(name, value) for name, value in own.items() if isinstance(value, str | int | float)]
@@ -161,6 +162,8 @@ def run_description(trainer: Any) -> dict[str, str]:
         "precision": str(trainer.precision),
         "strategy": type(trainer.strategy).__name__,
         "devices": f"{trainer.world_size} x {type(trainer.accelerator).__name__.removesuffix('Accelerator')}",
-        "optimization": "automatic" if trainer.lightning_module.automatic_optimization else "manual",
+        "optimization": mode.loop,
+        **({"accumulate_grad_batches": str(mode.accumulate)} if mode.accumulate > 1 else {}),
+        **({"gradient_clip_val": mode.clipping.partition("=")[2]} if mode.clipping else {}),
         **{f"hparams.{name}": str(value)[:LONGEST_VALUE] for name, value in values[:MAX_VALUES]},
     }
