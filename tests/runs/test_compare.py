@@ -131,6 +131,39 @@ def test_of_one_seed_a_small_change_is_named_too(runs: dict[str, Path]) -> None:
     )
 
 
+def test_of_runs_that_share_some_layers_no_more_is_said_than_of_these(tmp_path: Path) -> None:
+    """A layer that only one run has draws its weights before `last`, which no one changed."""
+
+    def recorded(name: str, *widths: int, named: str = "last") -> Path:
+        torch.manual_seed(0)
+        first = [nn.Linear(8, 8) for _ in range(3)]
+        more = {f"more{number}": nn.Linear(8, width) for number, width in enumerate(widths)}
+        model = nn.ModuleDict(
+            {**{str(number): layer for number, layer in enumerate(first)}, **more, named: nn.Linear(8, 1)}
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        watch = Watch(model, sinks=[Recorder(folder=tmp_path / name)])
+        torch.manual_seed(1)
+        train(
+            optimizer,
+            lambda step: model[named](sum(layer(torch.randn(4, 8)) for layer in first)).square().mean(),
+            watch,
+            steps=20,
+        )
+        return tmp_path / name
+
+    deeper = compare_runs(read(recorded("a")), read(recorded("b", 8)))
+    (said,) = [sentence for sentence in deeper.sentences if "the same seed" in sentence]
+    assert said == (
+        "At step 0 the weight norm of last differs, that of 3 others is the same: they began with the same seed."
+    )
+    assert deeper.sentences[-1] == "Only B has more0; the 4 others are compared."
+    renamed = compare_runs(read(recorded("c")), read(recorded("d", named="end")))
+    assert renamed.headline == (
+        "In the layers that both have, the runs are the same to the last bit, over all 20 steps that both have."
+    )
+
+
 def normalised(folder: Path, seed: int, scaled: float = 1.0) -> Path:
     torch.manual_seed(seed)
     parts = [part for _ in range(3) for part in (nn.Linear(8, 8), nn.LayerNorm(8), nn.ReLU())]
@@ -290,8 +323,8 @@ def test_the_command_says_it_and_writes_the_page(tmp_path: Path, monkeypatch: An
     headline = "The runs diverge at step 20, in first: gradient norm 1 in A, 1.0e3 in B (x1.0e3; noise less than 1 %)."
     assert headline in " ".join(out.split())
     assert "By step 21 also in <img src=x onerror=alert(1)>." in lines
-    assert "Only A has old; what follows is about the 2 others." in lines
-    assert "Only B has new; what follows is about the 2 others." in lines
+    assert "Only A has old; the 2 others are compared." in lines
+    assert "Only B has new; the 2 others are compared." in lines
     assert lines[-1] == str(tmp_path / "page.html")
     html = (tmp_path / "page.html").read_text()
     tags = Tags(html).tags

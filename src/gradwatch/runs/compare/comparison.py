@@ -73,9 +73,9 @@ class Comparison:
             cause = f"step {rates.step}, in their learning rate, and at " if rates is not None and before else ""
             return f"The runs diverge at {cause}step {first.step}, in {name}: {self.evidence(first)}."
         if like.first is None:
-            if like.identical:
-                return f"The runs are the same to the last bit, over all {counted(like.steps, 'step')} that both have."
-            return f"The runs are the same but for rounding, over all {counted(like.steps, 'step')} that both have."
+            whole = "In the layers that both have, the runs" if any(self.pair.only) else "The runs"
+            same = "to the last bit" if like.identical else "but for rounding"
+            return f"{whole} are the same {same}, over all {counted(like.steps, 'step')} that both have."
         alike = f"over {counted(like.steps, 'step')} no layer differs by more than noise makes it."
         if like.rates is not None:
             return f"The runs diverge at step {like.rates.step}, in their learning rate alone: {alike}"
@@ -109,7 +109,8 @@ class Comparison:
         for letter, only in zip("AB", self.pair.only, strict=True):
             if only:
                 others = counted(len(self.pair.layers), "other")
-                said.append(f"Only {letter} has {listed(only)}; what follows is about the {others}.")
+                compared = "is" if len(self.pair.layers) == 1 else "are"
+                said.append(f"Only {letter} has {listed(only)}; the {others} {compared} compared.")
         ends = [int(run.values["grad_norm"].steps.max()) for run in self.runs]
         if ends[0] != ends[1]:
             said.append(f"A ends at step {ends[0]:,}, B at step {ends[1]:,}: compared up to step {self.last:,}.")
@@ -136,7 +137,9 @@ class Comparison:
         if same:
             return [f"{same}; {where}: look at what changes there, a schedule, the data, or random numbers."]
         if first.same > len(first.layers) and first.statistic == "weight_norm":
-            return [f"{where[0].upper()}{where[1:]}: they began with the same seed, and this is what was changed."]
+            # layers that only one run has may have drawn random numbers before these
+            changed = "" if any(self.pair.only) else ", and this is what was changed"
+            return [f"{where[0].upper()}{where[1:]}: they began with the same seed{changed}."]
         return [f"{where[0].upper()}{where[1:]}."]
 
 
