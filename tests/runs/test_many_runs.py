@@ -140,6 +140,10 @@ def test_a_card_is_a_picture_of_one_run(tmp_path: Path, capsys: pytest.CaptureFi
         == f"gradwatch report: a card is an SVG picture, such as card.svg, and not {tmp_path / 'card.png'}\n"
     )
     assert not (tmp_path / "card.png").exists()
+    for format_ in ("json", "md"):
+        assert main(["report", str(tmp_path / "run"), "--format", format_, "--card", str(card)]) == 2
+        said = "gradwatch report: a card is written beside the page: leave out --format, or --card\n"
+        assert capsys.readouterr() == ("", said)
 
 
 def test_a_card_of_a_run_with_nothing_in_it(tmp_path: Path) -> None:

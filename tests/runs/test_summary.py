@@ -192,6 +192,9 @@ def test_a_table_of_commas(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert rows[1]["loss"] == "1.9"
     assert main(["export", str(tmp_path / "run"), "--to", str(out), "--statistic", "nothing"]) == 2
     assert "has no statistic nothing; it has grad_norm" in capsys.readouterr().err
+    assert main(["export", str(tmp_path / "run"), "--to", str(tmp_path / "NORMS.CSV")]) == 0
+    assert (tmp_path / "NORMS.CSV").read_text() == out.read_text()
+    capsys.readouterr()
     assert main(["export", str(tmp_path / "run"), "--to", str(tmp_path / "norms.txt")]) == 2
     assert "ends with neither of .csv, .parquet" in capsys.readouterr().err
 

@@ -41,12 +41,12 @@ def run(options: argparse.Namespace) -> int:
     from gradwatch.runs.table import FORMATS, write_csv, write_parquet
 
     out: Path = options.to
-    if out.suffix not in FORMATS:
+    if out.suffix.lower() not in FORMATS:
         return complain("export", f"{out} ends with neither of {', '.join(FORMATS)}")
     try:
         with reading(options.path) as progress:
             found = read(options.path, progress=progress)
-        (write_csv if out.suffix == ".csv" else write_parquet)(found, options.statistic, out)
+        (write_csv if out.suffix.lower() == ".csv" else write_parquet)(found, options.statistic, out)
     except Unreadable as error:
         return complain("export", error)
     except ImportError:
