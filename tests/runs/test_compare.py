@@ -20,7 +20,7 @@ import gradwatch
 from gradwatch import Watch
 from gradwatch.cli import main
 from gradwatch.core.median import median
-from gradwatch.core.record import Run
+from gradwatch.core.record import Missing, Run
 from gradwatch.runs.arrays import read
 from gradwatch.runs.compare import divergence_point
 from gradwatch.runs.compare.comparison import Comparison, compare_runs, format_size
@@ -162,6 +162,21 @@ def test_of_runs_that_share_some_layers_no_more_is_said_than_of_these(tmp_path: 
     assert renamed.headline == (
         "In the layers that both have, the runs are the same to the last bit, over all 20 steps that both have."
     )
+
+
+def test_a_layer_that_another_optimizer_steps_is_not_called_the_same(tmp_path: Path) -> None:
+    layout, off, runs = layout_of("gen", "one", "two"), Missing.OTHER_OPTIMIZER, []
+    for name, norm in (("a", 1.0), ("b", 1.5)):
+        sink = Recorder(folder=tmp_path / name)
+        sink.open(Run(layout, "run"))
+        for step in range(20):
+            of_gen = step % 2 == 0
+            norms = [norm, np.nan, np.nan] if of_gen else [np.nan, norm, norm]
+            codes, weights = [off * (not of_gen), off * of_gen, off * of_gen], np.array(norms)
+            feed(sink, record_of(layout, step, norms, codes=codes, optimizer=step % 2, weight_norm=weights))
+        sink.close(HEALTHY)
+        runs.append(read(tmp_path / name))
+    assert compare_runs(*runs).sentences == ("At step 0 the weight norm of gen differs.",)
 
 
 def normalised(folder: Path, seed: int, scaled: float = 1.0) -> Path:

@@ -17,7 +17,7 @@ from gradwatch.cli import main
 from gradwatch.core.alert import Effect, Severity, Verdict
 from gradwatch.core.record import Missing, Run
 from gradwatch.runs.files import Unreadable
-from gradwatch.runs.report.run_data import read_run_data
+from gradwatch.runs.report.run_data import RateEnds, read_run_data
 from gradwatch.runs.summary.document import ATTEMPTS, COLUMNS, MAX_BYTES, document, encoded, number, schema
 from gradwatch.runs.summary.markdown import markdown
 from gradwatch.sinks.record.recorder import Recorder
@@ -87,6 +87,21 @@ def test_a_loss_that_was_never_finite_is_no_missing_loss(tmp_path: Path) -> None
     valid(found)
     assert found["loss"] == dict.fromkeys(("first", "last", "min", "max"), "nan")
     assert "Loss: nan at first, nan at last." in markdown(found)
+
+
+def test_the_loss_and_the_rate_are_those_of_one_optimizer(tmp_path: Path) -> None:
+    """In a document and on the page of many runs: a rate of 0.001 that stays so has not become another's 0.01."""
+    sink, layout = Recorder(folder=tmp_path), layout_of("a")
+    sink.open(Run(layout, "run"))
+    for step in range(20):
+        number = step % 2
+        feed(sink, record_of(layout, step, [1.0], optimizer=number, loss=1.0 + number, lr=(0.001, 0.01)[number]))
+    sink.close(HEALTHY)
+    found, rates = document(gradwatch.load_run(tmp_path)), RateEnds()
+    assert found["learning_rate"] == dict.fromkeys(("first", "last", "min", "max"), 0.001)
+    assert found["loss"] == dict.fromkeys(("first", "last", "min", "max"), 1)
+    read_run_data(tmp_path, rates.block)
+    assert rates.found == pytest.approx((0.001, 0.001, 0.001))
 
 
 def test_a_healthy_and_an_empty_run_are_valid_too(tmp_path: Path) -> None:

@@ -125,15 +125,13 @@ class Comparison:
             return [f"{same}."] if same else []
         if first.statistic == "loss":
             where = f"at step {first.step} the losses differ"
-        elif first.same == 0:
+        elif len(first.layers) + first.constant == len(self.pair.layers):
             constant = f", but for {first.constant} that begin with constants" * bool(first.constant)
             where = f"from step {first.step} on every layer's {WORDS[first.statistic]} differs{constant}"
         else:
             names = listed(self.pair.layers[layer] for layer in first.layers)
-            where = (
-                f"at step {first.step} the {WORDS[first.statistic]} of {names} differs, "
-                f"that of {first.same} others is the same"
-            )
+            others = f", that of {counted(first.same, 'other')} is the same" * bool(first.same)
+            where = f"at step {first.step} the {WORDS[first.statistic]} of {names} differs{others}"
         if same:
             return [f"{same}; {where}: look at what changes there, a schedule, the data, or random numbers."]
         if first.same > len(first.layers) and first.statistic == "weight_norm":

@@ -27,7 +27,7 @@ class Difference:
     layers: tuple[int, ...]
     """Places of those that differ, of those compared; empty for what is `NOT_LOGARITHMS`."""
     same: int
-    """How many do not, of those that could: see `constant`."""
+    """How many do not, of those that were measured then and could: see `constant`."""
     before: int | None
     """The last step at which the gradients were compared and the same."""
     constant: int
@@ -77,15 +77,17 @@ def first_difference(pair: AlignedRuns) -> FirstDifference:
         return FirstDifference(steps, identical, None, None)
     step, _, name = min(found)
     when, x, y = shared[name]
-    apart = _differs(name, x, y)[np.flatnonzero(when == step)].any(axis=0)
+    here = when == step
+    apart = _differs(name, x, y)[here].any(axis=0)
+    alike = ~apart & ~np.isnan(x[here] + y[here]).all(axis=0)  # a layer of another optimizer is not measured here
     earlier = shared["grad_norm"][0] if "grad_norm" in shared else when
     earlier = earlier[earlier < step]
     layers = () if name in NOT_LOGARITHMS else tuple(int(place) for place in np.flatnonzero(apart))
     before = int(earlier[-1]) if len(earlier) else None
     fixed = np.zeros_like(apart)
     if name == "weight_norm" and before is None:
-        fixed = ~apart & _constant(x[np.flatnonzero(when == step)[0]], pair.modules)
-    first = Difference(step, name, layers, int(np.count_nonzero(~apart & ~fixed)), before, int(fixed.sum()))
+        fixed = alike & _constant(x[here][0], pair.modules)
+    first = Difference(step, name, layers, int(np.count_nonzero(alike & ~fixed)), before, int(fixed.sum()))
     return FirstDifference(steps, identical, first, _rates(*shared["lr"]) if "lr" in shared else None)
 
 

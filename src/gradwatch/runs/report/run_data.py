@@ -82,20 +82,14 @@ def read_run_data(path: Path, *receivers: Callable[[Block], None], progress: Pro
 
 
 class RateEnds:
-    """Collects the first learning rate of a recorded run, the highest and the last; of several optimizers the rates of
-    the one that steps first.
-    """
+    """Collects a recorded run's first learning rate, the highest and the last; of several optimizers the first's."""
 
     def __init__(self) -> None:
         self.found: tuple[float, float, float] | None = None
-        self._optimizer = -1
 
     def block(self, block: Block) -> None:
-        rates = block.scalars.get("lr", np.empty(0))
-        rated = ~np.isnan(rates)
-        if self.found is None and rated.any():
-            self._optimizer = int(block.optimizers[rated][0])
-        known = rates[rated & (block.optimizers == self._optimizer)] if len(rates) else rates
+        rates = block.scalars.get("lr", np.full(len(block), np.nan))
+        known = rates[~np.isnan(rates) & (block.optimizers == 0)]
         if len(known):
             first, highest, _ = self.found or (float(known[0]), float(known[0]), 0.0)
             self.found = first, max(highest, float(known.max())), float(known[-1])

@@ -182,9 +182,11 @@ def _texts(texts: Mapping[str, str], limits: Limits) -> dict[str, str]:
 
 
 def _course(run: RunArrays, name: str, levels: tuple[float, float] | None = None) -> dict[str, Any] | None:
-    """A number of the whole step over the run. `levels`: the first and the last to show."""
+    """A number of the whole step over the run, of several optimizers the first's. `levels`: the first and the last to
+    show.
+    """
     numbers = run.scalars.get(name, np.empty(0))
-    known = numbers[~np.isnan(numbers)]
+    known = numbers[~np.isnan(numbers) & (run.values["grad_norm"].optimizers == 0)] if len(numbers) else numbers
     if not len(known):
         if levels is None:
             return None
