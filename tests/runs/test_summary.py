@@ -164,7 +164,7 @@ def test_the_command_prints_json_and_markdown(tmp_path: Path, capsys: pytest.Cap
     text = capsys.readouterr().out
     assert "## 1. error: vanishing in a" in text
     assert "**Try:** a lower rate" in text
-    assert "What follows: starved in 1 layers." in text
+    assert "What follows: starved in 1 layer." in text
     out = tmp_path / "found.json"
     assert main(["report", str(tmp_path / "run"), "--format", "json", "-o", str(out)]) == 0
     assert json.loads(out.read_text()) == found

@@ -80,7 +80,7 @@ def _show(console: Console, result: Comparison) -> None:
     from rich.text import Text
 
     from gradwatch.runs.compare.comparison import WORDS, format_ratio, format_size
-    from gradwatch.runs.names import with_short_names
+    from gradwatch.runs.names import counted, with_short_names
     from gradwatch.sinks.incident_line import loud
     from gradwatch.sinks.terminal.layer_table import shorten_name
 
@@ -115,11 +115,13 @@ def _show(console: Console, result: Comparison) -> None:
         console.print(table)
         if len(result.divergence_points) > MAX_ROWS:
             console.print(
-                text(f"and {len(result.divergence_points) - MAX_ROWS} more layers; -o FILE lists them", "dim")
+                text(
+                    f"and {counted(len(result.divergence_points) - MAX_ROWS, 'more layer')}; -o FILE lists them", "dim"
+                )
             )
     for letter, record in zip("AB", result.runs, strict=True):
         alerts = loud(record.verdict.incidents)
         for alert in alerts[:MAX_ROWS]:
             console.print(text(f"Alert of {letter}: {alert.rule} in {with_short_names(alert).where} {alert.since}"))
         if len(alerts) > MAX_ROWS:
-            console.print(text(f"and {len(alerts) - MAX_ROWS:,} more alerts of {letter}", "dim"))
+            console.print(text(f"and {counted(len(alerts) - MAX_ROWS, 'more alert')} of {letter}", "dim"))

@@ -38,6 +38,7 @@ def add(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     from gradwatch.runs.arrays import read
     from gradwatch.runs.files import Unreadable
+    from gradwatch.runs.names import counted
     from gradwatch.runs.table import FORMATS, write_csv, write_parquet
 
     out: Path = options.to
@@ -53,6 +54,6 @@ def run(options: argparse.Namespace) -> int:
         return complain("export", "Parquet needs pyarrow or pandas with an engine for it; --to FILE.csv needs neither")
     series = found.values[options.statistic]
     thinned = f", one of every {series.every} of a long run" if series.every > 1 else ""
-    print(f"{len(series.steps):,} steps x {len(found.names):,} columns{thinned}")
+    print(f"{counted(len(series.steps), 'step')} x {len(found.names):,} columns{thinned}")
     print(printable(out))
     return OK

@@ -78,6 +78,7 @@ def _several(path: Path) -> bool:
 def _pages(options: argparse.Namespace) -> int:
     """One page of all runs below a folder."""
     from gradwatch.runs.files import Unreadable, runs_below
+    from gradwatch.runs.names import counted
     from gradwatch.runs.report.many import PAGE_NAME, line_of, page_of_many
     from gradwatch.runs.report.run_data import RateEnds, read_run_data
 
@@ -104,7 +105,7 @@ def _pages(options: argparse.Namespace) -> int:
     for note in notes:
         print(f"Note: {printable(note)}")
     unhealthy = sum(line.health in ("error", "warning") for line in lines)
-    print(f"GradWatch: {len(lines)} runs, {unhealthy} with incidents")
+    print(f"GradWatch: {counted(len(lines), 'run')}, {unhealthy} with incidents")
     print(printable(out))
     return OK
 

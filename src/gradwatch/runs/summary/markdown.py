@@ -55,7 +55,10 @@ def _text(found: Mapping[str, Any], rows: Sequence[Sequence[Any]]) -> str:
         ]
         for effect in one["effects"]:
             count = effect["layers"]["count"]
-            lines += [f"What follows: {_plain(effect['rule'])}" + (f" in {count} layers." if count else "."), ""]
+            lines += [
+                f"What follows: {_plain(effect['rule'])}" + (f" in {counted(count, 'layer')}." if count else "."),
+                "",
+            ]
     lines += [f"- {_plain(note)}" for note in (*verdict["interventions"], *verdict["notes"])]
     lines += [
         f"- Not trained, {_plain(one['reason'])}: {_plain(', '.join(one['parameters']['names'][:4]))}"
@@ -72,7 +75,7 @@ def _text(found: Mapping[str, Any], rows: Sequence[Sequence[Any]]) -> str:
         lines.append("| " + " | ".join("-" if row[place] is None else _cell(row[place]) for place in places) + " |")
     left_out = found["left_out"]["layers"] + len(found["layers"]) - len(rows)
     if left_out:
-        lines += ["", f"{left_out:,} layers without alerts are left out."]
+        lines += ["", f"Left out: {counted(left_out, 'layer')} without alerts."]
     return "\n".join(lines) + "\n"
 
 
