@@ -621,6 +621,22 @@ def test_the_tab_and_the_reports_agree_on_a_run_that_went_on(tmp_path: Path, unh
         assert [alert["rule"] for alert in page["alerts"]] == [alert.rule for alert in recorded.alerts] == ["nonfinite"]
 
 
+def test_the_loss_and_the_rate_are_those_of_one_optimizer(tmp_path: Path) -> None:
+    """In a loop of the user's own each of its steps has an x of its own."""
+    layout, run = layout_of("a"), Recorder(folder=tmp_path / "run")
+    run.open(Run(layout, "run"))
+    for step in range(20):
+        number = step % 2
+        feed(run, record_of(layout, step, [1.0], optimizer=number, loss=1.0 + number, lr=(0.001, 0.01)[number]))
+    run.close(Verdict((), 20, 1, 0.01, {}))
+    about, arrays = opened(ask(client(slow(tmp_path)), "summary", run="run").data)
+    assert (about["loss"], about["lr"]) == ([1.0, 1.0], pytest.approx([0.001] * 3))
+    assert arrays["loss low"].tolist() == [[1.0] * 10]
+    assert arrays["loss from"].tolist() == list(range(0, 20, 2))
+    data = read_run_data(tmp_path / "run")
+    assert float(np.nanmax(data.loss.extremes()[1])) == 1.0, "the curve of the report"
+
+
 def test_a_fault_is_not_what_is_usual(tmp_path: Path) -> None:
     names = [f"block{number}.{part}" for number in range(30) for part in ("q", "k", "v", "out")]
     layout, place, onset = layout_of(*names), 70, 20

@@ -102,9 +102,7 @@ class RunRecord:
         return self._matrices[statistic]
 
     def number(self, name: str) -> Matrix:
-        """A number of the whole step as the matrix of one name; of several at one step the first. Learning rates are
-        those of the optimizer that steps first.
-        """
+        """A number of the whole step as the matrix of one name; of several optimizers the first's."""
         nan = f"{name}_nan"  # 1 where it was measured and is NaN
 
         def has(block: RecordedBlock) -> bool:
@@ -116,10 +114,8 @@ class RunRecord:
             np.concatenate([block.numbers.get(one, np.full(len(block), np.nan)) for block in parts] or [np.empty(0)])
             for one in (name, nan)
         )
-        known = np.flatnonzero(~np.isnan(numbers) | (nans == 1))
-        if name == "lr":
-            optimizers = np.array([number for block in parts for number in block.optimizers.tolist()], dtype=np.int64)
-            known = known[optimizers[known] == optimizers[known[:1]]]
+        own = np.concatenate([block.optimizers for block in parts] or [np.empty(0, dtype=np.int64)]) == 0
+        known = np.flatnonzero(own & (~np.isnan(numbers) | (nans == 1)))
         steps, first = np.unique(steps[known], return_index=True)
         values = as_float32(numbers[known][first])[:, None]
         holes = _holes([part.block for part in self._parts], has)

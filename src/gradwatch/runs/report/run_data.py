@@ -39,6 +39,7 @@ class RunData:
         loss = block.scalars.get("loss", nowhere)
         # NaN also stands for a loss that was not recorded
         known = ~np.isnan(loss) | (block.scalars.get("loss_nan", nowhere) == 1)
+        known &= block.optimizers == 0  # each may have a loss of its own
         if known.any():
             self.loss.extend(
                 block.axis[known], loss[known, None], np.ones((np.count_nonzero(known), 1), dtype=np.bool_)
