@@ -210,6 +210,32 @@ def test_a_gradient_that_died_with_nothing_learnt() -> None:
     assert (found.back, found.headline) == (20, "the gradient norm fell from 2.4 to 2.4e-06, the loss did not")
 
 
+def test_no_gradient_at_all_since_the_first_steps() -> None:
+    found = only(judge_rows(Vanishing(), net(), dying([13.4] + [12.8] * 20, [1.0] + [0.0] * 20))[-1])
+    assert found.message == (
+        "The gradient of every layer has been exactly 0 for 20 steps, and the loss is 12.8 (12.8 at first): the model "
+        "stopped learning. Most often a ReLU or clamp of its outputs gives one number only, or its units are saturated "
+        "or dead, after too large a step."
+    )
+    assert found.remedy.startswith("no ReLU or clamp after the last layer; or a smaller lr")
+    assert (found.back, found.headline) == (20, "every gradient has been exactly 0 for 20 steps")
+
+
+@pytest.mark.parametrize(
+    ("losses", "levels"),
+    [
+        ([12.8] * 21, [0.0] * 21),
+        ([1.0] + [0.9] * 19, [1.0] + [0.0] * 19),
+        ([1.0] * 10 + [0.4] * 20, [1.0] * 10 + [0.0] * 20),
+        ([-0.1] * 10 + [-1.0] * 20, [1.0] * 10 + [0.0] * 20),
+        ([1.0] * 10 + ([0.9] * 15 + [0.0]) * 4, [1.0] * 10 + [0.0] * 64),
+    ],
+    ids=["since the start", "for a few steps", "learnt", "a reward is at its most", "a hinge"],
+)
+def test_no_gradient_at_all_may_be_right(losses: list[float], levels: list[float]) -> None:
+    assert silent(judge_rows(Vanishing(), net(), dying(losses, levels)))
+
+
 @pytest.mark.parametrize(
     ("losses", "levels"),
     [

@@ -79,6 +79,8 @@ class Vanishing:
     zero_records: int = 10
     """The same if the signal is exactly zero, and has not faded to what float32 hardly holds. Measured: with batches of
     one, all units of a layer may be zero."""
+    ended_records: int = 20
+    """Records in a row with no gradient at all. As in `Dead`."""
     first_records: int = 10
     """Number of first records for the first level of gradient and loss, and of last ones for the present level.
     Judgement."""
@@ -106,7 +108,8 @@ class Vanishing:
     def __call__(self, history: History) -> Sequence[Finding] | None:
         if not len(history):
             return None
-        if died := self._died(history):
+        ended = history.total == 0 and is_alone(history)
+        if died := self._ended(history) if ended else self._died(history):
             return [died]
         if faded := faded_through_time(history, dex=self.time_dex, records=self.records):
             return [faded]
@@ -212,6 +215,28 @@ class Vanishing:
         sites, text = layout.names(np.sort(faint)), f"{message} {cause}"
         return Finding(self.name, Severity.WARNING, layer, sites, fall, dex, text, remedy, begun.back, headline)
 
+    def _ended(self, history: History) -> Finding | None:
+        """There was a gradient, and since one step there is none at all, while the loss is neither 0 nor low."""
+        norms, losses = history.series("grad_norm"), history.scalar("loss", self.ended_records)
+        loss = first_and_last_loss(history, self.first_records)
+        if losses is None or loss is None or len(norms) <= self.ended_records or not np.nanmax(norms) > 0:
+            return None
+        # a hinge or a reward of 0 has no slope
+        if (norms[-self.ended_records :] != 0).any() or not (np.abs(losses) > 0).all():
+            return None
+        if not loss[1] > loss[0] - self.stuck_share * abs(loss[0]):
+            return None
+        back = streak(history, norms == 0)
+        message = (
+            f"The gradient of every layer has been exactly 0 for {back} steps, and the loss is {loss[1]:.3g} "
+            f"({loss[0]:.3g} at first): the model stopped learning. Most often a ReLU or clamp of its outputs gives "
+            "one number only, or its units are saturated or dead, after too large a step."
+        )
+        headline = f"every gradient has been exactly 0 for {back} steps"
+        remedy = "no ReLU or clamp after the last layer; or a smaller lr in configure_optimizers, with warm-up."
+        sites, limit = history.layout.names(()), float(self.ended_records)
+        return Finding(self.name, Severity.WARNING, TOTAL, sites, back, limit, message, remedy, back, headline)
+
     def _died(self, history: History) -> Finding | None:
         """The whole gradient fell, and the loss did not."""
         now, under = history.total, 10.0**-self.total_dex
@@ -237,7 +262,7 @@ class Vanishing:
             "after too large a step."
         )
         headline = f"the gradient norm fell from {early:.2g} to {now:.2g}, the loss did not"
-        remedy = "a smaller lr, with warm-up, in configure_optimizers."
+        remedy = "a smaller lr in configure_optimizers, with warm-up."
         layer, sites = TOTAL, history.layout.names(())
         if not alone:
             layers = history.layout.layers
