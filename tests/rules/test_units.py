@@ -247,6 +247,34 @@ def test_without_activations_it_goes_by_the_gradients() -> None:
     assert alert.remedy == "a smaller lr, with warm-up, or nn.LeakyReLU after layer b."
 
 
+class Padded(nn.Module):
+    """Takes 16 examples; from the tenth batch on all are padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.head, self.batches = nn.Embedding(20, 8, padding_idx=0), nn.Linear(8, 1), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.batches += 1
+        indices = torch.randint(1, 20, (len(x),)) * (self.batches <= 10)
+        y: Tensor = self.head(self.embedding(indices))
+        return y
+
+
+def test_an_embedding_that_gets_only_padding_has_no_dead_units() -> None:
+    alert = only(incidents_of(Padded(), steps=60))
+    assert (alert.rule, alert.layer, alert.severity, alert.step) == ("dead", "embedding", Severity.WARNING, 10)
+    assert alert.message.startswith(
+        "The gradient of layer embedding has been exactly 0 for 20 steps or more, while layer head after it gets one: "
+        "a backward signal reaches it, so its inputs are all its padding_idx, or something makes its gradient 0. It "
+        "was not so before."
+    )
+    assert alert.remedy == (
+        "inputs of layer embedding that are not all its padding_idx: look at a batch as the DataLoader returns it."
+    )
+
+
 @pytest.mark.parametrize("first", [0, 7])
 def test_outputs_that_are_not_finite_switch_no_rule_off(first: int) -> None:
     """A ReLU that gives NaN has no share of zeros; those that do are judged all the same."""

@@ -14,7 +14,7 @@ from gradwatch.core.record import MEASURED, Floats, Mask, Site, Sites
 from gradwatch.rules.evidence.jumps import beginning
 from gradwatch.rules.evidence.layer_levels import bias_text, biases_of, latest, series_of, weights_of
 from gradwatch.rules.evidence.learning_rates import measured_remedy
-from gradwatch.rules.evidence.onsets import gradient_zero_since, is_first_record, unlearnt
+from gradwatch.rules.evidence.onsets import began_text, gradient_zero_since, is_first_record, unlearnt
 from gradwatch.rules.evidence.paths import paths
 from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.records import is_own, own_records, row_of
@@ -236,13 +236,26 @@ class Dead:
         death = death_of(history, site, since)
         name, after = death.layer, history.layout.sites[nearest].name
         too = f", and of {_before_text(history.layout.names(starved))}," if len(starved) else ""
+        cause, remedy = f"most often no unit after layer {name} fires any more. {death.cause}", death.remedy
+        if _is_reached(history, site, since):
+            severity, embeds = Severity.WARNING, "Embedding" in history.layout.sites[site].module
+            only = "its padding_idx" if embeds else "0"
+            cause = f"a backward signal reaches it, so its inputs are all {only}, or something makes its gradient 0."
+            cause += f"{began_text(history, since)}{unlearnt(history)}"
+            remedy = f"inputs of layer {name} that are not all {only}: look at a batch as the DataLoader returns it."
         message = (
             f"The gradient of layer {name}{too} has been exactly 0 for {self.records} steps or more, while layer "
-            f"{after} after it gets one: most often no unit after layer {name} fires any more. {death.cause}"
+            f"{after} after it gets one: {cause}"
         )
         headline = f"it gets no gradient any more{death.headline(len(starved))}"
         sites, effects = history.layout.names(np.sort(dead)), _effects(history, starved=starved)
-        return Finding(self.name, severity, name, sites, 0.0, 0.0, message, death.remedy, since, headline, effects)
+        return Finding(self.name, severity, name, sites, 0.0, 0.0, message, remedy, since, headline, effects)
+
+
+def _is_reached(history: History, layer: int, since: int) -> bool:
+    """Whether a backward signal has come to the outputs of `layer` at one of the last `since` records."""
+    signals = history.window("signal_norm", since, sites=layer)
+    return signals is not None and bool((signals > 0).any())
 
 
 def _effects(history: History, **layers: Sites) -> tuple[Effect, ...]:
