@@ -77,6 +77,25 @@ def shown(memory: Memory, module: Clipped) -> np.ndarray[Any, Any]:
 
 
 @pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize("limit", [None, LIMIT])
+def test_the_label_names_the_clipping_that_follows(limit: float | None) -> None:
+    class Plain(Clipped):
+        configure_gradient_clipping = pl.LightningModule.configure_gradient_clipping
+
+    labels = []
+    for module in (Plain(None), Clipped(by_value)):
+        memory = Memory()
+        trainer = quiet_trainer(GradWatch(sinks=(memory,)), max_epochs=1, gradient_clip_val=limit)
+        trainer.fit(module, DataLoader(torch.arange(3)))  # type: ignore[arg-type]
+        labels.append(memory.run.labels["grad_norm"])
+    plain = f"before clipping (gradient_clip_val={limit} by norm)" if limit else "as the optimizer first receives them"
+    assert labels == [
+        f"gradient norms {plain}, every step",
+        "gradient norms before clipping (the model's configure_gradient_clipping), every step",
+    ]
+
+
+@pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize("clip", [None, by_norm, by_value, by_layer], ids=["Trainer", "norm", "value", "layer"])
 def test_every_step_shows_what_the_optimizer_used(clip: Any) -> None:
     module, memory, _ = fit(clip)

@@ -106,11 +106,11 @@ def test_the_start_up_line_says_what_acts_where_and_what_comes_after(caplog: pyt
     with caplog.at_level("INFO", logger="gradwatch"):
         fit_mode(mode.module(), mode, GradWatch(interventions=chosen))
     line = next(line for line in caplog.messages if line.startswith("GradWatch watches"))
-    assert "before interventions and clipping (gradient_clip_val=0.05 by norm)" in line
+    assert "before interventions and clipping (the model's configure_gradient_clipping)" in line
     assert "in the hooks, on gradients as they are made: Scale by 0.5" in line
     first, then = "Clip at norm 0.02 per layer", "Clip at norm 1 per group (dry run)"
     assert f"at every step, on the optimizer's gradients: {first}, then {then}" in line
-    assert "before gradient_clip_val=0.05 by norm" in line
+    assert "before the model's configure_gradient_clipping" in line
 
 
 def test_the_share_of_clipped_layers_is_a_headline() -> None:

@@ -229,7 +229,7 @@ def test_a_fit_leaves_its_report_and_says_where(tmp_path: Path, capsys: pytest.C
     text = safe(path.read_text()).text
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("GradWatch report: ")]
     assert said == [f"GradWatch report: {path}", f"GradWatch report: {second}"]
-    assert "gradient norms as the optimizer receives them, every step" in text
+    assert "gradient norms as the optimizer first receives them, every step" in text
     assert "precision 32-true" in text
     assert "torch" in text
     assert sorted(path.parent.glob("*.html*")) == [path, second]

@@ -46,7 +46,7 @@ class TrainingMode:
             "unscaled" if self.scaled else "",
             f"mean over {self.ranks} ranks" if self.ranks > 1 else "",
             "summed over shards" if sharded else "",
-            f"before {' and '.join(later)}" if later else "as the optimizer receives them",
+            f"before {' and '.join(later)}" if later else "as the optimizer first receives them",
         ]
         return ", ".join(part for part in parts if part)
 

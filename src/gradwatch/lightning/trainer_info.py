@@ -42,6 +42,8 @@ def training_mode_of(trainer: Any) -> TrainingMode:
     value = trainer.gradient_clip_val
     clipping = f"gradient_clip_val={value:g} by {clip_algorithm_of(trainer)}" if value else ""
     automatic = trainer.lightning_module.automatic_optimization
+    if automatic and _clips_itself(trainer.lightning_module):
+        clipping = "the model's configure_gradient_clipping"
     return TrainingMode(
         accumulate=trainer.accumulate_grad_batches if automatic else 1,
         ranks=trainer.world_size,
@@ -52,6 +54,12 @@ def training_mode_of(trainer: Any) -> TrainingMode:
         monitored=is_monitored(trainer),
         loop="automatic" if automatic else "manual",
     )
+
+
+def _clips_itself(module: Any) -> bool:
+    """Whether the LightningModule, of either package, has a `configure_gradient_clipping` of its own."""
+    own = module.configure_gradient_clipping
+    return getattr(own, "__qualname__", "") != "LightningModule.configure_gradient_clipping"
 
 
 def clip_algorithm_of(trainer: Any) -> str:
