@@ -133,6 +133,37 @@ def test_a_rate_that_jumps_need_not_be_waited_for() -> None:
     assert silent(judge_steps(Divergence(), net(2), [*steps(30), *steps(1, lr=30.0), *steps(6, loss=4.0)]))  # a restart
 
 
+def learnt_and_lost(*late: float, rate: float = 3.0, before: float = 0.5) -> list[dict[str, Any]]:
+    early = [loss for place in range(30) for loss in steps(1, loss=2.0 - min(place, 20) / 20)]
+    return [*early, *steps(1, loss=before, lr=rate), *(row for loss in late for row in steps(1, loss=loss, lr=rate))]
+
+
+def test_a_rate_that_jumps_and_takes_away_what_was_learnt() -> None:
+    outcome = judge_steps(Divergence(), net(2), learnt_and_lost(*[5.0] * 12))
+    assert silent(outcome[:40])
+    found = only(outcome[40])
+    assert found.message == (
+        "The loss is 5, 2.5 times the largest of its first 10 steps (2), right after the learning rate jumped to 3, "
+        "30 times that of the step before: what was learnt is overwritten."
+    )
+    assert (found.back, found.threshold, found.headline) == (11, 1.25, "the learning rate jumped 30 times, to 3")
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        learnt_and_lost(*[5.0] * 9, *[1.0] * 9),
+        learnt_and_lost(*[5.0] * 20, before=5.0),
+        learnt_and_lost(*[5.0] * 20, rate=0.1),
+        learnt_and_lost(*[2.4] * 20),
+        [*steps(31, lr=0.1), *steps(20, loss=1.3, lr=3.0)],
+    ],
+    ids=["a restart", "other data, at a higher rate", "other data", "as at the start", "nothing learnt"],
+)
+def test_a_rate_that_jumps_may_take_nothing_away(rows: list[dict[str, Any]]) -> None:
+    assert silent(judge_steps(Divergence(), net(2), rows))
+
+
 def test_one_step_is_spoken_of_where_it_moved_all_layers_and_the_farthest() -> None:
     def moved(*updates: list[float]) -> str:
         rows = [*steps(30), *(row for pair in updates for row in steps(1, updates=pair)), *steps(1, loss=7.0)]

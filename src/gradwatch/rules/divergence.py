@@ -15,7 +15,7 @@ from gradwatch.rules.evidence.applied_gradients import summed_passes
 from gradwatch.rules.evidence.baseline import LEVEL_RECORDS, first_steps, largest_first_loss, was_learnt
 from gradwatch.rules.evidence.gradient_jump import EFFECT_RECORDS
 from gradwatch.rules.evidence.jumps import last_jump
-from gradwatch.rules.evidence.learning_rates import RateJump, better_rate, rate_jump, rate_text
+from gradwatch.rules.evidence.learning_rates import RATE_JUMP_RATIO, RateJump, better_rate, rate_jump, rate_text
 from gradwatch.rules.evidence.recent_rows import ROUNDING, RecentRows
 from gradwatch.rules.evidence.records import is_own, number_of, own_losses, own_records
 from gradwatch.rules.evidence.samples import RECENT_RECORDS, own_samples
@@ -46,6 +46,13 @@ LONG_LEVEL_RECORDS = 20
 
 UNLEARNT_RATIO = 1.25
 """Ratio of the loss to its least level so far above which the model has lost what it had learnt. Judgement."""
+
+JUMP_RECORDS = 15
+"""Records back to a jump of the learning rate since which the loss has been up. Judgement."""
+
+UP_RECORDS = 10
+"""The last of them, at which the loss has been over all of its first ones. Judgement: a restart that does no lasting
+harm is back sooner."""
 
 LEARNT_SHARE = 0.5
 """Below this share of its first level the loss still counts as learnt. Judgement."""
@@ -94,6 +101,8 @@ class Divergence:
     def suspects(self, rows: RecentRows) -> Mask:
         """A step as large as the weights lately, a loss far over the optimizer's first, or a sample of the weights."""
         suspected = self._far_losses(rows)
+        if _rate_jumped(rows):
+            suspected = ~rows.nowhere
         updates, ago = rows.history.samples("update_ratio", rows.count + EFFECT_RECORDS)
         for back in ago[(updates >= min(self.often, self.update)).any(axis=1)].tolist():
             suspected = suspected.copy()
@@ -175,17 +184,22 @@ class Divergence:
         return Finding(self.name, Severity.ERROR, layer, names, worst, limit, message, remedy, since, headline)
 
     def _after_rate_jump(self, history: History, first: float) -> Finding | None:
-        """The loss beyond its `first` level, right after a jump of the learning rate: that need not be waited for."""
-        now = number_of(history, "loss")
-        if not np.inf > abs(now) >= self.loss * first > 0 or (jump := rate_jump(history)) is None:
+        """The loss beyond its `first` level, right after a jump of the learning rate: that need not be waited for. Or
+        over that level for long since then, where it was under it when the rate jumped.
+        """
+        now, limit = number_of(history, "loss"), self.loss
+        jump = rate_jump(history) if np.inf > abs(now) >= limit * first > 0 else None
+        if jump is None:
+            jump, limit = _jump_since_up(history, first), UNLEARNT_RATIO
+        if jump is None:
             return None
         message = (
             f"The loss is {now:.3g}, {_times(abs(now) / first)} the largest of "
             f"{first_steps(history, self.first_records)} ({first:.3g}), right after the learning rate jumped to "
             f"{jump.rate:.3g}, {_times(jump.ratio)} that of the step before{_overwritten(history, jump.back)}."
         )
-        value, limit = abs(now) / first, self.loss
-        return Finding(self.name, Severity.ERROR, TOTAL, (), value, limit, message, jump.remedy, jump.back, jump.text)
+        value, text = abs(now) / first, jump.text
+        return Finding(self.name, Severity.ERROR, TOTAL, (), value, limit, message, jump.remedy, jump.back, text)
 
     def _weights_grew(self, history: History) -> Finding | None:
         """Weights that grew many times over while nothing was learnt, as the latest record, a sample, shows."""
@@ -280,6 +294,28 @@ class Divergence:
         found = _weight_growth(history, RECENT_RECORDS)
         ratios = found[0][-1][~np.isnan(found[0][-1])] if found is not None else np.empty(0)
         return len(ratios) > 1 and bool(ratios.min() >= self.falling_growth)
+
+
+def _rate_jumped(rows: RecentRows) -> bool:
+    """Whether the rate of an optimizer jumped between two records in a row, which one of `rows` may look back to."""
+    n = rows.count + JUMP_RECORDS + 1
+    rates, optimizers = rows.history.scalar("lr", n), rows.history.optimizers(n)
+    if rates is None:
+        return False
+    jumped = (rates[1:] >= RATE_JUMP_RATIO * ROUNDING * rates[:-1]) & (rates[:-1] > 0)
+    return bool((jumped & (optimizers[1:] == optimizers[:-1])).any())
+
+
+def _jump_since_up(history: History, first: float) -> RateJump | None:
+    """The jump of the rate since which a loss that had been learnt has been over its `first` level, and stays there."""
+    losses = history.scalar("loss", JUMP_RECORDS + 1)
+    if losses is None or not (losses[-UP_RECORDS:] >= UNLEARNT_RATIO * first).all():
+        return None
+    if not is_own(history, JUMP_RECORDS + 1).all() or (jump := rate_jump(history, records=JUMP_RECORDS)) is None:
+        return None
+    # a loss that was up before the first step at that rate has another cause, such as other data
+    before = UP_RECORDS < jump.back <= len(losses) and 0 < losses[-jump.back] < first
+    return jump if before and was_learnt(history, back=jump.back + 1) else None
 
 
 def _rise(history: History, back: int) -> tuple[Floats, Floats] | None:
