@@ -37,7 +37,7 @@ def test_the_order_of_execution_says_where_it_was_born() -> None:
 @pytest.mark.parametrize(
     ("loss", "words"),
     [
-        (NAN, "No layer has a finite gradient; they came with the loss: a non-finite batch, or an overflow in the"),
+        (NAN, "No layer has a finite gradient; they came with the loss: a non-finite batch, or an overflow or a"),
         (0.7, "No layer has a finite gradient; the loss is finite (0.7), so that its own backward pass made them."),
     ],
 )

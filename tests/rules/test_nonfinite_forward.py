@@ -177,8 +177,12 @@ def test_between_samples_it_names_no_layer(bad: int) -> None:
     alert = alert_of_training(mlp(), bad=bad, steps=40)
     assert (alert.layer, alert.step, len(alert.sites)) == ("total", bad, 3)
     assert alert.message == (
-        "No layer has a finite gradient; they came with the loss: a non-finite batch, or an overflow in the forward "
-        "pass. Outputs were not sampled at this step, and so do not tell where."
+        "No layer has a finite gradient; they came with the loss: a non-finite batch, or an overflow or a division by "
+        "0 in the forward pass. Outputs were not sampled at this step, and so do not tell where."
+    )
+    assert alert.remedy == (  # an infinite number alone is no anomaly to torch
+        "torch.isfinite on this batch, and its largest number; then torch.autograd.set_detect_anomaly(True), which "
+        "names an operation that makes a NaN."
     )
 
 

@@ -132,10 +132,14 @@ class Nonfinite:
         else:
             origin = TOTAL
             cause = (
-                "they came with the loss: a non-finite batch, or an overflow in the forward pass. Outputs were not "
-                f"sampled {'there' if _elsewhere(history) else 'at this step'}, and so do not tell where."
+                "they came with the loss: a non-finite batch, or an overflow or a division by 0 in the forward pass. "
+                f"Outputs were not sampled {'there' if _elsewhere(history) else 'at this step'}, and so do not tell "
+                "where."
             )
-            remedy = "torch.isfinite on this batch, then Trainer(detect_anomaly=True): it names the operation."
+            remedy = (
+                "torch.isfinite on this batch, and its largest number; then Trainer(detect_anomaly=True), which names "
+                "an operation that makes a NaN."
+            )
         cause, remedy = self._cause(history, forward, cause, remedy)
         message = f"{what}; {uncapitalized(cause)}{_by_taps(taps)}"
         sites = (*names, *taps[:1])
