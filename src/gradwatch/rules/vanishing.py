@@ -314,6 +314,6 @@ def _gradual(
         return cause, "residual connections around the layers: x + layer(x)."
     often = "most often " * bool(np.isnan(np.median(sizes)))
     if not from_start:
-        return f"{fades}: {often}the weights have become too small.", "a smaller lr, or less weight decay."
+        return f"{fades}: {often}the weights have become too small.", "a smaller lr, or less weight decay or clamping."
     cause = f"{fades}: {often}the initial weights are too small, and there is no norm."
     return cause, "nn.init.kaiming_normal_ for the weights."
