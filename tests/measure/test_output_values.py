@@ -333,6 +333,37 @@ def test_inputs_are_those_no_gradient_flows_through() -> None:
     assert math.isnan(record.value("input_rms", "head"))
 
 
+@pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
+@pytest.mark.parametrize("state", [False, True])
+def test_the_input_of_a_recurrent_layer_is_its_sequence(kind: type[nn.RNNBase], state: bool) -> None:
+    """It gets a view that requires a gradient, for the norms of time steps; and zeros for its state may be given."""
+    model, batch = nn.ModuleDict({"rnn": kind(3, 2), "head": nn.Linear(2, 1)}), torch.randn(5, 8, 3)  # type: ignore[arg-type]
+    zeros = torch.zeros(1, 8, 2)
+    given = [(zeros, zeros) if kind is nn.LSTM else zeros] * state
+    record = measured(model, batch, forward=lambda model, x: model["head"](model["rnn"](x, *given)[0]))[0]
+    assert record.value("input_rms", "rnn") == pytest.approx(float(batch.square().mean().sqrt()))
+    assert record.value("input_max", "rnn") == pytest.approx(float(batch.abs().max()))
+
+
+def test_a_state_beside_what_other_layers_made_is_no_input() -> None:
+    class Cell(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, 4))
+
+        def forward(self, x: Tensor, state: Tensor) -> Tensor:
+            return torch.tanh((x + state) @ self.weight)
+
+    model = nn.ModuleDict({"words": nn.Embedding(9, 4), "gru": nn.GRU(4, 4), "cell": Cell()})
+
+    def forward(model: Any, codes: Tensor) -> Tensor:
+        x = model["words"](codes)
+        return model["cell"](model["gru"](x, torch.zeros(1, 2, 4))[0], torch.zeros(4))  # type: ignore[no-any-return]
+
+    record = measured(model, torch.randint(9, (5, 2)), forward=forward)[0]
+    assert "input_rms" not in record.values
+
+
 def test_codes_that_go_in_have_no_magnitude() -> None:
     model = nn.Sequential(nn.Embedding(9, 4), nn.ReLU(), nn.Linear(4, 2))
     record = measured(model, torch.randint(9, (16,)))[0]

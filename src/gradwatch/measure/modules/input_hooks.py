@@ -58,6 +58,14 @@ def view_with_hook(tensor: Tensor, on_gradient: Callable[[Tensor], None], leaf: 
     return view
 
 
+def wants_gradient(tensor: Tensor) -> bool:
+    """Whether `tensor` requires a gradient; of a view that `view_with_hook` made, whether what it shows does."""
+    node = tensor.grad_fn
+    if type(node).__name__ == f"{_ViewWithHook.__name__}Backward":
+        return bool(node.needs_input_grad[0])  # type: ignore[union-attr]
+    return tensor.requires_grad
+
+
 class _ViewWithHook(torch.autograd.Function):
     @staticmethod
     def forward(tensor: Tensor, leaf: Tensor, on_gradient: Callable[[Tensor], None]) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from gradwatch.core.record import Floats, Layout
 from gradwatch.measure.dtensor import is_dtensor, local_tensor
 from gradwatch.measure.modules import MAX_TENSORS, ModuleStatistic, OutputCallback
+from gradwatch.measure.modules.input_hooks import wants_gradient
 from gradwatch.measure.reductions import (
     ONE_SUM,
     SAFE_SQUARE,
@@ -218,13 +219,20 @@ class OutputStatistics(ModuleStatistic):
         if kind:
             return partial(self._measure_activation, site, _kind_of_output(module, kind))
         channels = any(part in type(module).__name__ for part in CHANNELS_SECOND)
-        return partial(self._measure_layer, site, channels)
+        recurrent = isinstance(module, (nn.RNNBase, nn.RNNCellBase))
+        return partial(self._measure_layer, site, channels, recurrent)
 
-    def _measure_layer(self, site: int, channels: bool, arguments: object, tensors: Iterable[Tensor]) -> None:
+    def _measure_layer(
+        self, site: int, channels: bool, recurrent: bool, arguments: object, tensors: Iterable[Tensor]
+    ) -> None:
+        """`recurrent`: whether only the first argument is an input, and the others are states."""
         step = self.step
         step.channels = channels
-        for value in arguments if isinstance(arguments, tuple) else ():
-            if isinstance(value, Tensor) and not value.requires_grad:
+        given = arguments if isinstance(arguments, tuple) else ()
+        inputs = [value for value in (given[:1] if recurrent else given) if isinstance(value, Tensor)]
+        # beside what other layers made there are masks and states
+        if not any(map(wants_gradient, inputs)):
+            for value in inputs:
                 _measure(step, value, site, LAYER_INPUT)
         for tensor in tensors:
             _measure(step, tensor, site, OUTPUT)
