@@ -273,6 +273,30 @@ def test_an_embedding_that_gets_only_padding_has_no_dead_units() -> None:
     assert alert.remedy == (
         "inputs of layer embedding that are not all its padding_idx: look at a batch as the DataLoader returns it."
     )
+    unsampled = only(incidents_of(Padded(), steps=60, signals="off"))
+    assert "most often its inputs are all its padding_idx, or something makes its gradient 0." in unsampled.message
+    assert unsampled.remedy == alert.remedy
+
+
+def test_a_layer_without_bias_after_dead_units_gets_zeros() -> None:
+    class NoBias(Functional):
+        def __init__(self) -> None:
+            super().__init__()
+            self.b = nn.Linear(16, 16, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.c(self.b(torch.relu(self.a(x))))
+            return y
+
+    def kill(step: int, optimizer: torch.optim.Optimizer) -> None:
+        if step == 10:
+            nn.init.constant_(model.a.bias, -50.0)
+
+    model = NoBias()
+    alert = only(incidents_of(model, steps=60, before=kill))
+    assert alert.layer == "b"
+    assert "a backward signal reaches it, so its inputs are all 0" in alert.message
+    assert alert.remedy == "inputs of layer b that are not all 0: nn.LeakyReLU before it."
 
 
 @pytest.mark.parametrize("first", [0, 7])

@@ -237,12 +237,15 @@ class Dead:
         name, after = death.layer, history.layout.sites[nearest].name
         too = f", and of {_before_text(history.layout.names(starved))}," if len(starved) else ""
         cause, remedy = f"most often no unit after layer {name} fires any more. {death.cause}", death.remedy
-        if _is_reached(history, site, since):
-            severity, embeds = Severity.WARNING, "Embedding" in history.layout.sites[site].module
-            only = "its padding_idx" if embeds else "0"
-            cause = f"a backward signal reaches it, so its inputs are all {only}, or something makes its gradient 0."
-            cause += f"{began_text(history, since)}{unlearnt(history)}"
-            remedy = f"inputs of layer {name} that are not all {only}: look at a batch as the DataLoader returns it."
+        signals = history.window("signal_norm", since, sites=site)
+        reached = signals is not None and bool((signals > 0).any())
+        embeds = "Embedding" in history.layout.sites[site].module
+        if reached or (embeds and signals is None):
+            severity, only = Severity.WARNING, "its padding_idx" if embeds else "0"
+            cause = f"{'a backward signal reaches it, so' if reached else 'most often'} its inputs are all {only}, or "
+            cause += f"something makes its gradient 0.{began_text(history, since)}{unlearnt(history)}"
+            look = "nn.LeakyReLU before it." if len(starved) else "look at a batch as the DataLoader returns it."
+            remedy = f"inputs of layer {name} that are not all {only}: {look}"
         message = (
             f"The gradient of layer {name}{too} has been exactly 0 for {self.records} steps or more, while layer "
             f"{after} after it gets one: {cause}"
@@ -250,12 +253,6 @@ class Dead:
         headline = f"it gets no gradient any more{death.headline(len(starved))}"
         sites, effects = history.layout.names(np.sort(dead)), _effects(history, starved=starved)
         return Finding(self.name, severity, name, sites, 0.0, 0.0, message, remedy, since, headline, effects)
-
-
-def _is_reached(history: History, layer: int, since: int) -> bool:
-    """Whether a backward signal has come to the outputs of `layer` at one of the last `since` records."""
-    signals = history.window("signal_norm", since, sites=layer)
-    return signals is not None and bool((signals > 0).any())
 
 
 def _effects(history: History, **layers: Sites) -> tuple[Effect, ...]:
