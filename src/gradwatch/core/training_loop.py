@@ -26,6 +26,8 @@ class TrainingMode:
     """Whether the gradients carry a loss scale during the backward pass."""
     clipping: str = ""
     """The clipping after the measurement, as text; empty if none is known."""
+    clips: bool = False
+    """Whether it is known to clip; what the model does in place of the Trainer is not known."""
     clip_norm: float | None = None
     """The limit of a clipping of all gradients by their common norm, as `torch.nn.utils.clip_grad_norm_` does it."""
     monitored: bool = False

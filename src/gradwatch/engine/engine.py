@@ -130,7 +130,7 @@ class Engine:
         if (shards := self._reader.shards) is not None:
             urgent = shards.reducer.on_any_rank(urgent)
             shards.waits = self.queue.for_exchange = not urgent
-            shards.clipped = bool(self._mode.clipping)
+            shards.clipped = self._mode.clips
         self.queue.steps_wait = not urgent
         self._register(optimizers, first=True)
         self._arm(0)
@@ -445,7 +445,7 @@ class Engine:
             return
         begun = perf_counter()
         step.stepped = True
-        clipped, by_norm = bool(self._mode.clipping), self._mode.clip_norm is not None
+        clipped, by_norm = self._mode.clips, self._mode.clip_norm is not None
         try:
             read_after(step, reader=self._reader, clipped=clipped, by_norm=by_norm)
             self._finish()

@@ -50,6 +50,7 @@ def training_mode_of(trainer: Any) -> TrainingMode:
         rank=trainer.global_rank,
         scaled=scaler_of(trainer) is not None,
         clipping=clipping,
+        clips=bool(value),
         clip_norm=float(value) if value and clip_algorithm_of(trainer) == "norm" else None,
         monitored=is_monitored(trainer),
         loop="automatic" if automatic else "manual",
@@ -160,7 +161,7 @@ def is_trial(trainer: Any) -> bool:
 
 def run_description(trainer: Any) -> dict[str, str]:
     """How a run trains, in words, and the model's hyperparameters that are one value."""
-    mode = training_mode_of(trainer)
+    mode, value = training_mode_of(trainer), trainer.gradient_clip_val
     names = [type(optimizer).__name__ for optimizer in trainer.optimizers]
     own = trainer.lightning_module.hparams  # of `save_hyperparameters`, else empty
     values = [(name, value) for name, value in own.items() if isinstance(value, str | int | float)]
@@ -172,6 +173,6 @@ def run_description(trainer: Any) -> dict[str, str]:
         "devices": f"{trainer.world_size} x {type(trainer.accelerator).__name__.removesuffix('Accelerator')}",
         "optimization": mode.loop,
         **({"accumulate_grad_batches": str(mode.accumulate)} if mode.accumulate > 1 else {}),
-        **({"gradient_clip_val": mode.clipping.partition("=")[2]} if mode.clipping else {}),
+        **({"gradient_clip_val": f"{value:g} by {clip_algorithm_of(trainer)}"} if value else {}),
         **{f"hparams.{name}": str(value)[:LONGEST_VALUE] for name, value in values[:MAX_VALUES]},
     }
