@@ -271,6 +271,31 @@ def test_what_a_module_writes_into_its_arguments_reaches_its_caller() -> None:
     assert x.grad.tolist() == [10.0] * 2
 
 
+@dataclass(frozen=True)
+class FrozenState:
+    x: Any
+    made: Any = None
+
+
+class WritesOnce(nn.Module):
+    """Writes into one of two containers, which may be the same."""
+
+    def forward(self, items: list[Any], named: dict[str, list[Any]], state: FrozenState) -> Any:
+        items.append(items[0] * 2)
+        object.__setattr__(state, "made", state.x * 3)
+        return named["deep"][-1] * 5
+
+
+def test_a_container_that_a_module_is_given_twice_is_one_also_with_hooks() -> None:
+    x = torch.ones(2, requires_grad=True)
+    with backward_hook(module := WritesOnce(), nothing):
+        items, state = [x * 1], FrozenState(x * 1)
+        out = module(items, {"deep": items}, state)
+    assert out.tolist() == [10.0] * 2
+    assert len(items) == 2
+    assert state.made.tolist() == [3.0] * 2
+
+
 def test_a_new_gradient_for_an_edited_input() -> None:
     x = torch.tensor([-1.0, 2.0], requires_grad=True)
     with backward_hook(module := nn.ReLU(inplace=True), lambda _, into, out: into[0] * 5):

@@ -16,7 +16,7 @@ from gradwatch.hooks.graph_release import made_by, release_in_a_loop
 from gradwatch.hooks.hook_set import HookSet, Uncopied
 from gradwatch.measure.reductions import version_of
 from gradwatch.toolbox.graph_uses import InputUse, hook_if_edited, hook_uses, inner_outputs
-from gradwatch.toolbox.nested_tensors import copied_containers, distinct, replaced, write_back
+from gradwatch.toolbox.nested_tensors import distinct, replaced, write_back
 from gradwatch.toolbox.tensor_hooks import TensorHooks, same_view
 
 
@@ -87,8 +87,8 @@ class _OpenCall:
     hooked: list[_HookedInput] = field(default_factory=list)
     uses: list[InputUse] = field(default_factory=list)
     """The inputs whose consumers in the graph are hooked, for handlers that only read; `hooked` is empty then."""
-    copies: list[tuple[Any, Any]] = field(default_factory=list)
-    """The containers of which the module gets copies, with these: what it writes to them is for its caller."""
+    copies: dict[int, tuple[Any, Any]] = field(default_factory=dict)
+    """By id, the containers of which the module gets copies, with these: what it writes to them is for its caller."""
     originals: dict[int, Any] = field(default_factory=dict)
     """By id, what the caller has given in place of each tensor and container that the module gets."""
 
@@ -182,10 +182,9 @@ class ModuleCalls:
             else:
                 new = self._with_aliases(call, inputs)
         stack[-1] = call
-        changed: tuple[Any, Any] | None = replaced((args, kwargs), found, new)
+        changed: tuple[Any, Any] | None = replaced((args, kwargs), found, new, call.copies)
         if changed is not None:
-            call.copies = list(copied_containers((args, kwargs), changed))
-            call.originals = {id(b): a for a, b in (*zip(found, new, strict=True), *call.copies)}
+            call.originals = {id(b): a for a, b in (*zip(found, new, strict=True), *call.copies.values())}
         return changed
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -193,7 +192,7 @@ class ModuleCalls:
         call = stack.pop() if stack else None
         if call is None:
             return None
-        write_back(call.copies, call.originals)
+        write_back(call.copies.values(), call.originals)
         handler, tensor_hooks = call.handler, self.tensor_hooks
         found = distinct(output)
         outputs = list(handler.outputs(found))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -12,27 +12,47 @@ from torch import Tensor
 from gradwatch.hooks.hook_set import MAX_DEPTH, tensors_in
 
 
-def map_tensors(value: Any, change: Callable[[Tensor], Tensor], levels: int = MAX_DEPTH) -> Any:
+def map_tensors(
+    value: Any,
+    change: Callable[[Tensor], Tensor],
+    levels: int = MAX_DEPTH,
+    *,
+    copies: dict[int, tuple[Any, Any]] | None = None,
+) -> Any:
     """`value` with `change(tensor)` for each tensor that `hooks.tensors_in` finds, in its order.
 
-    A container without a changed tensor is returned itself, not a copy. Containers keep their type: named tuples,
-    ordered dicts, other mutable mappings, frozen dataclasses; a mapping that cannot be written to becomes a dict.
+    A container without a changed tensor is returned itself, not a copy, and one that is there twice is copied once.
+    Containers keep their type: named tuples, ordered dicts, other mutable mappings, frozen dataclasses; a mapping that
+    cannot be written to becomes a dict.
+
+    `copies`: gets the containers that are copied, by id, with their copies.
     """
     if isinstance(value, Tensor):
         return change(value)
     if not levels:
         return value
+    copies = {} if copies is None else copies
+    if id(value) not in copies:
+        copied = _map_items(value, lambda item: map_tensors(item, change, levels - 1, copies=copies))
+        if copied is value:
+            return value
+        copies[id(value)] = value, copied
+    return copies[id(value)][1]
+
+
+def _map_items(value: Any, change: Callable[[Any], Any]) -> Any:
+    """`value` with `change(item)` for each of its items, if it is a container."""
     if isinstance(value, Mapping):
-        return _mapping_like(value, {key: map_tensors(item, change, levels - 1) for key, item in value.items()})
+        return _mapping_like(value, {key: change(item) for key, item in value.items()})
     if isinstance(value, list | tuple):
-        items = [map_tensors(item, change, levels - 1) for item in value]
+        items = [*map(change, value)]
         if all(new is old for new, old in zip(items, value, strict=True)):
             return value
         return _sequence_like(value, items)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value) if getattr(value, field.name, None) is not None]
         old = {name: getattr(value, name) for name in names}
-        new = {name: map_tensors(item, change, levels - 1) for name, item in old.items()}
+        new = {name: change(item) for name, item in old.items()}
         if all(new[name] is old[name] for name in names):
             return value
         copied = copy.copy(value)
@@ -76,29 +96,19 @@ def distinct(value: object) -> list[Tensor]:
     return list({id(tensor): tensor for tensor in tensors_in(value)}.values())
 
 
-def replaced(value: Any, old: Sequence[Tensor], new: Sequence[Tensor]) -> Any:
-    """`value` with each tensor of `old` replaced by the one at the same index in `new`; None where none changes."""
+def replaced(
+    value: Any, old: Sequence[Tensor], new: Sequence[Tensor], copies: dict[int, tuple[Any, Any]] | None = None
+) -> Any:
+    """`value` with each tensor of `old` replaced by the one at the same index in `new`; None where none changes.
+    `copies`: as of `map_tensors`.
+    """
     replacements = {id(a): b for a, b in zip(old, new, strict=True) if a is not b}
-    return map_tensors(value, lambda tensor: replacements.get(id(tensor), tensor)) if replacements else None
+    if not replacements:
+        return None
+    return map_tensors(value, lambda tensor: replacements.get(id(tensor), tensor), copies=copies)
 
 
-def copied_containers(value: Any, copied: Any) -> Iterator[tuple[Any, Any]]:
-    """(container, its copy), for those in `value` that `map_tensors` has copied into `copied`."""
-    if value is copied or isinstance(value, Tensor):
-        return
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from copied_containers(item, copied[key])
-    elif isinstance(value, list | tuple):
-        for item, new in zip(value, copied, strict=True):
-            yield from copied_containers(item, new)
-    else:
-        for field in dataclasses.fields(value):
-            yield from copied_containers(getattr(value, field.name, None), getattr(copied, field.name, None))
-    yield value, copied
-
-
-def write_back(copies: Sequence[tuple[Any, Any]], originals: Mapping[int, Any]) -> None:
+def write_back(copies: Iterable[tuple[Any, Any]], originals: Mapping[int, Any]) -> None:
     """Change each container of `copies` as its copy has been changed. `originals`: id of a tensor or copy -> what is
     written in its place.
     """
@@ -119,4 +129,4 @@ def write_back(copies: Sequence[tuple[Any, Any]], originals: Mapping[int, Any]) 
                 item = getattr(copied, field.name, None)
                 new = originals.get(id(item), item)
                 if getattr(value, field.name, None) is not new:
-                    setattr(value, field.name, new)
+                    object.__setattr__(value, field.name, new)  # frozen ones too
