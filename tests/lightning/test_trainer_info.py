@@ -156,10 +156,19 @@ def test_clipping_and_accumulation_are_settings_of_the_run() -> None:
     """`gradwatch compare` names them where they differ."""
     with quiet():
         trainer = quiet_trainer(GradWatch(), gradient_clip_val=0.5, accumulate_grad_batches=2)
-        trainer.fit(ModeModule(), LOADER)
+        trainer.fit(ModeModule(), LOADER)  # its own clipping calls the Trainer's
     of_run = run_description(trainer)
     assert (of_run["gradient_clip_val"], of_run["accumulate_grad_batches"]) == ("0.5 by norm", "2")
-    assert not {"gradient_clip_val", "accumulate_grad_batches"} & run_description(quiet_trainer_of(ModeModule())).keys()
+    assert of_run["configure_gradient_clipping"] == "the model's own"
+    plain = quiet_trainer_of(ModeModule())
+    plain.lightning_module.configure_gradient_clipping = super(
+        ModeModule, plain.lightning_module
+    ).configure_gradient_clipping
+    assert of_run.keys() - run_description(plain).keys() == {
+        "gradient_clip_val",
+        "accumulate_grad_batches",
+        "configure_gradient_clipping",
+    }
 
 
 def quiet_trainer_of(module: ModeModule) -> Any:

@@ -39,9 +39,9 @@ def refusal(trainer: Any) -> str:
 
 
 def training_mode_of(trainer: Any) -> TrainingMode:
-    value = trainer.gradient_clip_val
-    clipping = f"gradient_clip_val={value:g} by {clip_algorithm_of(trainer)}" if value else ""
+    value, limit = trainer.gradient_clip_val, _clip_limit_of(trainer)
     automatic = trainer.lightning_module.automatic_optimization
+    clipping = f"gradient_clip_val={limit}" if limit else ""
     if automatic and _clips_itself(trainer.lightning_module):
         clipping = "the model's configure_gradient_clipping"
     return TrainingMode(
@@ -61,6 +61,12 @@ def _clips_itself(module: Any) -> bool:
     """Whether the LightningModule, of either package, has a `configure_gradient_clipping` of its own."""
     own = module.configure_gradient_clipping
     return getattr(own, "__qualname__", "") != "LightningModule.configure_gradient_clipping"
+
+
+def _clip_limit_of(trainer: Any) -> str:
+    """To what the Trainer clips gradients, in words; empty where it does not."""
+    value = trainer.gradient_clip_val
+    return f"{value:g} by {clip_algorithm_of(trainer)}" if value else ""
 
 
 def clip_algorithm_of(trainer: Any) -> str:
@@ -161,7 +167,7 @@ def is_trial(trainer: Any) -> bool:
 
 def run_description(trainer: Any) -> dict[str, str]:
     """How a run trains, in words, and the model's hyperparameters that are one value."""
-    mode, value = training_mode_of(trainer), trainer.gradient_clip_val
+    mode = training_mode_of(trainer)
     names = [type(optimizer).__name__ for optimizer in trainer.optimizers]
     own = trainer.lightning_module.hparams  # of `save_hyperparameters`, else empty
     values = [(name, value) for name, value in own.items() if isinstance(value, str | int | float)]
@@ -173,6 +179,7 @@ def run_description(trainer: Any) -> dict[str, str]:
         "devices": f"{trainer.world_size} x {type(trainer.accelerator).__name__.removesuffix('Accelerator')}",
         "optimization": mode.loop,
         **({"accumulate_grad_batches": str(mode.accumulate)} if mode.accumulate > 1 else {}),
-        **({"gradient_clip_val": f"{value:g} by {clip_algorithm_of(trainer)}"} if value else {}),
+        **({"gradient_clip_val": limit} if (limit := _clip_limit_of(trainer)) else {}),
+        **({"configure_gradient_clipping": "the model's own"} if _clips_itself(trainer.lightning_module) else {}),
         **{f"hparams.{name}": str(value)[:LONGEST_VALUE] for name, value in values[:MAX_VALUES]},
     }
