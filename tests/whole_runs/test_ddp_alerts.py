@@ -71,14 +71,15 @@ def alerts_of_ranks(odd: tuple[str, int], options: dict[str, Any]) -> dict[str, 
 
 def in_a_loop(bad_rank: int, how: str) -> dict[str, Any]:
     """A loop of one's own, with a batch that is NaN on `bad_rank`."""
+    inner, lines = SeededModule().model, Lines()
+    made = Watch(inner, sinks=(Log(),)) if how == "inside DDP, made early" else None
     distributed.init_process_group("gloo")
-    rank, lines = distributed.get_rank(), Lines()
-    inner = SeededModule().model
+    rank = distributed.get_rank()
     if how == "FSDP2":
         fully_shard(inner, mesh=init_device_mesh("cpu", (ranks.SIZE,)))
     model: nn.Module = inner if how == "FSDP2" else DistributedDataParallel(inner)
     optimizer, hooks = torch.optim.SGD(model.parameters(), lr=0.01), hooks_on(model)
-    with Watch(model if how == "DDP" else inner, sinks=(Log(),)) as watch:
+    with made or Watch(model if how == "DDP" else inner, sinks=(Log(),)) as watch:
         for step in range(BATCHES):
             optimizer.zero_grad()
             inputs = torch.randn(8, 6, generator=torch.Generator().manual_seed(2 * step + rank))
@@ -159,7 +160,7 @@ def test_a_nan_is_one_alert_that_names_the_rank(how: str, layer: str, accumulate
 
 
 @pytest.mark.parametrize("bad_rank", [0, 1])
-@pytest.mark.parametrize("how", ["DDP", "inside DDP", "FSDP2"])
+@pytest.mark.parametrize("how", ["DDP", "inside DDP", "inside DDP, made early", "FSDP2"])
 def test_in_a_loop_of_ones_own_the_alert_names_the_rank_too(how: str, bad_rank: int) -> None:
     """On every rank, which knows only its own loss and outputs."""
     for rank, found in enumerate(ranks.run(in_a_loop, bad_rank, how)):

@@ -183,8 +183,8 @@ class BlockBuilder:
         rank, micro = step.bad_rank, -1
         if rank is None:
             rank, micro = self._source.rank_and_batch_of(step.step_count, wait=step.sentinels is not None) or (None, -1)
-        if rank is not None and self._source.several:
-            step.scalars |= {"rank": float(rank), "elsewhere": float(rank != self._source.rank)}
+        if rank is not None and self._source.store.several:
+            step.scalars |= {"rank": float(rank), "elsewhere": float(rank != self._source.store.rank)}
         if micro >= 0 and "batch" in step.scalars:
             step.scalars["batch"] -= step.passes - 1 - micro
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -32,14 +32,8 @@ class NonfiniteSource:
         self.passes = 0
         """Backward passes that led to the present step; 0 where that is not known or does not matter."""
         self._micro = 0
-        self._store = RankStore()
-        self.rank, self.several = self._store.rank, self._store.several
-        """Number of this process, and whether there are others: what is watched may be part of what averages over them,
-        such as the module inside DistributedDataParallel."""
         self.ranks = mode.ranks
         self._accumulates = mode.accumulate > 1
-        self.may_hook = self.several or self._accumulates
-        """Whether hooks may have something to look at."""
         self.alarmed = False
         """Whether the last backward pass had a gradient that is not finite, as far as the hooks know at once."""
         self._hooks = HookSet()
@@ -49,13 +43,25 @@ class NonfiniteSource:
         """What went wrong inside hooks."""
         self._parameters: Sequence[nn.Parameter] = ()
 
+    @cached_property
+    def store(self) -> RankStore:
+        """Made when the watching begins: a watch may be made before the processes have found each other."""
+        return RankStore()
+
+    @cached_property
+    def may_hook(self) -> bool:
+        """Whether hooks may have something to look at. What is watched may be part of what averages over ranks, such as
+        the module inside DistributedDataParallel.
+        """
+        return self.store.several or self._accumulates
+
     def arm(self, parameters: Sequence[nn.Parameter]) -> None:
         """Look at gradients of some of `parameters` from now on; twice, with the same list of them, does nothing."""
         if parameters is not self._parameters:
             self.disarm()
         # the passes of one step leave one gradient, of which only the host knows in time which pass made it bad
         mixed = self._accumulates and all(parameter.device.type == "cpu" for parameter in parameters)
-        if self._buffer is not None or not (self.several or mixed):
+        if self._buffer is not None or not (self.store.several or mixed):
             return
         trained = [parameter for parameter in parameters if parameter.requires_grad and not is_lazy(parameter)]
         stretches = np.array_split(np.arange(len(trained)), min(NONFINITE_CHECKS, max(1, len(trained))))
@@ -92,11 +98,11 @@ class NonfiniteSource:
     def receive(self, step_count: int, host_copy: HostCopy | None) -> None:
         """`host_copy`, of that step, is done."""
         if host_copy is not None and not np.isfinite(host_copy.wait()["norms"]).all():
-            self._store.publish(step_count, -1)
+            self.store.publish(step_count, -1)
 
     def rank_and_batch_of(self, step_count: int, *, wait: bool) -> tuple[int, int] | None:
         """The rank and the micro-batch (-1 where it is not known) of a step with a gradient that is not finite."""
-        return self._store.lookup(step_count, wait=wait)
+        return self.store.lookup(step_count, wait=wait)
 
     def _look(self, slot: Tensor, number: NDArray[np.float32 | np.float64] | None, gradient: Tensor | None) -> None:
         """`number`: what is in `slot`; None where the host does not see it at once."""
@@ -107,7 +113,7 @@ class NonfiniteSource:
                 norm_into(gradient.detach(), slot)
                 if not np.isfinite(number[0]):
                     self.alarmed = True
-                    self._store.publish(self.step_count, self._micro - 1)
+                    self.store.publish(self.step_count, self._micro - 1)
             elif not is_capturing():
                 norm = torch.empty_like(slot)
                 norm_into(gradient.detach(), norm)

@@ -25,6 +25,7 @@ class RankStore:
         self.several = self._store is not None
         """Whether there are several processes."""
         self.rank = distributed.get_rank() if self.several else 0
+        """Number of this process, from 0."""
         self._run = next(_run_numbers)
         self._published, self._micro = -1, -1
 
