@@ -23,10 +23,13 @@ from torch.utils.data import DataLoader
 import ranks
 from ddp_training import WHEN, SeededModule, fit_on_ranks
 from gradwatch import FlightRecorder, GradWatch, Watch, default_sinks, load_incident
-from gradwatch.core.alert import AlertRaised
+from gradwatch.core.alert import AlertRaised, Verdict
+from gradwatch.core.history import History
 from gradwatch.measure.device_buffer import ROWS, HostCopy
+from gradwatch.sinks.flight_recorder import _was_unhealthy
 from gradwatch.sinks.memory import Memory
 from reference import bits
+from synthetic_history import net, record
 from training import quiet_trainer, train
 
 pytestmark = pytest.mark.usefixtures("quiet")
@@ -262,6 +265,15 @@ def test_a_run_that_begins_from_spoiled_weights_has_no_place_to_go_back_to(spoil
     trainer = quiet_trainer(saver, watch, default_root_dir=tmp_path, max_epochs=2, enable_checkpointing=True)
     trainer.fit(Net(), batches(3, 6), ckpt_path=last)
     assert (watch.alerts[0].step, bool(watch.alerts[0].checkpoint)) == ((6, False) if spoiled else (9, True))
+
+
+def test_a_checkpoint_from_before_all_that_is_remembered_is_not_judged_by_it() -> None:
+    history = History(net().layout, capacity=4)
+    for _ in range(12):
+        record(history, float("nan"))
+    healthy = [steps for steps in (3, 8, 9) if not _was_unhealthy(steps, history, Verdict((), 12, 6, 0.0, {}))]
+    assert history.steps == [8, 9, 10, 11]
+    assert healthy == [3]
 
 
 def test_a_folder_that_cannot_be_written_costs_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -154,8 +154,11 @@ def _was_unhealthy(steps: int, history: History, verdict: Verdict) -> bool:
             return True
     if not len(history) or "grad_norm" not in history.statistics():
         return False
-    # the last step before, or where none was measured the first with these weights
-    row = max(0, sum(step < steps for step in history.steps) - 1)
+    recorded = history.steps
+    if recorded[0] > steps:
+        return False
+    # the last step before, or where none is recorded the first with these weights
+    row = max(0, sum(step < steps for step in recorded) - 1)
     skipped = history.scalar("skipped", len(history))
     passed = skipped is not None and skipped[row] == 1
     return not passed and not np.isfinite(history.series("grad_norm")[row])
