@@ -9,13 +9,13 @@ from typing import Any
 from torch import distributed
 
 TIMEOUT = timedelta(seconds=1)
-"""How long rank 0 waits for the reports of other ranks, once per incident. Judgement."""
+"""How long a rank waits for the reports of the others, once per incident. Judgement."""
 
 _run_numbers = count()
 
 
 class RankStore:
-    """Written only by ranks with a non-finite gradient; rank 0 does not wait for a rank that has ended.
+    """Written only by ranks with a non-finite gradient; none waits for a rank that has ended.
 
     All ranks create their stores in the same order.
     """

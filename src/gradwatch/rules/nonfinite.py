@@ -219,7 +219,7 @@ class Nonfinite:
 
 
 def _elsewhere(history: History) -> bool:
-    """Whether another rank had it first, as far as ranks have informed each other."""
+    """Whether another rank had it and this one did not, as far as ranks have informed each other."""
     return number_of(history, "elsewhere") == 1
 
 
