@@ -16,6 +16,7 @@ import gradwatch
 from gradwatch.cli import main
 from gradwatch.core.alert import Effect, Severity, Verdict
 from gradwatch.core.record import Missing, Run
+from gradwatch.runs.arrays import read
 from gradwatch.runs.files import Unreadable
 from gradwatch.runs.report.run_data import RateEnds, read_run_data
 from gradwatch.runs.summary.document import ATTEMPTS, COLUMNS, MAX_BYTES, document, encoded, number, schema
@@ -102,6 +103,17 @@ def test_the_loss_and_the_rate_are_those_of_one_optimizer(tmp_path: Path) -> Non
     assert found["loss"] == dict.fromkeys(("first", "last", "min", "max"), 1)
     read_run_data(tmp_path, rates.block)
     assert rates.found == pytest.approx((0.001, 0.001, 0.001))
+
+
+def test_a_long_run_keeps_the_steps_of_each_of_its_optimizers(tmp_path: Path) -> None:
+    layout, sink = layout_of("a", "b"), Recorder(folder=tmp_path)
+    sink.open(Run(layout, ""))
+    for step in range(64):
+        feed(sink, record_of(layout, step, [1.0, 1.0], optimizer=step % 2))
+    sink.close(HEALTHY)
+    kept = read(tmp_path, most=20).values["grad_norm"]
+    assert (kept.steps.tolist(), kept.every) == ([0, 1, 8, 9, 16, 17, 24, 25, 32, 33, 40, 41, 48, 49, 56, 57], 4)
+    assert kept.optimizers.tolist() == [0, 1] * 8
 
 
 def test_a_healthy_and_an_empty_run_are_valid_too(tmp_path: Path) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,9 @@ MAX_ROWS = 20_000
 
 MAX_NUMBERS, MAX_OF_ALL = 2**23, 2**26
 """Numbers that are kept of a statistic, and of all together: 32 and 256 MiB. Judgement."""
+
+MAX_OPTIMIZERS = 16
+"""The number of an optimizer from which on they are thinned as one. Judgement: few runs have more than three."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -166,7 +170,9 @@ class _Rows:
     """Some rows of a block, with one statistic."""
 
     heads: NDArray[np.int64]
-    """Step, place on the x-axis and optimizer of each row: shape [k, 3]."""
+    """Step, place on the x-axis and optimizer of each row, and once it is kept its place among those of that optimizer:
+    shape [k, 3 or 4].
+    """
     numbers: NDArray[np.float32]
     codes: NDArray[np.int8]
     scalars: Mapping[str, NDArray[np.float64]]
@@ -177,31 +183,38 @@ class _Rows:
 
 
 class _ThinnedRows:
-    """Rows that have a statistic: every `every`-th."""
+    """Rows that have a statistic: of each optimizer every `every`-th."""
 
     def __init__(self) -> None:
         self.parts: list[_Rows] = []
         self.count = 0
         """Of the rows that are kept."""
-        self._every, self._seen = 1, 0
+        self._every = 1
+        self._seen: Counter[int] = Counter()
+        """Rows of each optimizer."""
 
     def add(self, rows: _Rows) -> None:
-        chosen = rows.take(slice(-self._seen % self._every, None, self._every))
-        self._seen += len(rows.heads)
-        if len(chosen.heads):
-            self.parts.append(chosen)
-            self.count += len(chosen.heads)
+        places = np.empty(len(rows.heads), dtype=np.int64)
+        optimizers = rows.heads[:, 2].clip(0, MAX_OPTIMIZERS)
+        for optimizer in set(optimizers.tolist()):
+            own = np.flatnonzero(optimizers == optimizer)
+            places[own] = self._seen[optimizer] + np.arange(len(own))
+            self._seen[optimizer] += len(own)
+        self._keep(replace(rows, heads=np.column_stack([rows.heads, places])))
 
     def thin(self, most: int) -> None:
-        """Keep every second row until there are no more than `most`."""
-        while self.count > most:
+        """Keep every second row until there are no more than `most`, or two, or one of each optimizer."""
+        while self.count > max(most, 2, len(self._seen)):
             self._every *= 2
-            parts, before = [], 0
-            for part in self.parts:
-                if len(rows := np.arange(before % 2, len(part.heads), 2)):
-                    parts.append(part.take(rows))
-                before += len(part.heads)
-            self.parts, self.count = parts, sum(len(part.heads) for part in parts)
+            parts, self.parts, self.count = self.parts, [], 0
+            for part in parts:
+                self._keep(part)
+
+    def _keep(self, rows: _Rows) -> None:
+        chosen = np.flatnonzero(rows.heads[:, 3] % self._every == 0)
+        if len(chosen):
+            self.parts.append(rows.take(chosen))
+            self.count += len(chosen)
 
     def series(self, sites: int) -> StatisticSeries:
         heads = np.concatenate([part.heads for part in self.parts])
@@ -252,9 +265,10 @@ class _ArrayBuilder:
             kept.thin(max(2, min(self._most, MAX_NUMBERS // sites)))
         while sum(kept.count for kept in all_kept) * sites > MAX_OF_ALL:
             longest = max(all_kept, key=lambda kept: kept.count)
-            if longest.count <= 2:
+            before = longest.count
+            longest.thin(before - 1)
+            if longest.count == before:
                 break
-            longest.thin(longest.count - 1)
 
 
 def _table(parts: Sequence[NDArray[Any]], sites: int, dtype: Any, fill: float) -> NDArray[Any]:
