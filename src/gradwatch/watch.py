@@ -143,7 +143,7 @@ class Watch:
         """Measure the gradients. Call it after backward and before `optimizer.step()`, once for each optimizer.
 
         `loss`: the loss of the step without a loss scale, a number or a 0-d tensor. Rules that ask whether the model
-        learns need it; `bad_head` also uses the graph of the tensor.
+        learns need it; `bad_head` and `collapse` also use the graph of the tensor.
         Raises AlertRaised with `on_alert="raise"`, RuntimeError outside `with`, and TypeError or ValueError for a wrong
         argument.
         """

@@ -173,6 +173,16 @@ def test_what_the_loss_depends_on_is_known_where_the_loss_is() -> None:
     assert set(flow.edges) == {(1, 2), (2, 0), (1, 0)}
 
 
+def test_a_plain_loop_tells_what_its_loss_depends_on() -> None:
+    net = Net(lambda m, x: (z := m.a(x)).sum() + m.b(z).sum(), **linears("ab"))
+    optimizer = torch.optim.SGD(net.parameters(), 0.01)
+    with Watch(net, rules=(), sinks=(), budget=None) as watch:
+        loss = net(torch.randn(3, 4))
+        loss.backward()
+        watch.step(optimizer, loss=loss)
+    assert edges(watch.history.layout) == {"a>b", "a>loss", "b>loss"}
+
+
 def walked(flow: DataFlow, net: nn.Module, x: Tensor) -> Any:
     """The outputs of `net`, under a statistic whose sites are its children, from 1 on."""
     handles = []

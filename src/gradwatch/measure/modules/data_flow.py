@@ -45,6 +45,8 @@ class _GraphWalk:
     """The key in a node's metadata of the layer whose output the node made."""
     backward_begun: bool = False
     """Whether a backward pass has begun: graphs made during it or afterwards are not walked."""
+    loss_known: bool = False
+    """Whether the edges to a loss are known."""
     new_layer_ran: bool = False
     """Whether a layer ran whose incoming edges are unknown."""
     ran_in_backward: bool = False
@@ -84,9 +86,9 @@ class DataFlow(ModuleStatistic):
 
     def on_loss(self, loss: Tensor) -> None:
         # a later pass may be that of another forward, which was not walked
-        if self._due and not self._unknowable and not self.walk.backward_begun and loss.grad_fn is not None:
+        if self._due and not self._unknowable and not self.walk.loss_known and loss.grad_fn is not None:
             _add_edges_to_loss(self.walk, loss.grad_fn)
-            self.walk.backward_begun = True
+            self.walk.backward_begun = self.walk.loss_known = True
 
     def collect(self, layout: Layout) -> None:
         walk, due, unknowable, traced = self.walk, self._due, self._unknowable, self._number_traced

@@ -116,8 +116,8 @@ class SampledStep:
 
     def after_backward(self, loss: Tensor | None) -> None:
         """The loss of a step after its backward pass, for training loops that do not report its beginning."""
-        if loss is not None and self._head in self._module_hooks.statistics:
-            self._head.on_loss(loss)
+        if loss is not None:
+            self._module_hooks.on_loss(loss)
 
     def collect(self, layout: Layout) -> ModuleHooksReading | None:
         """The statistics of the modules."""
