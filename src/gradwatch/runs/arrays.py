@@ -152,7 +152,8 @@ def read(
 def load_run(path: str | os.PathLike[str], *, statistics: Collection[str] | None = None) -> RunArrays:
     """Read the run at `path`, a log directory or an event file, even one that crashed or is still running.
 
-    `statistics`: the names of those to read, None for all. A run of more than 20,000 steps is thinned evenly.
+    `statistics`: the names of those to read, None for all. A run of more than 20,000 steps, or 8 million numbers of
+    a statistic, is thinned evenly.
     Raises ValueError if there is no run at `path`, more than one, or one that cannot be read.
     """
     checked = check_path("load_run: path", path, "the path of a log directory or an event file")
