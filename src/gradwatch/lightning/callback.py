@@ -114,8 +114,8 @@ class GradWatch(PackageAware, Callback):
                 the scale of inputs. "auto": if signals are; True: even if signals are not; False: not at all.
             rules: Rule objects; None for `default_rules()`.
             interventions: What to do to gradients before the optimizer uses them, in this order: `[Clip(1.0)]`.
-            on_alert: What a warning or an error does. "log": nothing else; "raise": ends the fit with AlertRaised;
-                "stop": ends it after the batch; or a function that is called with the Alert.
+            on_alert: What a warning or an error does. "log": nothing else; "raise": ends the fit with AlertRaised, a
+                RuntimeError; "stop": ends it after the batch; or a function that is called with the Alert.
             sinks: Where records and alerts go; None for `default_sinks()`.
             budget: Share of the step time that sampling may take after the first hundred steps. It is estimated from
                 the numbers of modules and parameters, never timed: a model whose steps take a millisecond spends up to

@@ -41,8 +41,9 @@ class StatisticSeries:
     axis: NDArray[np.int64]
     """The same moments on the x-axis of the Trainer's logs."""
     optimizers: NDArray[np.int64]
+    """The number of the optimizer of each record."""
     numbers: NDArray[np.float32]
-    """Shape [k, sites], NaN where there is none, or where that was measured."""
+    """Shape [k, sites], NaN where none was measured, or where it was NaN."""
     every: int
     """1, or n where only every n-th of a long run is here."""
 
