@@ -45,15 +45,15 @@ class FlightRecorder:
         """Raises TypeError or ValueError for a wrong argument.
 
         Args:
-            folder: Where the files are written; None for "gradwatch" in the logger's folder. Without a logger no file
-                is written.
+            folder: Where the files are written; None for "gradwatch" in the logger's folder, without a logger in the
+                Trainer's `default_root_dir`. Without either no file is written.
             keep_batch: Whether the failing batch, which is your data, is in the file, if it is not too large.
             keep_checkpoint: Whether the checkpoint to go back to gets a second name beside the file (a hard link), so
                 that it remains when the Trainer removes it for a later one.
             steps: Number of records in a file, the last ones.
             limit: Number of files of a run.
         """
-        expected = "the path of a folder, or None for the folder of the logger"
+        expected = "the path of a folder, or None for the log directory"
         self.folder = None if folder is None else check_path("folder", folder, expected)
         self.keep_batch = check_flag("keep_batch", keep_batch)
         self.keep_checkpoint = check_flag("keep_checkpoint", keep_checkpoint)
