@@ -27,6 +27,9 @@ logger = logging.getLogger("gradwatch")
 MOST_REPLAYS = 3
 """Batches of a run that are replayed at most: each costs the time of several steps. Judgement."""
 
+STEPS_UNTIL_ON_HOST = 2
+"""Steps after which the numbers of a step on an accelerator are usually on the host. Judgement."""
+
 LOSS_TOLERANCE = 0.01
 """Relative difference up to which the losses of the two runs count as the same. Kernels without a fixed order of
 addition differ by less. Judgement."""
@@ -43,32 +46,33 @@ class ReplayModel(Protocol):
 class BatchReplay:
     """Keeps the current batch and finds the origin of a value that is not finite."""
 
-    def __init__(self) -> None:
+    def __init__(self, copy: Callable[[], ReplayModel] | None = None, *, keeps_data: bool = False) -> None:
+        """`copy`: copies the model as it is now; raises where it cannot. None where batches cannot be replayed.
+        `keeps_data`: whether those of `recent` that have ended have their data, and not only the states of the random
+        number generators.
+        """
         self.batch: Batch | None = None
         """The current one, if the coming step is measured and the loop reports its batches."""
         self.recent: deque[Batch] = deque()
         """Batches that may still turn out to be the failing one: of this step, and of those that wait to be judged."""
-        self.steps_waiting = 0
-        """Steps that may wait to be judged."""
-        self.keeps_data = False
-        """Whether those of `recent` that have ended have their data, and not only the states of the random number
-        generators.
-        """
         self.step: StepState | None = None
         """The step that is being judged."""
         self.devices: tuple[torch.device, ...] = ()
         """The CUDA devices of the model."""
-        self.copy: Callable[[], ReplayModel] | None = None
-        """Copies the model as it is now; raises where it cannot. None where batches cannot be replayed."""
         self.loss: Tensor | None = None
         """The loss of the last backward pass, 0-d, as it went into it."""
+        self._copy, self._keeps_data, self._steps_waiting = copy, keeps_data, 0
         self._early: NonfiniteOrigin | None = None
         self._rng_states = BatchRngStates()
         self._runs = 0
 
+    def open(self, devices: tuple[torch.device, ...], *, steps_waiting: int) -> None:
+        """The run begins. `devices`: the CUDA devices of the model; `steps_waiting`: steps that may wait for others."""
+        self.devices, self._steps_waiting = devices, steps_waiting
+
     def close(self) -> None:
         """Release the model and the batch."""
-        self.copy = self.batch = self.step = self.loss = self._early = None
+        self._copy = self.batch = self.step = self.loss = self._early = None
         self.recent.clear()
 
     def begin(self, data: object, index: int, epoch: int, accumulate: int) -> None:
@@ -77,7 +81,7 @@ class BatchReplay:
         if data is None:
             return
         self.batch = Batch(index, epoch, data, self._rng_states.before_batch(self.devices), versions_of(data))
-        kept = accumulate * (1 + self.steps_waiting)
+        kept = accumulate * (1 + self._steps_waiting)
         if kept > 1:
             self.recent.append(self.batch)
         while len(self.recent) > kept:
@@ -89,7 +93,7 @@ class BatchReplay:
         """
         if alarmed and not scaled and self._early is None and self.batch is not None:
             self._early = self._run(self.batch, 1.0)
-        if self.batch is not None and not self.keeps_data:
+        if self.batch is not None and not self._keeps_data:
             self.batch.data = None
         self.batch = self.loss = None
 
@@ -118,7 +122,7 @@ class BatchReplay:
             return None
 
     def _run_again(self, batch: Batch, factor: float) -> NonfiniteOrigin | None:
-        if self.copy is None:
+        if self._copy is None:
             return None
         try:
             with (
@@ -128,7 +132,7 @@ class BatchReplay:
                 torch.autograd.set_detect_anomaly(False),
             ):
                 warnings.simplefilter("ignore")
-                return run_again(self.copy(), batch, factor, self.loss)
+                return run_again(self._copy(), batch, factor, self.loss)
         except Exception as error:
             logger.debug("the batch cannot be run again: %s", error, exc_info=error)
             return None

@@ -17,7 +17,7 @@ from gradwatch.core.overhead import Overhead
 from gradwatch.core.record import Run
 from gradwatch.core.schedule import FIRST_STEPS, SamplingSchedule
 from gradwatch.core.training_loop import TrainingMode
-from gradwatch.engine.batch_replay import BatchReplay
+from gradwatch.engine.batch_replay import STEPS_UNTIL_ON_HOST, BatchReplay
 from gradwatch.engine.block_builder import BlockBuilder
 from gradwatch.engine.diagnosis import Diagnosis
 from gradwatch.engine.interventions.runtime import InterventionRuntime
@@ -28,6 +28,7 @@ from gradwatch.engine.step_queue import StepQueue
 from gradwatch.hooks.garbage_collector import no_collections
 from gradwatch.hooks.hook_set import HookSet, is_capturing
 from gradwatch.measure.batch import cuda_devices_of
+from gradwatch.measure.device_buffer import ROWS
 from gradwatch.measure.devices import wait_for
 from gradwatch.measure.gradient_reader import GradientReader
 from gradwatch.measure.layers import find_layers, is_lazy
@@ -56,20 +57,20 @@ class Engine:
         sinks: Iterable[Sink],
         mode: TrainingMode,
         *,
-        batches: bool = False,
+        replay: BatchReplay | None = None,
         alive: Callable[[], bool] | None = None,
     ) -> None:
-        """`batches`: whether `begin` and `end` are called around every batch: then nothing is measured in validation.
+        """`replay`: of a loop that calls `begin` and `end` around every batch: then nothing is measured in validation.
         `alive`: whether the training goes on, where its end may come without `close`: the next backward pass asks.
 
         Raises ValueError for a pattern that matches no layer, an intervention's too.
         """
         self.options, self.failed = options, False
-        self._mode, self._batches, self._alive = mode, batches, alive
+        self._mode, self._batches, self._alive = mode, replay is not None, alive
         interventions, rules = tuple(options.interventions), options.chosen_rules()
         # without patterns, nothing can be wrong before they are attached
         layers = find_layers(model, options.patterns) if interventions or options.layers is not None else ()
-        self.replay, self.alert_reaction = BatchReplay(), AlertReaction(options.on_alert)
+        self.replay, self.alert_reaction = replay or BatchReplay(), AlertReaction(options.on_alert)
         self.schedule = SamplingSchedule(options.every_n_steps, options.budget)
         self.overhead = Overhead()
         self.diagnosis = Diagnosis(rules, tuple(sinks), on_alert=self._alerted, trace=self.replay.trace)
@@ -80,7 +81,7 @@ class Engine:
             mode,
             end=self.alert_reaction.end,
             alive=alive or (lambda: True),
-            batches=batches,
+            batches=self._batches,
         )
         self._run = Run(self.diagnosis.history.layout, "")
         self.source = NonfiniteSource(mode)
@@ -121,7 +122,7 @@ class Engine:
         """
         if self._reader is not None or self._model is None:
             return
-        self._run, self.replay.devices = run or self._run, cuda_devices_of(self._model)
+        self._run = run or self._run
         self._reader = GradientReader(self._model, self.options.patterns)
         self._reader.tensor_taps.listen()
         if self._alive is not None:
@@ -132,6 +133,8 @@ class Engine:
             shards.waits = self.queue.for_exchange = not urgent
             shards.clipped = self._mode.clips
         self.queue.steps_wait = not urgent
+        lag = 0 if self._reader.buffer.device.type == "cpu" else STEPS_UNTIL_ON_HOST
+        self.replay.open(cuda_devices_of(self._model), steps_waiting=lag if urgent else ROWS)
         self._register(optimizers, first=True)
         self._arm(0)
         wait_for({parameter.device for parameter in self._reader.parameters})

@@ -21,12 +21,13 @@ from gradwatch.core.guard import UserFacingError, guard
 from gradwatch.core.history import History
 from gradwatch.core.record import Layout, Run
 from gradwatch.defaults import default_sinks
+from gradwatch.engine.batch_replay import BatchReplay
 from gradwatch.engine.engine import Engine
 from gradwatch.engine.options import OnAlert, Options
 from gradwatch.hooks.full_hook_errors import explain_in_place_error
 from gradwatch.interventions import Intervention
 from gradwatch.lightning.model_copy import ModelCopy
-from gradwatch.lightning.trainer_context import STEPS_UNTIL_ON_HOST, TrainerContext, on_disk
+from gradwatch.lightning.trainer_context import TrainerContext, on_disk
 from gradwatch.lightning.trainer_info import (
     examples_in,
     folder_of,
@@ -38,7 +39,6 @@ from gradwatch.lightning.trainer_info import (
     step_info_of,
     training_mode_of,
 )
-from gradwatch.measure.device_buffer import ROWS
 from gradwatch.rules import Rule
 from gradwatch.sinks import Sink, process_report
 from gradwatch.sinks.flight_recorder import FlightRecorder
@@ -232,12 +232,13 @@ class GradWatch(PackageAware, Callback):
             options = replace(options, on_alert="log")
         mode = training_mode_of(trainer)
         self._scaled, alive = mode.scaled, partial(_is_alive, weakref.ref(trainer), weakref.ref(self))
-        self._engine = Engine(pl_module, options, sinks, mode, batches=True, alive=alive)
+        keeps_data = any(isinstance(sink, FlightRecorder) and sink.keep_batch for sink in sinks)
+        replay = BatchReplay(partial(ModelCopy, trainer, pl_module), keeps_data=keeps_data)
+        self._engine = Engine(pl_module, options, sinks, mode, replay=replay, alive=alive)
         if second:
             self._engine.diagnosis.note(_SECOND.format(self.state_key), log=trainer.is_global_zero)
         place = folder_of(trainer, log_dir) if trainer.is_global_zero else log_dir if trainer.loggers else None
         folder = on_disk(place, partial(self._engine.diagnosis.note, log=trainer.is_global_zero))
-        replay = self._engine.replay
         self._context = TrainerContext(trainer, folder, replay)
         run = Run(
             layout=Layout(()),
@@ -252,11 +253,7 @@ class GradWatch(PackageAware, Callback):
         if reason := refusal(trainer):
             self._engine.refuse(reason, log=trainer.is_global_zero)
             return
-        replay.copy = partial(ModelCopy, trainer, pl_module)
         self._engine.attach(optimizers=trainer.optimizers, run=run)
-        replay.keeps_data = any(isinstance(sink, FlightRecorder) and sink.keep_batch for sink in sinks)
-        lag = 0 if trainer.strategy.root_device.type == "cpu" else STEPS_UNTIL_ON_HOST
-        replay.steps_waiting = ROWS if self._engine.queue.steps_wait else lag
         self._restore()
 
     @guard

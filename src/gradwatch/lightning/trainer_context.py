@@ -13,9 +13,6 @@ from gradwatch.lightning.trainer_info import clip_algorithm_of, scaler_of
 from gradwatch.measure.batch import Batch
 from gradwatch.measure.plain_data import TooLarge, to_plain_data
 
-STEPS_UNTIL_ON_HOST = 2
-"""Steps after which the numbers of a step on an accelerator are usually on the host. Judgement."""
-
 BATCH_BYTES = 64 * 2**20
 """For the batch in an incident's file. Judgement: 100 photographs of 224 x 224 in float32."""
 SETTINGS_BYTES = 2**20
