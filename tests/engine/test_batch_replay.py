@@ -16,7 +16,7 @@ from gradwatch.core.history import NonfiniteOrigin
 from gradwatch.engine.batch_replay import run_again
 from gradwatch.engine.nan_trace.operations import InputSummary, base, forward
 from gradwatch.lightning.model_copy import NoOp, ReadOnlyTrainer
-from gradwatch.measure.batch import Batch, RngState, versions_of
+from gradwatch.measure.batch import Batch, RngState, version_counters
 from training import quiet_trainer
 
 pytestmark = pytest.mark.usefixtures("quiet")
@@ -35,7 +35,7 @@ class Model:
 
 
 def batch_of(data: Any) -> Batch:
-    return Batch(0, 0, data, RngState.now(), versions_of(data))
+    return Batch(0, 0, data, RngState.now(), version_counters(data))
 
 
 def traced(loss: Any, *, net: nn.Module | None = None, seen: Tensor | None = None) -> NonfiniteOrigin | None:

@@ -24,7 +24,7 @@ from gradwatch.measure.batch import (
     BatchRngStates,
     RngState,
     tensors_of,
-    versions_of,
+    version_counters,
 )
 from training import quiet_trainer
 
@@ -104,7 +104,7 @@ def test_pythons_and_numpys_states_are_read_rarely_where_nothing_is_drawn(monkey
 
 def test_a_change_in_place_is_seen() -> None:
     data = {"image": torch.ones(2), "rest": [torch.ones(1), "text"]}
-    batch = Batch(3, 0, data, RngState.now(), versions_of(data))
+    batch = Batch(3, 0, data, RngState.now(), version_counters(data))
     assert [path for path, _ in tensors_of(batch.data)] == ["['image']", "['rest'][0]"]
     assert batch.unchanged
     batch.data["rest"][0].mul_(2)

@@ -26,7 +26,7 @@ from gradwatch.sinks.tensorboard.builtin_tabs import (
     evenly_chosen,
     group_by_block,
 )
-from gradwatch.sinks.tensorboard.captions import wrapped
+from gradwatch.sinks.tensorboard.captions import wrapped_to_pixels
 from gradwatch.sinks.tensorboard.heatmap_image import (
     HEADLINE_HEIGHT,
     INK,
@@ -311,7 +311,7 @@ def test_the_legend_fits_beside_a_single_row_under_two_lines() -> None:
 @given(st.text("ab .-<\x1b", max_size=300), st.integers(60, 300), st.integers(1, 4))
 def test_text_of_a_picture_fits(text: str, width: int, most: int) -> None:
     font = ImageFont.load_default(size=13)
-    lines = wrapped(text, font, width, most)
+    lines = wrapped_to_pixels(text, font, width, most)
     assert len(lines) <= most
     assert all(font.getlength(line) <= width for line in lines)
     words = printable(text).split()

@@ -19,7 +19,7 @@ from gradwatch.engine.nan_trace.call_recorder import CallRecorder
 from gradwatch.engine.nan_trace.origin import find_origin, origin_in_batch
 from gradwatch.engine.step import StepState
 from gradwatch.hooks.hook_set import disable_hooks
-from gradwatch.measure.batch import Batch, BatchRngStates, versions_of
+from gradwatch.measure.batch import Batch, BatchRngStates, version_counters
 from gradwatch.measure.device_buffer import on_host
 
 logger = logging.getLogger("gradwatch")
@@ -80,7 +80,7 @@ class BatchReplay:
         self.batch = None
         if data is None:
             return
-        self.batch = Batch(index, epoch, data, self._rng_states.before_batch(self.devices), versions_of(data))
+        self.batch = Batch(index, epoch, data, self._rng_states.before_batch(self.devices), version_counters(data))
         kept = accumulate * (1 + self._steps_waiting)
         if kept > 1:
             self.recent.append(self.batch)

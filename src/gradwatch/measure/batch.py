@@ -152,7 +152,7 @@ class Batch:
     @property
     def unchanged(self) -> bool:
         """Whether none of its tensors was edited in place since, within the limits of `tensors_of`."""
-        return self.versions == versions_of(self.data)
+        return self.versions == version_counters(self.data)
 
 
 def cuda_devices_of(model: nn.Module) -> tuple[torch.device, ...]:
@@ -182,7 +182,7 @@ def tensors_of(data: object, path: str = "", depth: int = MAX_DEPTH) -> Iterator
         yield from tensors_of(item, path + name, depth - 1)
 
 
-def versions_of(data: object) -> tuple[int, ...]:
+def version_counters(data: object) -> tuple[int, ...]:
     """The version counters of the tensors in a batch, within the limits of `tensors_of`."""
     try:
         # most batches are lists of tensors, which takes a quarter of the time of the search (measured)

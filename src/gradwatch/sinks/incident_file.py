@@ -133,7 +133,7 @@ def read_incident(path: str | os.PathLike[str]) -> dict[str, Any]:
     if not isinstance(kind, str) or kind != FORMAT:
         raise ValueError(f"{path} is no incident of GradWatch's")
     if type(version) is not int or version != FILE_VERSION:
-        shown = schema.shortened(version)
+        shown = schema.in_words(version)
         raise ValueError(f"{path} is of version {shown}, this GradWatch reads version {FILE_VERSION}")
     try:
         CONTENT(found, "")
@@ -185,7 +185,7 @@ def _array(dtype: str, *, axes: int) -> schema.Check:
         except Exception:  # no tensor at all
             fits = False
         if not fits:
-            raise schema.InvalidError(f"{where} is {schema.shortened(value)}; a {dtype} tensor was expected")
+            raise schema.InvalidError(f"{where} is {schema.in_words(value)}; a {dtype} tensor was expected")
         return value
 
     return check
@@ -217,7 +217,7 @@ def _batch(value: Any, where: str) -> Any:
 
 def _reasons(value: Any, where: str) -> Any:
     if type(value) is not dict or not all(type(code) is int and type(why) is str for code, why in value.items()):
-        raise schema.InvalidError(f"{where} is {schema.shortened(value)}; texts by their codes were expected")
+        raise schema.InvalidError(f"{where} is {schema.in_words(value)}; texts by their codes were expected")
     return value
 
 

@@ -103,12 +103,12 @@ def alert_lines(
     known = {effect.rule for effect in before.effects} if before is not None else set()
     if before is not None and (new := [one for one in alert.effects if one.step is not None and one.rule not in known]):
         begin = f"GradWatch {severity} step {new[-1].step}: {new[-1].rule} follows from {alert.rule} at {alert.step} in"
-    first = shortened(f"{begin} {_where(alert, layers)}: {happened}")
+    first = one_line(f"{begin} {_where(alert, layers)}: {happened}")
     if first.endswith(CUT) and len(alert.sites) > 2:  # names give way, all but that of the origin; the verdict has them
-        first = shortened(f"{begin} {_short_name(alert.layer)} and {len(alert.sites) - 1} more: {happened}")
+        first = one_line(f"{begin} {_short_name(alert.layer)} and {len(alert.sites) - 1} more: {happened}")
     if first.endswith(CUT) and not alert.sites and alert.layer == TOTAL:
-        first = shortened(f"{begin.removesuffix(' in')}: {happened}")
-    lines = [first, shortened(f"  try: {alert.remedy.rstrip('.')}")]
+        first = one_line(f"{begin.removesuffix(' in')}: {happened}")
+    lines = [first, one_line(f"  try: {alert.remedy.rstrip('.')}")]
     if alert.incident_file:
         lines.append(f"  incident file: {_relative(alert.incident_file, folder)}")
     if width is not None:
@@ -122,13 +122,13 @@ def alert_lines(
     return lines
 
 
-def shortened(text: str, width: int = WIDTH) -> str:
-    """`text` in one line, up to the last whole word that fits `width` columns, with " ..." where it is cut."""
+def one_line(text: str) -> str:
+    """`text` in one line, up to the last whole word that fits `WIDTH` columns, with " ..." where it is cut."""
     indent = "  " * text.startswith("  ")
     text = indent + " ".join("".join(char if char.isprintable() else " " for char in text).split())
-    if len(text) <= width:
+    if len(text) <= WIDTH:
         return text
-    return text[: width - len(CUT)].rsplit(" ", 1)[0].rstrip(",;:") + CUT
+    return text[: WIDTH - len(CUT)].rsplit(" ", 1)[0].rstrip(",;:") + CUT
 
 
 def _where(alert: Alert, layers: Collection[str] = ()) -> str:

@@ -188,7 +188,7 @@ def mapping_of(inner: Check, most: int) -> Check:
     def check(value: Any, where: str) -> dict[str, Any]:
         if not isinstance(value, dict) or len(value) > most:
             raise _unexpected(value, where, f"an object of at most {most:,} names")
-        return {name(key, where): inner(item, f"{where}[{shortened(key)}]") for key, item in value.items()}
+        return {name(key, where): inner(item, f"{where}[{in_words(key)}]") for key, item in value.items()}
 
     return check
 
@@ -208,7 +208,7 @@ def fields(**inner: Check) -> Check:
     return check
 
 
-def shortened(value: Any) -> str:
+def in_words(value: Any) -> str:
     """What was read, for a message."""
     if isinstance(value, list | dict):
         return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value):,}"
@@ -221,7 +221,7 @@ def shortened(value: Any) -> str:
 
 
 def _unexpected(value: Any, where: str, expected: str) -> InvalidError:
-    return InvalidError(f"{where} is {shortened(value)}; {expected} was expected")
+    return InvalidError(f"{where} is {in_words(value)}; {expected} was expected")
 
 
 class RunLimits:

@@ -23,7 +23,7 @@ def captioned(picture: NDArray[np.uint8], lines: Sequence[str], *, below: Sequen
 
     height, width, _ = picture.shape
     font: Any = ImageFont.load_default(size=LETTERS)
-    texts = [piece for line in lines for piece in wrapped(line, font, width - 2 * MARGIN, MAX_LINES)]
+    texts = [piece for line in lines for piece in wrapped_to_pixels(line, font, width - 2 * MARGIN, MAX_LINES)]
     rows = len(texts) + bool(below)
     whole = Image.new("RGB", (width, height + rows * LINE_HEIGHT + 2 * MARGIN), "white")
     whole.paste(Image.fromarray(picture), (0, 0))
@@ -36,7 +36,7 @@ def captioned(picture: NDArray[np.uint8], lines: Sequence[str], *, below: Sequen
     return np.asarray(whole)
 
 
-def wrapped(text: str, font: Any, width: float, most: int) -> list[str]:
+def wrapped_to_pixels(text: str, font: Any, width: float, most: int) -> list[str]:
     """`text` in lines of `width` pixels, `most` at most; a longer word loses its beginning."""
     lines: list[str] = []
     for word in printable(text).split():

@@ -17,7 +17,7 @@ from gradwatch.sinks.colormap import MISSING, NONFINITE, ZERO, ColourScale, form
 from gradwatch.sinks.downsampling import Logs
 from gradwatch.sinks.map_rows import apart, rows_of
 from gradwatch.sinks.run_summary import RunSummary
-from gradwatch.sinks.tensorboard.captions import wrapped
+from gradwatch.sinks.tensorboard.captions import wrapped_to_pixels
 from gradwatch.sinks.terminal.layer_table import shorten_name
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def draw_heatmap(
     left = 14 + int(max(font.getlength(text) for text in longest))
     height, right = row_height * len(groups), 96
     large: Any = ImageFont.load_default(size=HEADLINE_SIZE)
-    lines = wrapped(headline, large, left + MAP_WIDTH + right - 12, HEADLINE_LINES)
+    lines = wrapped_to_pixels(headline, large, left + MAP_WIDTH + right - 12, HEADLINE_LINES)
     above = len(lines) * HEADLINE_HEIGHT
     top = above + 46
     pixels = np.full((top + max(height, 104) + 34, left + MAP_WIDTH + right), PAPER_INDEX, dtype=np.uint8)

@@ -24,7 +24,7 @@ from gradwatch.sinks.record.event_writer import EventWriter, file_writer_of, usa
 from gradwatch.sinks.record.record_writer import RecordWriter
 from gradwatch.sinks.run_summary import RunSummary
 from gradwatch.sinks.tensorboard.builtin_tabs import BuiltinTabs
-from gradwatch.sinks.tensorboard.verdict_text import tab_address, verdict_text
+from gradwatch.sinks.tensorboard.verdict_markdown import tab_address, verdict_markdown
 from gradwatch.sinks.terminal.progress_bars import print_whole
 
 
@@ -163,7 +163,7 @@ class TensorBoard:
         """Write the whole text each time, because TensorBoard shows the latest of a tag."""
         self._said = True
         for file in self._files:
-            text = verdict_text(self._alerts.values(), file.folder, ended=ended, stuck=stuck)
+            text = verdict_markdown(self._alerts.values(), file.folder, ended=ended, stuck=stuck)
             file.text(f"{HEADLINE_GROUP}verdict", text, self._axis)
 
     def _say_where(self) -> None:

@@ -19,7 +19,7 @@ def tab_address(folder: str | Path) -> str:
     return f"{TENSORBOARD}#gradwatch&p.gradwatch.run={quote(Path(folder).name, safe='')}"
 
 
-def verdict_text(alerts: Iterable[Alert], folder: str, *, ended: bool, stuck: str = "") -> str:
+def verdict_markdown(alerts: Iterable[Alert], folder: str, *, ended: bool, stuck: str = "") -> str:
     """Markdown. `folder`: of the run."""
     alerts = tuple(alerts)
     lines = [
