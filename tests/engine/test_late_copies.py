@@ -46,9 +46,9 @@ def test_a_block_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         block.add(torch.tensor(float(10 * number)))
     copy = block.send()
     assert not copy.done
-    norms, losses, _ = block.wait()
-    assert norms[:, 0].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
-    assert losses.tolist() == [0.0, 10.0, 20.0, 30.0, 40.0]
+    numbers = block.wait()
+    assert numbers.slots[:, 0].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert numbers.losses.tolist() == [0.0, 10.0, 20.0, 30.0, 40.0]
 
 
 def test_no_event_is_asked_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from gradwatch.core.record import Floats, Mask, Missing
 from gradwatch.engine.diagnosis import Diagnosis
 from gradwatch.engine.interventions.runtime import InterventionRuntime
 from gradwatch.engine.step import StepState
-from gradwatch.measure.device_buffer import Places, RowBlock
+from gradwatch.measure.device_buffer import Places
 from gradwatch.measure.loss_scale import remaining_scale
 from gradwatch.measure.noise_scale import NoiseScale
 from gradwatch.measure.nonfinite_source import NonfiniteSource
@@ -53,7 +53,7 @@ class BlockBuilder:
         grad_norm = _gradient_norms(steps)
         columns = _SiteStatistics(grad_norm.shape)
         row_blocks = {step.reading.block: None for step in steps}
-        losses = {block: block.wait()[1].tolist() for block in row_blocks if block is not None}
+        losses = {block: block.wait().losses.tolist() for block in row_blocks if block is not None}
         for row, (step, total) in enumerate(zip(steps, grad_norm[:, 0].tolist(), strict=True)):
             reading, finite = step.reading, isfinite(total)
             if reading.block is not None and step.has_loss:
@@ -149,11 +149,12 @@ class BlockBuilder:
         agrees = np.empty(len(steps), dtype=bool)
         for row, step in enumerate(steps):
             reading = step.reading
-            assert isinstance(reading.block, RowBlock), "norms after the clipping lie there"
-            measured, _, clipped = reading.block.wait()
+            assert reading.block is not None, "norms are there"
+            numbers = reading.block.wait()
+            assert numbers.clipped is not None, "norms after the clipping were taken"
             slots = reading.index["grad_norm"][[step.parameters.indices[member] for member in step.clip_checked]]
-            expected = measured[reading.row, slots] * factors[row]
-            agrees[row] = np.allclose(clipped[reading.row], expected, rtol=DISAGREE, equal_nan=True)
+            expected = numbers.slots[reading.row, slots] * factors[row]
+            agrees[row] = np.allclose(numbers.clipped[reading.row], expected, rtol=DISAGREE, equal_nan=True)
         with np.errstate(invalid="ignore"):  # an infinite gradient times 0
             used = grad_norm * factors[:, None]
         used[~agrees] = np.nan
@@ -256,7 +257,7 @@ def _gradient_norms(steps: Sequence[StepState]) -> Floats:
                 continue
         assert one.block is not None, "norms are there"
         rows = [reading.row for reading in readings[first:place]]
-        numbers = one.block.wait()[0][rows][:, one.index["grad_norm"]]
+        numbers = one.block.wait().slots[rows][:, one.index["grad_norm"]]
         found[first:place] = norms(one.layout, numbers, one.coverage)
         first = place
     return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from math import isfinite
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -72,6 +72,17 @@ CLIP_CHECKS = 2
 """Gradients of a step whose norms are taken again after a clipping of all. Judgement."""
 
 
+class BlockNumbers(NamedTuple):
+    """The numbers of a block's rows, on the host."""
+
+    slots: Floats
+    """Shape [rows, slots]."""
+    losses: Floats
+    """Shape [rows], NaN without one."""
+    clipped: Floats | None = None
+    """Norms after a clipping, shape [rows, `CLIP_CHECKS`]; None for shards, of which none are taken."""
+
+
 class RowBlock:
     """The norms and losses of up to `ROWS` steps on the device, a row for each; one copy brings them to the host."""
 
@@ -92,7 +103,7 @@ class RowBlock:
         """Whether a row may be added."""
         self.host_copy: HostCopy | None = None
         """What is on its way to the host; no row is added any more."""
-        self._numbers: tuple[Floats, Floats, Floats] | None = None
+        self._numbers: BlockNumbers | None = None
         self._stream: Any = None
         """The stream that wrote the last row."""
 
@@ -129,14 +140,12 @@ class RowBlock:
             self.host_copy = HostCopy({**rows, "losses": self._losses[filled]})
         return self.host_copy
 
-    def wait(self) -> tuple[Floats, Floats, Floats]:
-        """The norms, shape [rows, slots], the losses, shape [rows], NaN without one, and norms after a
-        clipping, shape [rows, `CLIP_CHECKS`]; waits for the copy.
-        """
+    def wait(self) -> BlockNumbers:
+        """Waits for the copy."""
         if self._numbers is None:
             numbers = self.send().wait()
-            shape = self.count, -1
-            self._numbers = numbers["norms"].reshape(shape), numbers["losses"], numbers["clipped"].reshape(shape)
+            norms, clipped = (numbers[name].reshape(self.count, -1) for name in ("norms", "clipped"))
+            self._numbers = BlockNumbers(norms, numbers["losses"], clipped)
         return self._numbers
 
 

@@ -19,8 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, distributed
 
-from gradwatch.core.record import Floats
-from gradwatch.measure.device_buffer import AFTER, BEFORE, IN_FLIGHT, ROWS, DeviceBuffer, HostCopy, Places
+from gradwatch.measure.device_buffer import AFTER, BEFORE, IN_FLIGHT, ROWS, BlockNumbers, DeviceBuffer, HostCopy, Places
 from gradwatch.measure.devices import current_stream, moved, widest_type
 from gradwatch.measure.dtensor import is_dtensor, replicas
 
@@ -279,12 +278,12 @@ class ShardBlock:
         assert self.host_copy is not None, "it was exchanged"
         return self.host_copy
 
-    def wait(self) -> tuple[Floats, Floats]:
-        """Numbers of whole parameters, shape [rows, parameters + 1], the last NaN, as are rows that a rank lacks; and
-        this rank's losses, shape [rows]. Waits for the copy.
+    def wait(self) -> BlockNumbers:
+        """Those of whole parameters, the last slot NaN, as are rows that a rank lacks, and this rank's losses. Waits
+        for the copy.
         """
         numbers = self.send().wait()
-        return numbers["numbers"].reshape(self.size, -1), numbers["losses"]
+        return BlockNumbers(numbers["numbers"].reshape(self.size, -1), numbers["losses"])
 
     def is_whole(self, row: int) -> bool:
         """Whether every rank has filled `row`."""

@@ -66,7 +66,7 @@ class Reading:
         """One number per parameter, NaN where the row has none; waits for numbers that have not landed."""
         index = self.index[row]
         if self.block is not None and row in self.in_block:
-            slots: Floats = self.block.wait()[0][self.row + self.in_block.index(row)]
+            slots: Floats = self.block.wait().slots[self.row + self.in_block.index(row)]
         else:
             assert self.host_copy is not None
             slots = self.host_copy.wait()[row]
