@@ -130,9 +130,8 @@ class Engine:
         urgent = self._mode.monitored or self.options.on_alert != "log" or bool(self.interventions.given)
         if (shards := self._reader.shards) is not None:
             urgent = shards.reducer.on_any_rank(urgent)
-            shards.waits = self.queue.for_exchange = not urgent
-            shards.clipped = self._mode.clips
-        self.queue.steps_wait = not urgent
+            shards.waits, shards.clipped = not urgent, self._mode.clips
+        self.queue.wait_for = "nothing" if urgent else "block" if shards is None else "ranks"
         lag = 0 if self._reader.buffer.device.type == "cpu" else STEPS_UNTIL_ON_HOST
         self.replay.open(cuda_devices_of(self._model), steps_waiting=lag if urgent else ROWS)
         self._register(optimizers, first=True)

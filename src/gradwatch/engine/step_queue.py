@@ -10,6 +10,7 @@ from math import isfinite
 from operator import attrgetter
 from threading import get_ident
 from time import monotonic, perf_counter
+from typing import Literal
 
 from gradwatch.core.overhead import Overhead
 from gradwatch.engine.block_builder import BlockBuilder
@@ -29,9 +30,8 @@ LONGEST_WAIT = 0.25
 class StepQueue:
     """Makes blocks of steps and has them judged and sent on, in order, when their numbers are on the host.
 
-    If `steps_wait`, it waits for `ROWS` steps or `LONGEST_WAIT` seconds, unless a step is `unusual`: that one is judged
-    before its optimizer moves. If they wait `for_exchange`, it waits until all ranks have exchanged what they have.
-    What a block is made of has no influence on what is found.
+    A step that is `unusual` waits for nothing: it is judged before its optimizer moves. What a block is made of has no
+    influence on what is found.
     """
 
     def __init__(
@@ -48,10 +48,10 @@ class StepQueue:
         unseen; `fail` receives an error that occurs while a caller reads the diagnosis.
         """
         self.pending = PendingActions()
-        self.steps_wait = False
-        """Whether steps wait for each other."""
-        self.for_exchange = False
-        """Whether they wait until ranks have exchanged them, which no rank may ask for alone."""
+        self.wait_for: Literal["nothing", "block", "ranks"] = "nothing"
+        """What steps wait for. A block: `ROWS` of them, or `LONGEST_WAIT` seconds. Ranks: until all have exchanged what
+        they have, which none may ask for alone.
+        """
         self._diagnosis, self._builder, self._overhead = diagnosis, builder, overhead
         self._judging, self._unseen, self._fail = judging, unseen, fail
         self._open: list[StepState] = []
@@ -75,7 +75,7 @@ class StepQueue:
         self._open.append(step)
         self._expected = step
         self.pending.steps += 1
-        if not self.steps_wait or step.reading.unusual or self._was_nonfinite:
+        if self.wait_for == "nothing" or step.reading.unusual or self._was_nonfinite:
             self._close_block()
             self.work(wait=self._was_nonfinite)
 
@@ -86,7 +86,7 @@ class StepQueue:
         self._expected = None
         if self._open and self._open[-1] is step:
             self._ended += 1
-            if not self.for_exchange and (self._ended >= ROWS or monotonic() - self._worked >= LONGEST_WAIT):
+            if self.wait_for != "ranks" and (self._ended >= ROWS or monotonic() - self._worked >= LONGEST_WAIT):
                 self._close_block()
         else:
             copies = step.reading_after.host_copies if step.reading_after else ()
@@ -118,7 +118,7 @@ class StepQueue:
     @property
     def waits_for_ranks(self) -> bool:
         """Whether there are steps that wait for an exchange."""
-        return self.for_exchange and bool(self._open)
+        return self.wait_for == "ranks" and bool(self._open)
 
     def complete_all(self) -> None:
         """Complete all steps that have ended, or been exchanged; not while a step is being measured."""
@@ -126,7 +126,7 @@ class StepQueue:
             return
         begun = perf_counter()
         try:
-            if not self.for_exchange:
+            if self.wait_for != "ranks":
                 self._close_block()
             self.work(wait=True)
         finally:
@@ -135,7 +135,7 @@ class StepQueue:
     def drop(self) -> None:
         """GradWatch has failed: complete the steps before as far as possible and discard the rest."""
         try:
-            if self.steps_wait and not self.for_exchange:
+            if self.wait_for == "block":
                 del self._open[self._ended :]
                 self._close_block()
                 self.work()
@@ -146,7 +146,7 @@ class StepQueue:
 
     def settle(self) -> None:
         """Complete waiting steps early; only in the thread that trains."""
-        if self.steps_wait and get_ident() == self._thread:
+        if self.wait_for != "nothing" and get_ident() == self._thread:
             try:
                 self.complete_all()
             except Exception as error:
@@ -196,7 +196,7 @@ class StepQueue:
         if (flow := steps[0].flow) is not None:  # it has what is new, and those behind it have no more
             self._diagnosis.learn_flow(flow)
         block, unseen = self._builder.build(steps, ended, self._overhead.share)
-        self._was_nonfinite = not self.for_exchange and not isfinite(block.values["grad_norm"][-1, 0])
+        self._was_nonfinite = self.wait_for != "ranks" and not isfinite(block.values["grad_norm"][-1, 0])
         try:
             self._diagnosis.judge(block)
         finally:  # also where Ctrl-C ends the judging
