@@ -63,13 +63,6 @@ class LossLevels:
             return first, np.nan
         return None if np.isnan(first) else (first, last)
 
-    def _medians(self) -> tuple[float, float] | None:
-        """Of a fifth of the losses, at most of `LEVEL_LOSSES`, so that those of a short run differ."""
-        if not self._steps:
-            return None
-        count = max(1, min(LEVEL_LOSSES, self._steps // 5))
-        return float(np.median(self._first[:count])), float(np.median(self._last[-count:]))
-
     def state_dict(self) -> dict[str, Any]:
         return {"first": self._first, "last": self._last, "steps": self._steps, "several": self._several}
 
@@ -78,6 +71,13 @@ class LossLevels:
         first, last = ([float(loss) for loss in state[key]] for key in ("first", "last"))
         self._first, self._last = first[:LEVEL_LOSSES], last[-LEVEL_LOSSES:]
         self._steps, self._several = int(state["steps"]), bool(state["several"])
+
+    def _medians(self) -> tuple[float, float] | None:
+        """Of a fifth of the losses, at most of `LEVEL_LOSSES`, so that those of a short run differ."""
+        if not self._steps:
+            return None
+        count = max(1, min(LEVEL_LOSSES, self._steps // 5))
+        return float(np.median(self._first[:count])), float(np.median(self._last[-count:]))
 
 
 def loss_text(levels: tuple[float, float]) -> str:

@@ -225,6 +225,19 @@ class Diagnosis:
             self._losses.levels,
         )
 
+    def note(self, note: str, *, error: Exception | None = None, log: bool = True) -> None:
+        """Add a note that is not an alert to the verdict and the log."""
+        self.notes.append(note)
+        if log:
+            with preserve_bars(logger):
+                logger.warning("%s", note if note.startswith("GradWatch ") else f"GradWatch: {note}")
+        if error is not None:
+            logger.debug("traceback of %s", type(error).__name__, exc_info=error)
+
+    def drop(self, kind: str, name: str, error: Exception) -> None:
+        """Report that a rule or sink failed and is not used any more."""
+        self.note(f"the {kind} {name} failed and was switched off: {type(error).__name__}: {error}", error=error)
+
     def _suspected(self, block: Block) -> dict[str, list[bool]]:
         """For each rule that may find something, at which rows of `block`, the latest records, it may."""
         count, recent, found = len(block), RecentRows(self.history, block), dict[str, list[bool]]()
@@ -327,19 +340,6 @@ class Diagnosis:
                 reason = "although its layer runs" if int(owner) in executed else "unused (its layer never runs)"
             reasons[layout.sites[place].name] = reason
         return reasons
-
-    def note(self, note: str, *, error: Exception | None = None, log: bool = True) -> None:
-        """Add a note that is not an alert to the verdict and the log."""
-        self.notes.append(note)
-        if log:
-            with preserve_bars(logger):
-                logger.warning("%s", note if note.startswith("GradWatch ") else f"GradWatch: {note}")
-        if error is not None:
-            logger.debug("traceback of %s", type(error).__name__, exc_info=error)
-
-    def drop(self, kind: str, name: str, error: Exception) -> None:
-        """Report that a rule or sink failed and is not used any more."""
-        self.note(f"the {kind} {name} failed and was switched off: {type(error).__name__}: {error}", error=error)
 
 
 def _onset(history: History, finding: Finding) -> int:

@@ -139,24 +139,6 @@ class Engine:
         wait_for({parameter.device for parameter in self._reader.parameters})
         self.overhead.started = perf_counter()
 
-    def _close_after_training(self, alive: Callable[[], bool]) -> None:
-        """Have the first backward pass that comes after the end of the training close the watch."""
-        this = weakref.ref(self)
-
-        def closes(gradient: Tensor | None) -> None:
-            engine = this()
-            if engine is None:
-                return
-            if engine._announced:
-                engine._announced = False
-            elif not alive():
-                engine.close()
-
-        assert self._model is not None
-        trained = (one for one in self._model.parameters() if one.requires_grad and not is_lazy(one))
-        if (parameter := next(trained, None)) is not None:
-            self._end_hooks.on_gradient(parameter, closes)
-
     def detach(self, *, keep_interventions: bool = False) -> None:
         """Remove every hook and release the model; idempotent.
 
@@ -322,6 +304,24 @@ class Engine:
             self.interventions.act_unrecorded(
                 optimizer, index, info, self.source.passes, reader=self._reader, pending_actions=self.queue.pending
             )
+
+    def _close_after_training(self, alive: Callable[[], bool]) -> None:
+        """Have the first backward pass that comes after the end of the training close the watch."""
+        this = weakref.ref(self)
+
+        def closes(gradient: Tensor | None) -> None:
+            engine = this()
+            if engine is None:
+                return
+            if engine._announced:
+                engine._announced = False
+            elif not alive():
+                engine.close()
+
+        assert self._model is not None
+        trained = (one for one in self._model.parameters() if one.requires_grad and not is_lazy(one))
+        if (parameter := next(trained, None)) is not None:
+            self._end_hooks.on_gradient(parameter, closes)
 
     def _read(self, optimizer: Any, info: StepInfo, loss: Tensor | None) -> None:
         begun, reader = perf_counter(), self._reader

@@ -100,18 +100,6 @@ class StaleGradientCheck:
         if self.hooked:
             self._hook()
 
-    def _hook(self) -> None:
-        """From now on hooks look on."""
-        self.hooked = True
-        try:
-            for checked in self._checked:
-                if (parameter := checked.parameter()) is not None:
-                    self.hooks.on_gradient(parameter, _on_arrival(checked, self._errors))
-                    self.hooks.on_gradient(parameter, _on_accumulated(checked, self._errors), accumulated=True)
-        except BaseException:
-            self.disarm()
-            raise
-
     def disarm(self) -> None:
         """Take the hooks off; idempotent."""
         self.hooks.remove()
@@ -176,6 +164,18 @@ class StaleGradientCheck:
             for checked in self._checked:
                 checked.remember()
         return answer
+
+    def _hook(self) -> None:
+        """From now on hooks look on."""
+        self.hooked = True
+        try:
+            for checked in self._checked:
+                if (parameter := checked.parameter()) is not None:
+                    self.hooks.on_gradient(parameter, _on_arrival(checked, self._errors))
+                    self.hooks.on_gradient(parameter, _on_accumulated(checked, self._errors), accumulated=True)
+        except BaseException:
+            self.disarm()
+            raise
 
     def _look_closely(self) -> None:
         """A gradient is the tensor that was there after the last step: from now on hooks look on."""

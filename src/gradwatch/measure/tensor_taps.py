@@ -155,6 +155,55 @@ class TensorTaps:
             self._errors.append(error)
         self.seconds += perf_counter() - begun
 
+    def placed(self, layout: Layout) -> tuple[Layout, tuple[str, ...]]:
+        """`layout` with a site for every tap, and the names of those that are new.
+
+        A tap with the name of a layer, parameter or activation is numbered. One that a checkpoint knew gets the site
+        that it had.
+        """
+        self.has_new = False
+        names = list(self._numbers)[len(self._sites) :]
+        for name in names:
+            others = {site.name for i, site in enumerate(layout.sites) if site.kind != "tap" or i in self._sites}
+            chosen = unique_name(name, {TOTAL, *others})
+            if chosen != name:
+                self._warn_once(
+                    f"taken {name}",
+                    "tap(..., %r): that is also the name of a %s; the tapped tensor is %r",
+                    name,
+                    layout.sites[layout.index[name]].kind,
+                    chosen,
+                )
+            if chosen not in layout.index:
+                layout = layout.with_taps([(chosen, *self._kinds[self._numbers[name]])])
+            self._sites.append(layout.index[chosen])
+        return layout, layout.names(self._sites[len(self._sites) - len(names) :])
+
+    def collect(self, scale: Tensor | None) -> TensorTapReading | None:
+        """What came since this was last asked, on its way to the host; None where nothing was ever tapped. From now on
+        nothing counts until it is `armed`: what an optimizer asks for inside its step is another gradient.
+
+        `scale`: the loss scale that was in it, 0-d.
+        """
+        self.armed = False
+        step, self._step = self._step, _TappedGradients()
+        if not self._sites:
+            return None
+        codes = np.full(len(self._sites), Missing.NO_GRADIENT, dtype=np.int8)
+        codes[[*step.squares, *(number for number, _ in step.sums)]] = Missing.MEASURED
+        codes[list(self._beyond)] = Missing.UNMEASURABLE
+        squares = np.zeros(len(self._sites))
+        squares[list(step.squares)] = list(step.squares.values())
+        tensors = {}
+        if step.sums:
+            device = next(iter(step.sums))[1]
+            tensors["taps"] = torch.stack([moved(one, device) for one in step.sums.values()])
+        if scale is not None:
+            at = (tensors["taps"] if tensors else scale).device
+            tensors["tap_scale"] = moved(scale.detach(), at).reshape(1)
+        places, order = tuple(number for number, _ in step.sums), tuple(step.order)
+        return TensorTapReading(HostCopy(tensors), np.array(self._sites), codes, squares, places, order)
+
     def _gradient_callback(self, tensor: Tensor, name: str) -> OnGradient | None:
         if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             return None
@@ -222,55 +271,6 @@ class TensorTaps:
             norm = widest_norm(values)
             before, key = step.sums.get((number, values.device)), (number, values.device)
             step.sums[key] = norm.square() if before is None else before.addcmul_(norm, norm)
-
-    def placed(self, layout: Layout) -> tuple[Layout, tuple[str, ...]]:
-        """`layout` with a site for every tap, and the names of those that are new.
-
-        A tap with the name of a layer, parameter or activation is numbered. One that a checkpoint knew gets the site
-        that it had.
-        """
-        self.has_new = False
-        names = list(self._numbers)[len(self._sites) :]
-        for name in names:
-            others = {site.name for i, site in enumerate(layout.sites) if site.kind != "tap" or i in self._sites}
-            chosen = unique_name(name, {TOTAL, *others})
-            if chosen != name:
-                self._warn_once(
-                    f"taken {name}",
-                    "tap(..., %r): that is also the name of a %s; the tapped tensor is %r",
-                    name,
-                    layout.sites[layout.index[name]].kind,
-                    chosen,
-                )
-            if chosen not in layout.index:
-                layout = layout.with_taps([(chosen, *self._kinds[self._numbers[name]])])
-            self._sites.append(layout.index[chosen])
-        return layout, layout.names(self._sites[len(self._sites) - len(names) :])
-
-    def collect(self, scale: Tensor | None) -> TensorTapReading | None:
-        """What came since this was last asked, on its way to the host; None where nothing was ever tapped. From now on
-        nothing counts until it is `armed`: what an optimizer asks for inside its step is another gradient.
-
-        `scale`: the loss scale that was in it, 0-d.
-        """
-        self.armed = False
-        step, self._step = self._step, _TappedGradients()
-        if not self._sites:
-            return None
-        codes = np.full(len(self._sites), Missing.NO_GRADIENT, dtype=np.int8)
-        codes[[*step.squares, *(number for number, _ in step.sums)]] = Missing.MEASURED
-        codes[list(self._beyond)] = Missing.UNMEASURABLE
-        squares = np.zeros(len(self._sites))
-        squares[list(step.squares)] = list(step.squares.values())
-        tensors = {}
-        if step.sums:
-            device = next(iter(step.sums))[1]
-            tensors["taps"] = torch.stack([moved(one, device) for one in step.sums.values()])
-        if scale is not None:
-            at = (tensors["taps"] if tensors else scale).device
-            tensors["tap_scale"] = moved(scale.detach(), at).reshape(1)
-        places, order = tuple(number for number, _ in step.sums), tuple(step.order)
-        return TensorTapReading(HostCopy(tensors), np.array(self._sites), codes, squares, places, order)
 
 
 def _real(tensor: Tensor) -> Tensor:

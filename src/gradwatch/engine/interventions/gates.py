@@ -146,27 +146,6 @@ class Gates:
         for decision in decisions:
             self._on_decision(decision)
 
-    def _on_decision(self, decision: GateDecision) -> None:
-        decided = decision.decided
-        self.refused |= decided and not decision.dry and not decision.by_scaler
-        if decision.by_scaler:
-            self._by_scaler = True
-            return
-        counts = self.counts.setdefault(decision.number, [0, 0])
-        norms = decision.host_copy.wait()["norms"].tolist() if decided and decision.host_copy else None
-        refusal = self._gates[decision.number].report(norms, decision.step, decision.optimizer)
-        counts[0] += 1
-        if norms is None:
-            return
-        counts[1] += 1
-        count = counts[1]
-        if count <= MAX_LOGGED or count & (count - 1) == 0:
-            again = f" ({count} steps so far)" if count > 1 else ""
-            what = "would have been skipped" if decision.dry else "was skipped"
-            self._log(f"step {decision.step} {what}: {refusal.why}{again}")
-        if refusal.end:
-            self._end_training(decision.number, refusal.end)
-
     def described(self) -> str:
         """What may end the training, in words, for the start-up line."""
         return "; ".join(f"{self._all[n]}{' (dry run)' * self._all[n].settings.dry_run}" for n in self._stop_conditions)
@@ -201,6 +180,27 @@ class Gates:
         if state is not None:
             steps, refused = state
             self.counts[number] = [int(steps), int(refused)]
+
+    def _on_decision(self, decision: GateDecision) -> None:
+        decided = decision.decided
+        self.refused |= decided and not decision.dry and not decision.by_scaler
+        if decision.by_scaler:
+            self._by_scaler = True
+            return
+        counts = self.counts.setdefault(decision.number, [0, 0])
+        norms = decision.host_copy.wait()["norms"].tolist() if decided and decision.host_copy else None
+        refusal = self._gates[decision.number].report(norms, decision.step, decision.optimizer)
+        counts[0] += 1
+        if norms is None:
+            return
+        counts[1] += 1
+        count = counts[1]
+        if count <= MAX_LOGGED or count & (count - 1) == 0:
+            again = f" ({count} steps so far)" if count > 1 else ""
+            what = "would have been skipped" if decision.dry else "was skipped"
+            self._log(f"step {decision.step} {what}: {refusal.why}{again}")
+        if refusal.end:
+            self._end_training(decision.number, refusal.end)
 
     def _on_incidents(self, incidents: Sequence[Alert], inherited: Sequence[Alert], step: int) -> None:
         for number, condition in tuple(self._stop_conditions.items()):

@@ -133,21 +133,6 @@ class InterventionRuntime:
         parts = (described(self.active, mode, sharded=reader.shards is not None), self.gates.described())
         return {"clip_factor": "; ".join(filter(None, parts))}
 
-    def _attach(self, reader: GradientReader, device: torch.device) -> None:
-        """Attach the hooks of the parameters on which interventions act in hooks."""
-        assert self.gradient_hooks is not None
-        actions: dict[int, list[HookedAction]] = {}
-        for active in self.active:
-            for index in active.indices.tolist() if active.hooked else ():
-                one = np.array([index], dtype=np.intp)
-                action = active.intervention.begin(scope_of(reader.layout, one, device))
-                assert isinstance(action, Scaling | Editing)
-                hooked = HookedAction(active.number, action, active.intervention.settings.dry_run)
-                actions.setdefault(index, []).append(hooked)
-        for index, hooked_actions in actions.items():
-            if not is_lazy(reader.parameters[index]):
-                self.gradient_hooks.attach(index, reader.parameters[index], hooked_actions)
-
     def begin_batch(self) -> None:
         self.signal_hooks.begin_batch()
         self.gates.batchnorm.begin_batch()
@@ -267,12 +252,6 @@ class InterventionRuntime:
         self.gradient_hooks.used(parameters.indices, step + 1)
         return StepEffect(applied, HostCopy(sent) if sent else None, decisions)
 
-    def _norms(self, reader: GradientReader, slots: Places) -> Tensor:
-        """The norms of all gradients; their slots are sent to the device when they are others than at the last step."""
-        if self._slots is None or self._slots[0] is not slots:
-            self._slots = slots, _on_device(slots, reader.buffer.device)
-        return _norms_of(reader, "grad_norm", self._slots[1])
-
     def scaled(self, scale: Callable[[], Tensor | None]) -> None:
         """A backward pass begins; `scale` gives the loss scale that will be in its gradients, 0-d."""
         if self.gradient_hooks is not None and len(self.gradient_hooks.hooks):
@@ -312,20 +291,6 @@ class InterventionRuntime:
             pending_actions.then(partial(self.landed, effect, reading.layout), *effect.host_copies)
             pending_actions.proceed()
 
-    def _drop(self, active: ActiveIntervention, error: Exception) -> None:
-        """Switch one intervention off, and log it once."""
-        if active not in self.active:
-            return
-        self.active.remove(active)
-        self._plans.clear()
-        self._layout = None  # begin again, without it
-        if self.gradient_hooks is not None and not self.active:
-            self.gradient_hooks.hooks.remove()
-        where = self._mode.rank_text
-        if where and not active.hooked and active.sites is None:  # those act before ranks take their mean
-            where += " (ranks on which it still acts get other weights than this one)"
-        self._diagnosis.drop("intervention", f"{active.intervention}{where}", error)
-
     def landed(self, effect: StepEffect, layout: Layout) -> None:
         """Count the factors of a step, which are on the host now."""
         for one in effect.applied:
@@ -357,6 +322,47 @@ class InterventionRuntime:
             self._load(before)
             raise ValueError(damage(error)) from error
 
+    def resume(self, step: int) -> None:
+        """`step`: the number of the next step, until the optimizers' own counts are known."""
+        if self.gradient_hooks is not None:
+            self.gradient_hooks.steps = [step] * len(self.gradient_hooks.steps)
+        self.signal_hooks.resume(step)
+
+    def _attach(self, reader: GradientReader, device: torch.device) -> None:
+        """Attach the hooks of the parameters on which interventions act in hooks."""
+        assert self.gradient_hooks is not None
+        actions: dict[int, list[HookedAction]] = {}
+        for active in self.active:
+            for index in active.indices.tolist() if active.hooked else ():
+                one = np.array([index], dtype=np.intp)
+                action = active.intervention.begin(scope_of(reader.layout, one, device))
+                assert isinstance(action, Scaling | Editing)
+                hooked = HookedAction(active.number, action, active.intervention.settings.dry_run)
+                actions.setdefault(index, []).append(hooked)
+        for index, hooked_actions in actions.items():
+            if not is_lazy(reader.parameters[index]):
+                self.gradient_hooks.attach(index, reader.parameters[index], hooked_actions)
+
+    def _norms(self, reader: GradientReader, slots: Places) -> Tensor:
+        """The norms of all gradients; their slots are sent to the device when they are others than at the last step."""
+        if self._slots is None or self._slots[0] is not slots:
+            self._slots = slots, _on_device(slots, reader.buffer.device)
+        return _norms_of(reader, "grad_norm", self._slots[1])
+
+    def _drop(self, active: ActiveIntervention, error: Exception) -> None:
+        """Switch one intervention off, and log it once."""
+        if active not in self.active:
+            return
+        self.active.remove(active)
+        self._plans.clear()
+        self._layout = None  # begin again, without it
+        if self.gradient_hooks is not None and not self.active:
+            self.gradient_hooks.hooks.remove()
+        where = self._mode.rank_text
+        if where and not active.hooked and active.sites is None:  # those act before ranks take their mean
+            where += " (ranks on which it still acts get other weights than this one)"
+        self._diagnosis.drop("intervention", f"{active.intervention}{where}", error)
+
     def _load(self, state: Sequence[Mapping[str, Any]]) -> None:
         if len(state) != len(self._all):
             raise ValueError(f"the state is of {len(state)} interventions, there are {len(self._all)}")
@@ -366,12 +372,6 @@ class InterventionRuntime:
             active.waiting = saved["memory"]
             if active.action:
                 _restore_memory(active, None)
-
-    def resume(self, step: int) -> None:
-        """`step`: the number of the next step, until the optimizers' own counts are known."""
-        if self.gradient_hooks is not None:
-            self.gradient_hooks.steps = [step] * len(self.gradient_hooks.steps)
-        self.signal_hooks.resume(step)
 
 
 def _restore_memory(active: ActiveIntervention, before: ActionState | None) -> None:

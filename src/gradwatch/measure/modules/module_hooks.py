@@ -98,15 +98,6 @@ class ModuleHooks:
             self.remove()
             raise
 
-    def _make(self, module: nn.Module, site: int, kind: str, *, full: bool) -> _HooksOfModule:
-        outputs = [hook for one in self._of_outputs if (hook := one.on_output(site, module, kind)) is not None]
-        gradients = [call for one in self._of_gradients if (call := one.on_grad_output(site, module, kind)) is not None]
-        output_hook = OutputHook(self._costs, outputs, full=full) if outputs or gradients or not kind else None
-        on_grad_output = recorded(partial(_call_all, gradients), self._costs) if gradients else None
-        inputs = [] if kind else [one.on_input(site, module) for one in self._of_inputs]
-        input_hooks = [recorded(on_input, self._costs) for on_input in inputs if on_input is not None]
-        return _HooksOfModule(weakref.ref(module), site, output_hook, on_grad_output, input_hooks)
-
     def remove(self) -> None:
         """Remove the hooks."""
         self.hooks.remove()
@@ -136,6 +127,15 @@ class ModuleHooks:
         device = next(iter(tensors.values())).device
         host_copy = HostCopy({name: moved(tensor, device) for name, tensor in tensors.items()})
         return ModuleHooksReading(layout, host_copy, readings, tuple(calls))
+
+    def _make(self, module: nn.Module, site: int, kind: str, *, full: bool) -> _HooksOfModule:
+        outputs = [hook for one in self._of_outputs if (hook := one.on_output(site, module, kind)) is not None]
+        gradients = [call for one in self._of_gradients if (call := one.on_grad_output(site, module, kind)) is not None]
+        output_hook = OutputHook(self._costs, outputs, full=full) if outputs or gradients or not kind else None
+        on_grad_output = recorded(partial(_call_all, gradients), self._costs) if gradients else None
+        inputs = [] if kind else [one.on_input(site, module) for one in self._of_inputs]
+        input_hooks = [recorded(on_input, self._costs) for on_input in inputs if on_input is not None]
+        return _HooksOfModule(weakref.ref(module), site, output_hook, on_grad_output, input_hooks)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -94,11 +94,6 @@ class SampledStep:
         self._module_hooks.remove()
         self._resume()
 
-    def _resume(self) -> None:
-        if self.pause is not None:
-            self.pause.close()
-            self.pause = None
-
     def unsupported(self) -> str:
         """A sentence about an option that has no effect in this run, once; otherwise empty."""
         if self._refusal_reported or not self._costs.refused:
@@ -135,3 +130,8 @@ class SampledStep:
     def seconds(self) -> float:
         """Seconds spent in the hooks for the last `collect`."""
         return self._costs.seconds
+
+    def _resume(self) -> None:
+        if self.pause is not None:
+            self.pause.close()
+            self.pause = None
