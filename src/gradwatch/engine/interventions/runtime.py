@@ -16,10 +16,10 @@ from gradwatch.core.record import Layout
 from gradwatch.core.training_loop import TrainingMode
 from gradwatch.engine.diagnosis import Diagnosis
 from gradwatch.engine.interventions.gates import GateDecision, Gates
-from gradwatch.engine.interventions.gradient_hooks import GradientHooks, HookedAction, norm_of, norm_ratio
+from gradwatch.engine.interventions.gradient_hooks import GradientHooks, HookedAction
 from gradwatch.engine.interventions.signal_hooks import SignalHooks
 from gradwatch.engine.interventions.step_effect import AppliedFactors, ChangeCounts, StepEffect
-from gradwatch.engine.interventions.step_gradients import StepGradients
+from gradwatch.engine.interventions.step_gradients import DeviceSlots, StepGradients, norms_in, slots_on_device
 from gradwatch.engine.interventions.step_plan import (
     ActiveIntervention,
     StepPlan,
@@ -31,15 +31,12 @@ from gradwatch.engine.interventions.step_plan import (
 )
 from gradwatch.engine.pending_actions import PendingActions
 from gradwatch.interventions import ActionState, Editing, Gate, Intervention, Scaling
-from gradwatch.measure.device_buffer import EDITED, HostCopy, Places
-from gradwatch.measure.devices import moved, widest_type
+from gradwatch.measure.device_buffer import HostCopy, Places
+from gradwatch.measure.devices import moved
 from gradwatch.measure.gradient_reader import GradientReader
 from gradwatch.measure.layers import NoSuchLayer, is_lazy
 from gradwatch.measure.site_values import Reading
 from gradwatch.measure.step_info import StepInfo
-
-DeviceSlots = tuple[Tensor, Tensor | None]
-"""Slots of a row, -1 for none, and which are not -1; None for all."""
 
 
 class InterventionRuntime:
@@ -172,25 +169,20 @@ class InterventionRuntime:
         self.pending, self._last[id(optimizer)] = False, step
         for number, error in (*(self.gradient_hooks.errors if self.gradient_hooks else ()), *self.signal_hooks.errors):
             self._drop(self._all[number], error)
-        if not self.active:
-            return None
-        if reader.layout is not self._layout:
+        if self.active and reader.layout is not self._layout:
             self.open(reader)
         if not self.active:
             return None
         assert self.gradient_hooks is not None
-        parameters, scale = reader.held_by(optimizer), info.scale_in_gradients
+        parameters = reader.held_by(optimizer)
         norms = self._norms(reader, reading.index["grad_norm"])
         plan = self._plans.get(id(optimizer))
         if plan is None or plan.absent is not parameters.absent:
             plan = self._plans[id(optimizer)] = make_plan(self.active, parameters, len(norms), norms.device)
-        own = frozenset(parameters.indices) if len(parameters.indices) < len(reader.parameters) else None
-        others = [p.grad for i, p in enumerate(reader.parameters) if own and i not in own and p.grad is not None]
-        gradients = StepGradients(parameters, plan, norms, others, last=self.active[-1])
+        scale, last = info.scale_in_gradients, self.active[-1]
+        gradients = StepGradients(reader, parameters, plan, norms, step=step, scale=scale, last=last)
         decisions: list[GateDecision] = []
         applied, sent = self.signal_hooks.collect(self.active, step + 1)
-        # what has failed on one rank is done on none
-        intact = None if reader.shards is None else reader.shards.latest["failed"] == 0
         for active, present, (indices, within) in zip(tuple(self.active), plan.present, plan.applied, strict=True):
             if not len(indices):
                 continue
@@ -203,17 +195,12 @@ class InterventionRuntime:
                 continue
             try:
                 if isinstance(active.action, Editing):
-                    gradients.apply_factors()
-                    factors: Tensor | float = _edit(
-                        active, active.action, reader, gradients, scale, step, present=present, intact=intact
-                    )
+                    factors: Tensor | float = gradients.edit(active, active.action, present)
                 elif isinstance(active.action, Scaling):
-                    whole = info.window(passes) if active.action.across_steps else 1.0
-                    factors = active.action.factors(gradients.norms_of(active) / whole, present, step)
-                    if isinstance(factors, Tensor):
-                        factors = factors.nan_to_num(1.0, 1.0, 1.0)
-                        if within is not None or intact is not None:
-                            factors = torch.where(present if intact is None else present & intact, factors, 1.0)
+                    window = info.window(passes) if active.action.across_steps else 1.0
+                    factors = gradients.scaling_factors(
+                        active, active.action, present, window=window, partial=within is not None
+                    )
                 elif isinstance(active.action, Gate):
                     decision = self.gates.decide(
                         active.number,
@@ -222,7 +209,7 @@ class InterventionRuntime:
                         step,
                         optimizer=optimizer,
                         scaled=info.scale is not None,
-                        intact=intact,
+                        intact=gradients.intact,
                     )
                     decisions.append(decision)
                     if decision.skips:  # no gradient is left, and what was done to them has no effect
@@ -346,8 +333,8 @@ class InterventionRuntime:
     def _norms(self, reader: GradientReader, slots: Places) -> Tensor:
         """The norms of all gradients; their slots are sent to the device when they are others than at the last step."""
         if self._slots is None or self._slots[0] is not slots:
-            self._slots = slots, _on_device(slots, reader.buffer.device)
-        return _norms_of(reader, "grad_norm", self._slots[1])
+            self._slots = slots, slots_on_device(slots, reader.buffer.device)
+        return norms_in(reader, "grad_norm", self._slots[1])
 
     def _drop(self, active: ActiveIntervention, error: Exception) -> None:
         """Switch one intervention off, and log it once."""
@@ -380,66 +367,3 @@ def _restore_memory(active: ActiveIntervention, before: ActionState | None) -> N
     state, active.waiting = active.waiting or (before.state_dict() if before else None), None
     if memory is not None and state is not None:
         memory.load_state_dict(state)
-
-
-def _edit(
-    active: ActiveIntervention,
-    action: Editing,
-    reader: GradientReader,
-    gradients: StepGradients,
-    scale: Tensor | None,
-    step: int,
-    *,
-    present: Tensor,
-    intact: Tensor | None,
-) -> Tensor:
-    """Edit the gradients one by one; returns the factors by which their norms changed, shape [n]; see `norm_ratio`."""
-    before, dry = gradients.norms_of(active), active.intervention.settings.dry_run
-    norms, edited = (reader.buffer[row] for row in EDITED)
-    slots = np.full(len(reader.parameters), -1, dtype=np.intp)
-    one_by_one: list[int] = active.indices.tolist()
-    if action.factors is not None and reader.shards is None and not dry:
-        for indices, device_indices, after, changed in gradients.multiply_units(one_by_one, action, scale):
-            slots[indices] = indices
-            norms.index_copy_(0, device_indices, moved(after, norms.device, norms.dtype))
-            edited.index_copy_(0, device_indices, moved(changed, edited.device, edited.dtype))
-        one_by_one = [index for index in one_by_one if slots[index] < 0]
-    for index in one_by_one:
-        found = gradients.edit(index, action, scale, step, intact=intact, dry=dry)
-        if found is None:
-            continue
-        new, differs = found
-        slots[index] = index
-        norms[index].copy_(moved(norm_of(new), norms.device))
-        edited[index].copy_(moved(differs, edited.device))
-    own = active.device_indices
-    if reader.shards is None:
-        after, count = (row[: len(slots)] if own is None else row[own] for row in (norms, edited))
-        after, changed = torch.where(present, after.to(widest_type(after.device)), 0.0), (count > 0) & present
-    else:
-        *_, slots_of_whole = reader.shards.add(EDITED, dict.fromkeys(EDITED, slots))
-        there = _on_device(slots_of_whole[EDITED[0]], before.device)
-        whole = (_norms_of(reader, row, there) for row in EDITED)
-        after, count = whole if own is None else (row[own] for row in whole)
-        changed = count > 0
-    if scale is not None:
-        after = after / moved(scale, after.device)
-    if not dry:
-        gradients.set_norms(active, after)
-    return norm_ratio(before, after, changed)
-
-
-def _on_device(slots: Places, device: torch.device) -> DeviceSlots:
-    there = moved(torch.from_numpy(slots), device)
-    return there, None if slots.min(initial=0) >= 0 else there >= 0
-
-
-def _norms_of(reader: GradientReader, row: str, slots: DeviceSlots) -> Tensor:
-    """The norms of all parameters in a row, on the device, 0 where `slots` is -1, in its widest float type.
-
-    For shards, the norms of the whole gradients as last exchanged: the same bits on every rank.
-    """
-    numbers = reader.buffer[row] if reader.shards is None else reader.shards.latest[row]
-    there, known = slots
-    found = numbers[there].to(widest_type(numbers.device))
-    return found if known is None else torch.where(known, found, 0.0)
