@@ -126,16 +126,6 @@ def heatmap(
         for line, place in named
     ]
     levels = _levels([(mark.axis - first) / span for mark in marks])
-    drawn = [
-        {
-            "severity": str(mark.severity),
-            "left": left(mark.axis),
-            "level": level,
-            "number": mark.number,
-            "text": mark.text,
-        }
-        for mark, level in zip(marks, levels, strict=True)
-    ]
     return figure(
         "heatmap",
         title=title,
@@ -145,7 +135,7 @@ def heatmap(
         width=names_width(names),
         height=f"--high:{row * edges[-1]:.0f}px",
         names=shown,
-        marks=drawn,
+        marks=[(mark, left(mark.axis), level) for mark, level in zip(marks, levels, strict=True)],
         picture=picture,
         layers=len(names),
         ticks=[
