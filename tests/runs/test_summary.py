@@ -15,6 +15,7 @@ import pytest
 import gradwatch
 from gradwatch.cli import main
 from gradwatch.core.alert import Effect, Severity, Verdict
+from gradwatch.core.loss_levels import LossLevels
 from gradwatch.core.record import Missing, Run
 from gradwatch.runs.arrays import read
 from gradwatch.runs.files import Unreadable
@@ -103,6 +104,23 @@ def test_the_loss_and_the_rate_are_those_of_one_optimizer(tmp_path: Path) -> Non
     assert found["loss"] == dict.fromkeys(("first", "last", "min", "max"), 1)
     read_run_data(tmp_path, rates.block)
     assert rates.found == pytest.approx((0.001, 0.001, 0.001))
+
+
+def test_an_optimizer_that_was_made_anew_goes_on_with_the_loss_and_the_rate(tmp_path: Path) -> None:
+    sink, layout, losses = Recorder(folder=tmp_path), layout_of("a"), LossLevels()
+    sink.open(Run(layout, "run"))
+    for step in range(200):
+        phase = int(step >= 80)
+        record = record_of(layout, step, [1.0], optimizer=phase, loss=200.0 - step, lr=(0.001, 0.05)[phase])
+        feed(sink, record)
+        losses.add({"loss": np.array([200.0 - step])}, np.array([phase]))
+    sink.close(HEALTHY)
+    found, rates = document(gradwatch.load_run(tmp_path)), RateEnds()
+    assert found["learning_rate"] == {"first": 0.001, "last": 0.05, "min": 0.001, "max": 0.05}
+    assert (found["loss"]["min"], found["loss"]["max"]) == (1, 200)
+    data = read_run_data(tmp_path, rates.block)
+    assert rates.found == pytest.approx((0.001, 0.05, 0.05))
+    assert data.loss_levels == losses.shown(None) == pytest.approx((195.5, 5.5))
 
 
 def test_a_long_run_keeps_the_steps_of_each_of_its_optimizers(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.core.block import Block
+from gradwatch.core.leading_optimizer import LeadingOptimizer
 from gradwatch.core.record import Floats
 
 LEVEL_LOSSES = 10
@@ -23,9 +24,10 @@ is about that where nothing is learnt."""
 
 
 class LossLevels:
-    """Collects the losses of a run, of several optimizers the first's: each may have a loss of its own."""
+    """Collects the losses of a run, of several optimizers those of the `LeadingOptimizer`."""
 
     def __init__(self) -> None:
+        self._leading = LeadingOptimizer()
         self._first: list[float] = []
         self._last: list[float] = []
         self._steps = 0
@@ -36,7 +38,7 @@ class LossLevels:
 
     def add(self, numbers: Mapping[str, Floats], optimizers: NDArray[np.int64]) -> None:
         """`numbers`: of whole steps, by name, as a block has them: shape [k]; `optimizers`: of each."""
-        own, nowhere = optimizers == 0, np.full(len(optimizers), np.nan)
+        own, nowhere = self._leading.rows(optimizers), np.full(len(optimizers), np.nan)
         self._several |= not own.all()
         losses = numbers.get("loss", nowhere)
         # NaN also stands for a loss that was not recorded

@@ -10,6 +10,7 @@ from threading import Lock
 
 import numpy as np
 
+from gradwatch.core.leading_optimizer import LeadingOptimizer
 from gradwatch.core.loss_levels import LossLevels
 from gradwatch.core.record import ROOT, as_float32
 from gradwatch.sinks.record.record_format import PARAMETERS, RecordedBlock, TagDescription, unpack
@@ -102,7 +103,7 @@ class RunRecord:
         return self._matrices[statistic]
 
     def number(self, name: str) -> Matrix:
-        """A number of the whole step as the matrix of one name; of several optimizers the first's."""
+        """A number of the whole step as the matrix of one name; of several optimizers the leading one's."""
         nan = f"{name}_nan"  # 1 where it was measured and is NaN
 
         def has(block: RecordedBlock) -> bool:
@@ -114,8 +115,8 @@ class RunRecord:
             np.concatenate([block.numbers.get(one, np.full(len(block), np.nan)) for block in parts] or [np.empty(0)])
             for one in (name, nan)
         )
-        own = np.concatenate([block.optimizers for block in parts] or [np.empty(0, dtype=np.int64)]) == 0
-        known = np.flatnonzero(own & (~np.isnan(numbers) | (nans == 1)))
+        optimizers = np.concatenate([block.optimizers for block in parts] or [np.empty(0, dtype=np.int64)])
+        known = np.flatnonzero(LeadingOptimizer().rows(optimizers) & (~np.isnan(numbers) | (nans == 1)))
         steps, first = np.unique(steps[known], return_index=True)
         values = as_float32(numbers[known][first])[:, None]
         holes = _holes([part.block for part in self._parts], has)

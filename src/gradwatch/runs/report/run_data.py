@@ -10,6 +10,7 @@ import numpy as np
 
 from gradwatch.core.alert import Alert, Severity, Verdict
 from gradwatch.core.block import Block
+from gradwatch.core.leading_optimizer import LeadingOptimizer
 from gradwatch.runs.names import with_short_names
 from gradwatch.runs.reader import Progress, read_run
 from gradwatch.sinks.downsampling import Downsampling
@@ -30,6 +31,7 @@ class RunData:
         self.notes: tuple[str, ...] = ()
         self.summary = summary or RunSummary()
         self.loss = Downsampling(1, log=False)
+        self._leading = LeadingOptimizer()
         self.loss_levels: tuple[float, float] | None = None
         """Of a recorded run, as `LossLevels.shown` has them."""
 
@@ -39,7 +41,7 @@ class RunData:
         loss = block.scalars.get("loss", nowhere)
         # NaN also stands for a loss that was not recorded
         known = ~np.isnan(loss) | (block.scalars.get("loss_nan", nowhere) == 1)
-        known &= block.optimizers == 0  # each may have a loss of its own
+        known &= self._leading.rows(block.optimizers)
         if known.any():
             self.loss.extend(
                 block.axis[known], loss[known, None], np.ones((np.count_nonzero(known), 1), dtype=np.bool_)
@@ -83,14 +85,17 @@ def read_run_data(path: Path, *receivers: Callable[[Block], None], progress: Pro
 
 
 class RateEnds:
-    """Collects a recorded run's first learning rate, the highest and the last; of several optimizers the first's."""
+    """Collects a recorded run's first learning rate, the highest and the last; of several optimizers those of the
+    `LeadingOptimizer`.
+    """
 
     def __init__(self) -> None:
         self.found: tuple[float, float, float] | None = None
+        self._leading = LeadingOptimizer()
 
     def block(self, block: Block) -> None:
         rates = block.scalars.get("lr", np.full(len(block), np.nan))
-        known = rates[~np.isnan(rates) & (block.optimizers == 0)]
+        known = rates[self._leading.rows(block.optimizers) & ~np.isnan(rates)]
         if len(known):
             first, highest, _ = self.found or (float(known[0]), float(known[0]), 0.0)
             self.found = first, max(highest, float(known.max())), float(known[-1])

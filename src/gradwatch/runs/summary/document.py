@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from gradwatch import __version__
 from gradwatch.core.alert import Alert, Verdict
+from gradwatch.core.leading_optimizer import LeadingOptimizer
 from gradwatch.core.printable import INVISIBLE
 from gradwatch.core.record import Missing
 from gradwatch.runs.arrays import RunArrays
@@ -182,11 +183,14 @@ def _texts(texts: Mapping[str, str], limits: Limits) -> dict[str, str]:
 
 
 def _course(run: RunArrays, name: str, levels: tuple[float, float] | None = None) -> dict[str, Any] | None:
-    """A number of the whole step over the run, of several optimizers the first's. `levels`: the first and the last to
-    show.
+    """A number of the whole step over the run, of several optimizers the leading one's. `levels`: the first and the
+    last to show.
     """
     numbers = run.scalars.get(name, np.empty(0))
-    known = numbers[~np.isnan(numbers) & (run.values["grad_norm"].optimizers == 0)] if len(numbers) else numbers
+    if len(numbers):
+        leading = LeadingOptimizer().rows(run.values["grad_norm"].optimizers)
+        numbers = numbers[leading & ~np.isnan(numbers)]
+    known = numbers
     if not len(known):
         if levels is None:
             return None
