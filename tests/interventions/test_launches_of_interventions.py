@@ -38,7 +38,15 @@ def kernels_of(intervention: Any, model: nn.Module, *, without: int | None = Non
     reader.register((optimizer,))
     diagnosis = Diagnosis((), (), on_alert=lambda alert: None)
     layers = [layer.name for layer in reader.layers]
-    runtime = InterventionRuntime([intervention], layers, diagnosis, TrainingMode(), end=lambda why: None)
+    runtime = InterventionRuntime(
+        [intervention],
+        layers,
+        diagnosis,
+        TrainingMode(),
+        end=lambda why: None,
+        alive=lambda: True,
+        batches=False,
+    )
     runtime.open(reader)
     for step in range(3):
         info = StepInfo(step, step, {})

@@ -50,8 +50,8 @@ class InterventionRuntime:
         mode: TrainingMode,
         *,
         end: Callable[[str], None],
-        alive: Callable[[], bool] = lambda: True,
-        batches: bool = False,
+        alive: Callable[[], bool],
+        batches: bool,
     ) -> None:
         """`layers`: the names of the watched layers; `end`: ends the training, for a reason in words; `alive`: whether
         it goes on; `batches`: as of `SignalHooks`.
