@@ -16,7 +16,14 @@ from torch.utils.data import DataLoader
 
 import ranks
 from gradwatch import GradWatch
-from gradwatch.lightning.trainer_info import LONGEST_VALUE, MAX_VALUES, clip_algorithm_of, examples_in, run_description
+from gradwatch.lightning.trainer_info import (
+    LONGEST_VALUE,
+    MAX_VALUES,
+    clip_algorithm_of,
+    examples_in,
+    run_description,
+    training_mode_of,
+)
 from modes import BATCHES, ModeModule, quiet
 from reference import bits, hooks_on
 from training import quiet_trainer
@@ -143,13 +150,13 @@ def test_hyperparameters_that_are_one_value_are_settings_of_the_run() -> None:
     with quiet():
         trainer = quiet_trainer(watch)
         trainer.fit(module, LOADER)
-    own = {name: text for name, text in run_description(trainer).items() if name.startswith("hparams.")}
+    own = {name: text for name, text in described(trainer).items() if name.startswith("hparams.")}
     assert len(own) == MAX_VALUES
     assert own["hparams.lr"] == "0.1"
     assert own["hparams.fast"] == "True"
     assert own["hparams.name"] == "x" * LONGEST_VALUE
     assert not {"hparams.layers", "hparams.loss"} & set(own)
-    assert not [name for name in run_description(quiet_trainer_of(ModeModule())) if name.startswith("hparams.")]
+    assert not [name for name in described(quiet_trainer_of(ModeModule())) if name.startswith("hparams.")]
 
 
 def test_clipping_and_accumulation_are_settings_of_the_run() -> None:
@@ -157,18 +164,22 @@ def test_clipping_and_accumulation_are_settings_of_the_run() -> None:
     with quiet():
         trainer = quiet_trainer(GradWatch(), gradient_clip_val=0.5, accumulate_grad_batches=2)
         trainer.fit(ModeModule(), LOADER)  # its own clipping calls the Trainer's
-    of_run = run_description(trainer)
+    of_run = described(trainer)
     assert (of_run["gradient_clip_val"], of_run["accumulate_grad_batches"]) == ("0.5 by norm", "2")
     assert of_run["configure_gradient_clipping"] == "the model's own"
     plain = quiet_trainer_of(ModeModule())
     plain.lightning_module.configure_gradient_clipping = super(
         ModeModule, plain.lightning_module
     ).configure_gradient_clipping
-    assert of_run.keys() - run_description(plain).keys() == {
+    assert of_run.keys() - described(plain).keys() == {
         "gradient_clip_val",
         "accumulate_grad_batches",
         "configure_gradient_clipping",
     }
+
+
+def described(trainer: Any) -> dict[str, str]:
+    return run_description(trainer, training_mode_of(trainer))
 
 
 def quiet_trainer_of(module: ModeModule) -> Any:

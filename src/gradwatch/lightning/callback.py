@@ -247,7 +247,7 @@ class GradWatch(PackageAware, Callback):
             log_every_n_steps=max(1, trainer.log_every_n_steps),
             loggers=tuple(trainer.loggers) if trainer.is_global_zero else (),
             metrics=lambda: self._metrics,
-            about=run_description(trainer),
+            about=run_description(trainer, mode),
             loop=self._context,
         )
         if reason := refusal(trainer):

@@ -165,9 +165,8 @@ def is_trial(trainer: Any) -> bool:
     return type(trainer.logger).__name__ == "DummyLogger" and not trainer.fast_dev_run
 
 
-def run_description(trainer: Any) -> dict[str, str]:
-    """How a run trains, in words, and the model's hyperparameters that are one value."""
-    mode = training_mode_of(trainer)
+def run_description(trainer: Any, mode: TrainingMode) -> dict[str, str]:
+    """How a run trains, in words, and the model's hyperparameters that are one value. `mode`: that of `trainer`."""
     names = [type(optimizer).__name__ for optimizer in trainer.optimizers]
     own = trainer.lightning_module.hparams  # of `save_hyperparameters`, else empty
     values = [(name, value) for name, value in own.items() if isinstance(value, str | int | float)]
