@@ -102,7 +102,7 @@ def run(options: argparse.Namespace) -> int:
         code = launched([sys.executable, *what], {**os.environ, **ours})
         known = summarize(path)
     if not known.fits and code <= SIGNAL_EXIT:
-        complain("run", f"{name} {_unwatched(known.trainers)}")
+        complain("run", f"{name} {_unwatched(known.trainers, code)}")
     if code or options.fail_on is None:
         return code
     if not known.fits:
@@ -175,9 +175,11 @@ def _misuse(options: argparse.Namespace) -> str:
     return "" if script.exists() else f"there is no script {script}"
 
 
-def _unwatched(trainers: int) -> str:
+def _unwatched(trainers: int, code: int) -> str:
     if trainers:
         return "was not watched: its Trainer began no fit that can be"
+    if code:  # what a script that did not fail would have made is not known
+        return f"was not watched: it ended with exit code {code}, and made no Trainer"
     return (
         "was not watched: it made no Trainer of lightning or pytorch_lightning. A loop of your own is watched by "
         "`gradwatch.Watch`"
