@@ -411,6 +411,41 @@ def test_codes_have_no_scale() -> None:
     assert incidents_of(model, batch=batch) == ()
 
 
+def test_inputs_that_are_zero() -> None:
+    alert = only(incidents_of(mlp(), batch=lambda step: (torch.zeros(32, 8), torch.randn(32, 1))))
+    assert (alert.rule, alert.severity, alert.layer, alert.step) == ("input_scale", Severity.WARNING, "0", 0)
+    assert alert.headline == "its inputs are exactly 0"
+    assert alert.message == (
+        "The inputs of layer 0, which runs first, are exactly 0 in 5 samples or more: nothing can be learnt from them. "
+        "Pixels that are divided in an integer type are rounded to 0, and so are features that are masked or loaded "
+        "wrongly."
+    )
+
+
+class BesideTheInput(nn.Module):
+    """Layers that get zeros from outside, beside one that gets the input."""
+
+    def __init__(self, *, keyword: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.state, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 1)
+        self.keyword = keyword
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.first(input=x) if self.keyword else self.first(x)
+        output: Tensor = self.last(torch.tanh(first + self.state(torch.zeros(len(x), 8))))
+        return output
+
+
+def test_zeros_beside_an_input_that_was_not_measured() -> None:
+    assert incidents_of(BesideTheInput(keyword=True)) == ()
+    nothing = lambda step: (torch.zeros(32, 8), torch.randn(32, 1))  # noqa: E731
+    alert = only(incidents_of(BesideTheInput(keyword=False), batch=nothing))
+    assert alert.message.startswith(
+        "The inputs of layer first, which runs first, and of layer state are exactly 0 in 5 samples or more: nothing "
+    )
+
+
 def cents(step: int) -> tuple[Tensor, Tensor]:
     x = torch.randn(32, 8)
     return x, 5e6 + 1e6 * torch.sin(x.sum(1, keepdim=True))

@@ -14,6 +14,7 @@ from gradwatch.core.record import Floats, Layout, Mask, Sites
 from gradwatch.rules.evidence.recent_rows import ROUNDING, RecentRows
 from gradwatch.rules.evidence.records import row_of
 from gradwatch.rules.evidence.samples import RECENT_RECORDS, in_run_order, samples, streak_starts
+from gradwatch.rules.evidence.wording import name_text
 from gradwatch.rules.rule import require_positive
 
 SCALE_INVARIANT_MODULES = ("Norm", "Embedding")
@@ -108,19 +109,20 @@ class InputScale:
         return bool(np.nanmax(np.abs(losses[:OPENING])) >= self.loss_jump * abs(losses[0]) > 0)
 
     def _nothing(self, history: History, levels: Floats, ago: Sites) -> Sequence[Finding]:
-        """All that comes from outside is zero."""
-        if len(levels) < self.zero_samples or (levels[-self.zero_samples :, 0] != 0).any():
+        """All that comes from outside is zero, as far as it was measured, and so what the first layer gets."""
+        layout, ran = history.layout, in_run_order(history, history.layout.layers)
+        latest = levels[-self.zero_samples :]
+        if len(latest) < self.zero_samples or not len(ran) or (latest[:, [0, ran[0]]] != 0).any():
             return []
-        ran = in_run_order(history, history.layout.layers)
-        layer = history.layout.sites[int(ran[0])].name if len(ran) else history.layout.names(history.layout.layers)[0]
+        layer, *others = layout.names(ran[levels[-1, ran] == 0])
         message = (
-            f"All inputs of the model are exactly 0, those of layer {layer} first, in {self.zero_samples} samples or "
-            "more: nothing can be learnt from them. Pixels that are divided in an integer type are rounded to 0, and "
-            "so are features that are masked or loaded wrongly."
+            f"The inputs of layer {layer}, which runs first,{f' and of {name_text(others)}' if others else ''} are "
+            f"exactly 0 in {self.zero_samples} samples or more: nothing can be learnt from them. Pixels that are "
+            "divided in an integer type are rounded to 0, and so are features that are masked or loaded wrongly."
         )
         remedy = f"x.float() / 255 before layer {layer}, and a look at a batch as the DataLoader returns it."
         back = int(streak_starts(levels[:, 0] == 0, ago))
-        headline = "all inputs are exactly 0"
+        headline = "its inputs are exactly 0"
         return [Finding(self.name, Severity.WARNING, layer, (layer,), 0.0, 0.0, message, remedy, back, headline)]
 
     def _often(self, huge: Mask, known: Mask) -> Mask:
