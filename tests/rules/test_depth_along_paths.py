@@ -93,6 +93,29 @@ class Towers(Learner):
         return F.mse_loss(self.head(both), y)
 
 
+class Normed(Learner):
+    """A norm of the hidden units, whose outputs go into a last layer."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), norm, nn.ReLU(), nn.Linear(32, 1))
+
+    def objective(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(self.model(x), y)
+
+
+def test_a_norm_of_single_numbers_passes_nothing_on() -> None:
+    incidents = incidents_of(Normed(nn.GroupNorm(32, 32)))
+    assert list(incidents) == ["vanishing"]
+    found = incidents["vanishing"]
+    assert (found.layer, found.sites, found.step) == ("model.0", ("model.0",), 0)
+    assert found.message.endswith(
+        "Layer model.2 gives little but its bias: it normalises one number at a time, or numbers that hardly differ."
+    )
+    assert found.remedy == "a norm over several features in place of layer model.2, or none."
+    assert incidents_of(Normed(nn.GroupNorm(4, 32))) == {}
+
+
 class Heads(Learner):
     """One trunk and two heads, whose losses have `weights`."""
 

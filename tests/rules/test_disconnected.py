@@ -26,8 +26,9 @@ def test_a_detached_layer() -> None:
     found = only(outcome[4])
     assert (found.layer, found.sites) == ("fc1", ("fc1",))
     assert found.message == (
-        "Layer fc1 runs in the forward pass and got no gradient in 5 steps: detach(), torch.no_grad() or an operation "
-        "without a gradient (argmax, a comparison, .item(), .numpy()) cuts the way to the loss."
+        "Layer fc1 runs in the forward pass and got no gradient in 5 steps: nothing uses the output, or detach(), "
+        "torch.no_grad() or an operation without a gradient (argmax, a comparison, .item(), .numpy()) cuts the way to "
+        "the loss."
     )
     assert found.remedy == (
         "no detach(), no_grad() or .numpy() between layer fc1 and the loss; for f(x) such as x > 0, "

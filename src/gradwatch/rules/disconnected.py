@@ -196,8 +196,8 @@ def _no_slope(names: Sequence[str], records: int, *, ever: bool) -> _Wording:
     headline = f"its gradient was exactly 0 at each of {records} steps"
     message = (
         f"The gradient of {name_text(names)} was exactly 0 at each of {records} steps: a loss weight of 0, a mask "
-        "or padding that leaves nothing, an operation without a slope (round, sign, a comparison), a hook that makes "
-        f"it 0, or units that are dead{'' if ever else ' from the start'}."
+        "or padding that leaves nothing, an operation without a slope (round, sign, a comparison, a softmax or norm of "
+        f"one number), a hook that makes it 0, or units that are dead{'' if ever else ' from the start'}."
     )
     remedy = f"a weight above 0 for the loss of layer {names[-1]}, or straight through: x + (round(x) - x).detach()."
     return headline, message, remedy
@@ -215,9 +215,9 @@ def _without_gradients(names: Sequence[str], records: int) -> _Wording:
 
 def _detached(names: Sequence[str], records: int) -> _Wording:
     message = (
-        f"{_subject(names, 'runs', 'run')} in the forward pass and got no gradient in {records} steps: detach(), "
-        "torch.no_grad() or an operation without a gradient (argmax, a comparison, .item(), .numpy()) cuts the way to "
-        "the loss."
+        f"{_subject(names, 'runs', 'run')} in the forward pass and got no gradient in {records} steps: nothing "
+        "uses the output, or detach(), torch.no_grad() or an operation without a gradient (argmax, a comparison, "
+        ".item(), .numpy()) cuts the way to the loss."
     )
     remedy = (
         f"no detach(), no_grad() or .numpy() between layer {names[-1]} and the loss; for f(x) such as x > 0, "

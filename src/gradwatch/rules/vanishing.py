@@ -24,7 +24,14 @@ from gradwatch.rules.evidence.depth import (
     onset,
     recent_profiles,
 )
-from gradwatch.rules.evidence.layer_levels import bias_text, biases_of, factor_text, latest, weights_over_usual
+from gradwatch.rules.evidence.layer_levels import (
+    bias_text,
+    biases_of,
+    factor_text,
+    gives_its_bias_alone,
+    latest,
+    weights_over_usual,
+)
 from gradwatch.rules.evidence.paths import NO_LAYER, paths
 from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.records import is_alone
@@ -204,6 +211,12 @@ class Vanishing:
             cause, remedy = _gradual(history, now.sites, faint, rate, from_start=begun.from_start)
             if peak >= DEEP and "residual" not in remedy:
                 remedy = f"{remedy.removesuffix('.')}; or residual connections around the layers: x + layer(x)."
+        elif gives_its_bias_alone(history, after):
+            cause = (
+                f"Layer {after} gives little but its bias: it normalises one number at a time, or numbers that hardly "
+                "differ."
+            )
+            remedy = f"a norm over several features in place of layer {after}, or none."
         elif now.values[way[change.edge]] == 0:
             cause = f"It ends between layers {after} and {layer}: dead or saturated units, or a factor of 0."
             remedy = f"a smaller lr in configure_optimizers, or nn.LeakyReLU after layer {layer} if its units are dead."

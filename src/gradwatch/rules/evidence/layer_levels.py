@@ -20,6 +20,11 @@ FAR_RATIO = 100.0
 """Ratio of the outputs of two layers in a row from which a factor lies between them. Judgement."""
 
 
+LEFT_SHARE = 0.1
+"""Root mean square of a norm's outputs, beyond that of its biases, over that of its weights, up to which next to none
+of its input is left. Judgement: otherwise it is about 1."""
+
+
 def series_of(history: History, statistic: str, site: int) -> Floats:
     """`statistic` of `site` at the records of the latest record's optimizer, oldest first; NaN where not known."""
     numbers, own = history.window(statistic, len(history), sites=site), own_records(history)
@@ -33,9 +38,7 @@ def weights_of(history: History, layer: int) -> Floats:
 
 def biases_of(history: History, layer: int) -> Floats:
     """The root mean square of the biases of `layer`, likewise."""
-    mine, sites = _parameters(history, layer, bias=True), history.layout.sites
-    levels: Floats = _norm(history, mine) / np.sqrt(sum(sites[site].numel for site in mine) or 1)
-    return levels
+    return _root_mean_square(history, layer, bias=True)
 
 
 def weights_over_usual(history: History, layer: int) -> float:
@@ -61,7 +64,7 @@ def factor_text(history: History, before: str, layer: str) -> str:
     usual: the factor that undoes it; empty where that is not so, or not known.
     """
     given, made = (series_of(history, "output_rms", history.layout.index[name]) for name in (before, layer))
-    known = np.flatnonzero((given > 0) & (made > 0) & np.isfinite(given / made))
+    known = np.flatnonzero((given > 0) & (made > 0) & np.isfinite(given) & np.isfinite(made))
     weights = weights_over_usual(history, history.layout.index[layer])
     if not len(known) or not 1 / LARGE_RATIO <= weights <= LARGE_RATIO:
         return ""
@@ -70,6 +73,17 @@ def factor_text(history: History, before: str, layer: str) -> str:
         return ""
     far = f"{max(ratio, 1 / ratio):.1g} times as {'small' if ratio > 1 else 'large'}"
     return f"x * {ratio:.1g} before layer {layer}: its outputs are {far} as those of layer {before}, its weights usual."
+
+
+def gives_its_bias_alone(history: History, layer: str) -> bool:
+    """Whether `layer` is a norm whose outputs were hardly larger than its bias when they were first sampled."""
+    site = history.layout.index[layer]
+    if "Norm" not in history.layout.sites[site].module:
+        return False
+    outputs, weight = series_of(history, "output_rms", site), _root_mean_square(history, site, bias=False)
+    beyond = outputs - np.nan_to_num(biases_of(history, site))
+    known = np.flatnonzero(~np.isnan(beyond + weight))[:1]
+    return bool((beyond[known] <= LEFT_SHARE * weight[known]).any())
 
 
 def latest(series: Floats) -> float:
@@ -82,6 +96,12 @@ def _parameters(history: History, layer: int, *, bias: bool) -> list[int]:
     layout = history.layout
     mine = layout.parameters[layout.owners == layer].tolist()
     return [site for site in mine if (layout.sites[site].name.rpartition(".")[2] == "bias") is bias]
+
+
+def _root_mean_square(history: History, layer: int, *, bias: bool) -> Floats:
+    mine, sites = _parameters(history, layer, bias=bias), history.layout.sites
+    levels: Floats = _norm(history, mine) / np.sqrt(sum(sites[site].numel for site in mine) or 1)
+    return levels
 
 
 def _norm(history: History, sites: list[int]) -> Floats:
