@@ -31,8 +31,8 @@ def test_a_detached_layer() -> None:
         "the loss."
     )
     assert found.remedy == (
-        "no detach(), no_grad() or .numpy() between layer fc1 and the loss; for f(x) such as x > 0, "
-        "y + (f(x) - y).detach() with y = x.clamp(-1, 1)."
+        "no detach(), no_grad() or .numpy() between layer fc1 and the loss, which must use its output; for "
+        "f(x) such as x > 0, y + (f(x) - y).detach() with y = x.clamp(-1, 1)."
     )
 
 

@@ -220,8 +220,8 @@ def _detached(names: Sequence[str], records: int) -> _Wording:
         ".item(), .numpy()) cuts the way to the loss."
     )
     remedy = (
-        f"no detach(), no_grad() or .numpy() between layer {names[-1]} and the loss; for f(x) such as x > 0, "
-        "y + (f(x) - y).detach() with y = x.clamp(-1, 1)."
+        f"no detach(), no_grad() or .numpy() between layer {names[-1]} and the loss, which must use its output; for "
+        "f(x) such as x > 0, y + (f(x) - y).detach() with y = x.clamp(-1, 1)."
     )
     return (f"no gradient in {records} steps, although it runs", message, remedy)
 
