@@ -302,6 +302,16 @@ def test_a_gradient_that_grew_with_its_loss(loss: float, severity: Severity | No
     )
 
 
+@pytest.mark.parametrize(
+    ("rule", "far", "weights"), [(Vanishing(), FADING, 1.0), (Exploding(), 10 ** np.linspace(6, 0, 6), 20.0)]
+)
+def test_weights_that_have_not_changed_have_not_become_anything(rule: Any, far: Any, weights: float) -> None:
+    rows = [{"signals": 1.0, "weights": weights}] * 5 + [{"signals": far, "weights": weights}] * 3
+    found = only(judge_rows(rule, net(), rows)[-1])
+    assert found.back == 3
+    assert f": the weights are too {'small' if weights == 1.0 else 'large'}, and there is no norm." in found.message
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_depth_is_dated_at_the_first_agreeing_sample(seed: int) -> None:
     """Samples are some steps apart; what began later is not in the initial weights."""
@@ -311,9 +321,14 @@ def test_depth_is_dated_at_the_first_agreeing_sample(seed: int) -> None:
         far = {Vanishing: FADING, Exploding: 10 ** np.linspace(6, 0, 6)}
         rows.append({"place": place, "far": far if place >= step else dict.fromkeys(far, 1.0)})
     begun = -(-step // every) * every
-    for rule, weights, words in ((Vanishing, 1.0, "become too small"), (Exploding, 20.0, "become too large")):
+    for rule, before, after, words in (
+        (Vanishing, 2.0, 1.0, "become too small"),
+        (Exploding, 10.0, 20.0, "become too large"),
+    ):
         reported = [
-            {"signals": row["far"][rule], "weights": weights} if row["place"] % every == 0 else {"loss": 1.0}
+            {"signals": row["far"][rule], "weights": before if row["place"] < step else after}
+            if row["place"] % every == 0
+            else {"loss": 1.0}
             for row in rows
         ]
         outcome = judge_rows(rule(), net(), reported)

@@ -22,7 +22,13 @@ from gradwatch.rules.evidence.depth import (
     onset,
     recent_profiles,
 )
-from gradwatch.rules.evidence.layer_levels import LARGE_RATIO, factor_text, weights_over_usual
+from gradwatch.rules.evidence.layer_levels import (
+    LARGE_RATIO,
+    factor_text,
+    median_over_usual,
+    median_weight_change,
+    weights_over_usual,
+)
 from gradwatch.rules.evidence.learning_rates import better_rate
 from gradwatch.rules.evidence.onsets import is_first_record
 from gradwatch.rules.evidence.paths import NO_LAYER, Paths, paths
@@ -41,6 +47,10 @@ PRESERVING_RATIO = 1.1
 """Norm of the weights of the layers in question, in the median, over the usual one, up to which they do not amplify:
 with 1 a signal keeps its size through linear layers (Glorot and Bengio 2010), with 1.4 through ReLUs (He et al. 2015).
 """
+
+GROWN_RATIO = 1.1
+"""Ratio of the weights of these layers to their first ones, in the median, under which they have not grown.
+Judgement."""
 
 LOSS_SHARE = 0.1
 """The loss over the root mean square of the last outputs from which it grows with them. Judgement: cross-entropy and
@@ -247,7 +257,7 @@ class Exploding:
             remedy = f"nn.init.kaiming_normal_ for the weights of layer {after}, and no constant factor before it."
             remedy = factor or remedy
         else:
-            cause, remedy = _gradual(history, found.strong, found.dex / (len(names) - 1), from_start=begun.from_start)
+            cause, remedy = _gradual(history, found.strong, found.dex / (len(names) - 1), begun)
             remedy = remedy or better_rate(history, back=begun.back)
         strong, text = layout.names(np.sort(found.strong)), f"{message} {cause}"
         headline = f"{ratio_text(found.dex)} times stronger than {names[-1]}"
@@ -309,9 +319,9 @@ class Exploding:
         return Finding(self.name, severity, TOTAL, (), growth, self.total_dex, message, remedy, back, headline)
 
 
-def _gradual(history: History, strong: NDArray[np.intp], dex_per_layer: float, *, from_start: bool) -> tuple[str, str]:
+def _gradual(history: History, strong: NDArray[np.intp], dex_per_layer: float, begun: Onset) -> tuple[str, str]:
     """The likely cause of a signal that grows layer by layer, to those that are `strong`, and what to change; that is
-    empty where it is the rate. `from_start`: whether it grew at the first sample.
+    empty where it is the rate.
     """
     layout, grows = history.layout, f"It grows gradually, by {ratio_text(dex_per_layer)} times a layer"
     modules = layout.modules
@@ -322,13 +332,15 @@ def _gradual(history: History, strong: NDArray[np.intp], dex_per_layer: float, *
         cause = f"{grows}: batch norm amplifies in deep plain networks (Yang et al. 2019)."
         return cause, "residual connections around the layers: x + layer(x)."
     if has_norm_layers(layout):
-        return f"{grows}, in spite of the norms.", "smaller initial weights." if from_start else ""
-    sizes = np.array([weights_over_usual(history, int(site)) for site in strong])
-    if np.median(sizes) <= PRESERVING_RATIO:
+        return f"{grows}, in spite of the norms.", "smaller initial weights." if begun.from_start else ""
+    over_usual = median_over_usual(history, strong)
+    if over_usual <= PRESERVING_RATIO:
         cause = f"{grows}, though the weights are not large, and there is no norm."
         return cause, "a normalisation layer between the layers, and no constant factor there."
-    often = "most often " * bool(np.isnan(np.median(sizes)))
-    if not from_start:
+    often = "most often " * bool(np.isnan(over_usual))
+    change = median_weight_change(history, strong, begun.back)
+    if not begun.from_start and not change < GROWN_RATIO:  # also where it is not known
         return f"{grows}: {often}the weights have become too large, and there is no norm.", ""
-    cause = f"{grows}: {often}the initial weights are too large, and there is no norm."
+    which = "initial weights" if begun.from_start else "weights"
+    cause = f"{grows}: {often}the {which} are too large, and there is no norm."
     return cause, "nn.init.kaiming_normal_ for the weights."

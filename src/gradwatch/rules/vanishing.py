@@ -30,7 +30,8 @@ from gradwatch.rules.evidence.layer_levels import (
     factor_text,
     gives_its_bias_alone,
     latest,
-    weights_over_usual,
+    median_over_usual,
+    median_weight_change,
 )
 from gradwatch.rules.evidence.paths import NO_LAYER, paths
 from gradwatch.rules.evidence.recent_rows import RecentRows
@@ -44,6 +45,10 @@ from gradwatch.rules.rule import require_positive
 SMALL_RATIO = 0.8
 """Norm of the weights of the layers in question, in the median, over the usual one, at which they are not small.
 Measured in the zoo: PyTorch's own start has 0.57 and He's 1.4 times; half of He's 0.7."""
+
+SHRUNK_RATIO = 0.9
+"""Ratio of the weights of these layers to their first ones, in the median, above which they have not shrunk.
+Judgement."""
 
 CLOSING_BIAS = 1.0
 """Root mean square of a layer's biases at which a gate may be closed by them. Judgement: a sigmoid at -1 is 0.27."""
@@ -208,7 +213,7 @@ class Vanishing:
         if not change.abrupt:
             seen = int((now.values[way] > 0).argmax())  # before it float32 holds nothing
             rate = float(logs[peak] - logs[seen]) / (peak - seen)
-            cause, remedy = _gradual(history, now.sites, faint, rate, from_start=begun.from_start)
+            cause, remedy = _gradual(history, now.sites, faint, rate, begun)
             if peak >= DEEP and "residual" not in remedy:
                 remedy = f"{remedy.removesuffix('.')}; or residual connections around the layers: x + layer(x)."
         elif gives_its_bias_alone(history, after):
@@ -291,12 +296,8 @@ class Vanishing:
         return Finding(self.name, Severity.WARNING, layer, sites, fall, self.total_dex, message, remedy, back, headline)
 
 
-def _gradual(
-    history: History, layers: Sites, faint: Sites, dex_per_layer: float, *, from_start: bool
-) -> tuple[str, str]:
-    """The likely cause of a signal that fades along `layers`, to those that are `faint`, and what to change.
-    `from_start`: whether it faded at the first sample.
-    """
+def _gradual(history: History, layers: Sites, faint: Sites, dex_per_layer: float, begun: Onset) -> tuple[str, str]:
+    """The likely cause of a signal that fades along `layers`, to those that are `faint`, and what to change."""
     layout, fades = history.layout, f"It fades gradually, by {ratio_text(dex_per_layer)} times a layer"
     squashing = next((name for name in ("Sigmoid", "Tanh", "Softmax") if name in layout.modules), None)
     if squashing == "Sigmoid":
@@ -304,10 +305,10 @@ def _gradual(
         return cause, "nn.ReLU instead of nn.Sigmoid, with nn.init.kaiming_normal_ weights."
     if has_norm_layers(layout):
         return f"{fades}, in spite of the norms.", "residual connections around the layers: x + layer(x)."
-    sizes = np.array([weights_over_usual(history, int(site)) for site in faint])
-    small = not np.median(sizes) > SMALL_RATIO  # also where it is not known
+    over_usual = median_over_usual(history, faint)
+    small = not over_usual > SMALL_RATIO  # also where it is not known
     if squashing == "Tanh":
-        size = "too small or too large" if np.isnan(sizes).all() else "too small" if small else "too large"
+        size = "too small or too large" if np.isnan(over_usual) else "too small" if small else "too large"
         cause = f"{fades}: nn.Tanh with weights {size}, and no norm."
         return cause, "nn.init.xavier_normal_(weight, gain=5 / 3) for the weights before each nn.Tanh."
     closed = [site for site in layers if latest(biases_of(history, int(site))) >= CLOSING_BIAS]
@@ -325,8 +326,10 @@ def _gradual(
     if not small:
         cause = f"{fades}, though the weights are not small, and there is no norm."
         return cause, "residual connections around the layers: x + layer(x)."
-    often = "most often " * bool(np.isnan(np.median(sizes)))
-    if not from_start:
+    often = "most often " * bool(np.isnan(over_usual))
+    change = median_weight_change(history, faint, begun.back)
+    if not begun.from_start and not change > SHRUNK_RATIO:  # also where it is not known
         return f"{fades}: {often}the weights have become too small.", "a smaller lr, or less weight decay or clamping."
-    cause = f"{fades}: {often}the initial weights are too small, and there is no norm."
+    which = "initial weights" if begun.from_start else "weights"
+    cause = f"{fades}: {often}the {which} are too small, and there is no norm."
     return cause, "nn.init.kaiming_normal_ for the weights."
