@@ -116,6 +116,40 @@ def test_a_norm_of_single_numbers_passes_nothing_on() -> None:
     assert incidents_of(Normed(nn.GroupNorm(4, 32))) == {}
 
 
+class Bias(nn.Module):
+    """A linear map whose bias is the layer's own, as in graph convolutions."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.lin = nn.Linear(width, width, bias=False)
+        self.bias = nn.Parameter(torch.zeros(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lin(x) + self.bias
+
+
+class Biased(Learner):
+    """`depth` such layers, whose outputs are multiplied by 0.3."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        layers = [Bias(16) for _ in range(depth)]
+        for layer in layers:
+            nn.init.kaiming_normal_(layer.lin.weight)
+        self.model = nn.Sequential(*(nn.Sequential(layer, Times(0.3), nn.ReLU()) for layer in layers), nn.Linear(16, 1))
+
+    def objective(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(self.model(x), y)
+
+
+def test_biases_that_start_from_zero_excuse_nothing() -> None:
+    incidents = incidents_of(Biased(8))
+    assert list(incidents) == ["vanishing"]
+    found = incidents["vanishing"]
+    assert "model.0.0.lin" in found.sites
+    assert found.message.endswith("though the weights are not small, and there is no norm.")
+
+
 class Heads(Learner):
     """One trunk and two heads, whose losses have `weights`."""
 

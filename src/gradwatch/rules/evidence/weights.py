@@ -32,7 +32,8 @@ GROWTH_SAMPLES = 10
 def starts_from_zero(history: History, layers: Sites) -> Mask:
     """Which of `layers` (site indices) have weights that began at nearly zero and still grow, shape [layers].
 
-    What lies before such a layer (LoRA, a zero-initialised head or residual branch) gets its signal as they grow.
+    What lies before such a layer (LoRA, a zero-initialised head or residual branch) gets its signal as they grow. A
+    layer that holds a bias and nothing else passes its signal on whatever it holds.
     """
     known = own_samples(history, "weight_norm")
     if not len(known):
@@ -42,7 +43,17 @@ def starts_from_zero(history: History, layers: Sites) -> Mask:
     usual = np.array([history.layout.sites[i].numel for i in layers]) ** 0.25
     earlier, later = np.fmax.reduce(samples[: GROWTH_SAMPLES // 2]), np.fmax.reduce(samples[GROWTH_SAMPLES // 2 :])
     growing = (later >= GROWTH_RATIO * earlier) | (len(known) < GROWTH_SAMPLES)
-    return np.asarray((samples[0] <= NEAR_ZERO_SHARE * usual) & growing)
+    return np.asarray((samples[0] <= NEAR_ZERO_SHARE * usual) & growing & ~_holds_biases_alone(history.layout)[layers])
+
+
+@lru_cache(maxsize=8)
+def _holds_biases_alone(layout: Layout) -> Mask:
+    """Which sites are layers whose parameters are all called bias."""
+    weights = [not layout.sites[site].name.endswith(".bias") for site in layout.parameters]
+    found = np.zeros(len(layout), dtype=bool)
+    found[layout.owners] = True
+    found[layout.owners[weights]] = False
+    return found
 
 
 def sensitivity(history: History, layers: Sites) -> Floats | None:
