@@ -210,6 +210,24 @@ def test_a_softmax_in_front_of_a_cross_entropy(accumulate: int) -> None:
     assert alert.remedy == ("the output of layer net.head as it is for the loss, and the softmax for predictions only.")
 
 
+class Tied(nn.Module):
+    """A head that has the weights of the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.norm, self.head = nn.Embedding(8, 16), nn.LayerNorm(16), nn.Linear(16, 8, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.embedding(classes(x)))).softmax(1)
+
+
+def test_a_softmax_after_a_head_whose_weights_are_those_of_an_embedding() -> None:
+    alert = only(watched(Tied()))
+    assert (alert.rule, alert.layer) == ("bad_head", "embedding")
+    assert alert.message.startswith("The output of the layer that shares the weights of layer embedding goes through a")
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning:lightning.*")
 def test_a_sigmoid_in_front_of_a_binary_cross_entropy_with_logits() -> None:
     def loss(model: nn.Module, x: Tensor) -> Tensor:

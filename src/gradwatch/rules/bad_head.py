@@ -91,13 +91,13 @@ class BadHead:
         if found is None:
             return None
         site, batch, back = found
-        layer = history.layout.sites[site].name
+        layer, whose = _named(history, site)
         message = (
-            f"The loss compares each output of layer {layer} with all {batch:.0f} targets of the batch: their shapes "
+            f"The loss compares each output of {whose} with all {batch:.0f} targets of the batch: their shapes "
             f"differ, [{batch:.0f}, 1] against [{batch:.0f}] or so, and are broadcast. What is learnt is the mean of "
             "the targets, whatever the input."
         )
-        remedy = f"targets of the shape of the output of layer {layer}: y.view_as(output), or output.squeeze(1)."
+        remedy = f"targets of the shape of the output of {whose}: y.view_as(output), or output.squeeze(1)."
         headline = f"each output is compared with all {batch:.0f} targets of the batch: shapes broadcast"
         return Finding(self.name, Severity.WARNING, layer, (layer,), batch, 1.0, message, remedy, back, headline)
 
@@ -124,17 +124,25 @@ class BadHead:
         self, history: History, site: int, squash: str, what: str, loss: int, measured: tuple[float, float], back: int
     ) -> Finding:
         """`measured`: the value and its limit."""
-        layer = history.layout.sites[site].name
+        layer, whose = _named(history, site)
         function = LOSS_NAMES[loss]
         again = "applies a softmax itself" if loss == 1 else "applies a sigmoid itself"
         message = (
-            f"The output of layer {layer} goes through {what} into a loss that {again}, {function}: "
+            f"The output of {whose} goes through {what} into a loss that {again}, {function}: "
             "probabilities, which lie between 0 and 1, are taken for logits. The loss cannot get near 0, and its "
             "gradient fades where the model is sure, right or wrong."
         )
-        remedy = f"the output of layer {layer} as it is for the loss, and the {squash} for predictions only."
+        remedy = f"the output of {whose} as it is for the loss, and the {squash} for predictions only."
         headline = f"{what} goes into a loss that {again}"
         value, threshold = measured
         return Finding(
             self.name, Severity.WARNING, layer, (layer,), float(value), threshold, message, remedy, back, headline
         )
+
+
+def _named(history: History, site: int) -> tuple[str, str]:
+    """The layer at `site`, and how a sentence names it: logits are not made by an embedding, but by the layer that
+    shares its weights.
+    """
+    here = history.layout.sites[site]
+    return here.name, f"{'the layer that shares the weights of ' * ('Embedding' in here.module)}layer {here.name}"

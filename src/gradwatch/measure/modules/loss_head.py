@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from gradwatch.core.record import Floats, Layout
 from gradwatch.hooks.graph_release import LEAF, MAX_UNPREPARED, release_in_a_loop
 from gradwatch.measure.modules import ModuleStatistic
-from gradwatch.measure.modules.autograd_graph import VIEWS, kind_of, parents
+from gradwatch.measure.modules.autograd_graph import VIEWS, kind_of, leaf_of, parents
 
 MAX_LOSS_NODES = 512
 """Nodes visited from the loss on: a loss of a few terms has ten, one summed over a hundred time steps three hundred.
@@ -206,7 +206,9 @@ def _activations_before(logits: Any, loss: float, *, sigmoids: bool) -> list[Hea
 
 
 def _parameters_near(node: Any) -> set[int]:
-    """`id` of the parameters among the first nodes before `node`, itself included."""
+    """`id` of the parameters among the first nodes before `node`, itself included, up to the nearest layer that has
+    some.
+    """
     found: set[int] = set()
     seen: dict[int, Any] = {}
     queue = deque([node])
@@ -217,5 +219,8 @@ def _parameters_near(node: Any) -> set[int]:
         seen[id(node)] = node
         if kind_of(node) == LEAF:
             found.add(id(node.variable))
-        queue.extend(parents(node))
+        before = parents(node)
+        if kind_of(node) in LAYER_KINDS and (own := [leaf for leaf in map(leaf_of, before) if leaf is not None]):
+            return found | set(map(id, own))
+        queue.extend(before)
     return found
