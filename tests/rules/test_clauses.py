@@ -123,6 +123,12 @@ def test_what_amplifies_is_in_the_model(modules: Sequence[str], clause: str) -> 
     assert "there is no norm" not in deep(Exploding(), GROWING, modules=("BatchNorm1d",))
 
 
+def test_norms_and_residual_connections_may_be_there_already() -> None:
+    assert "with small batches, nn.GroupNorm instead" in deep(Exploding(), GROWING, modules=("BatchNorm1d",))
+    assert "a smaller lr, or residual" in deep(Vanishing(), FADING, modules=("LayerNorm",), late=True)
+    assert "a smaller lr" not in deep(Vanishing(), FADING, modules=("LayerNorm",))
+
+
 @pytest.mark.parametrize(
     ("module", "clause"),
     [

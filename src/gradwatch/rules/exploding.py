@@ -329,8 +329,11 @@ def _gradual(history: History, strong: NDArray[np.intp], dex_per_layer: float, b
         cause = f"{grows}: recurrent weights amplify."
         return cause, "nn.init.orthogonal_ for weight_hh, and gradient clipping."
     if any(name.startswith("BatchNorm") for name in modules):
-        cause = f"{grows}: batch norm amplifies in deep plain networks (Yang et al. 2019)."
-        return cause, "residual connections around the layers: x + layer(x)."
+        cause = (
+            f"{grows}: batch norm amplifies in deep plain networks (Yang et al. 2019), and where a batch has few "
+            "numbers of a channel."
+        )
+        return cause, "residual connections around the layers: x + layer(x); with small batches, nn.GroupNorm instead."
     if has_norm_layers(layout):
         return f"{grows}, in spite of the norms.", "smaller initial weights." if begun.from_start else ""
     over_usual = median_over_usual(history, strong)

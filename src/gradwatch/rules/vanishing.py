@@ -304,7 +304,8 @@ def _gradual(history: History, layers: Sites, faint: Sites, dex_per_layer: float
         cause = f"{fades}: nn.Sigmoid passes on a quarter of a signal at most."
         return cause, "nn.ReLU instead of nn.Sigmoid, with nn.init.kaiming_normal_ weights."
     if has_norm_layers(layout):
-        return f"{fades}, in spite of the norms.", "residual connections around the layers: x + layer(x)."
+        skips = "residual connections around the layers: x + layer(x)."
+        return f"{fades}, in spite of the norms.", skips if begun.from_start else f"a smaller lr, or {skips}"
     over_usual = median_over_usual(history, faint)
     small = not over_usual > SMALL_RATIO  # also where it is not known
     if squashing == "Tanh":
