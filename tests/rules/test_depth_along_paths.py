@@ -150,6 +150,25 @@ def test_biases_that_start_from_zero_excuse_nothing() -> None:
     assert found.message.endswith("though the weights are not small, and there is no norm.")
 
 
+class Attention(Learner):
+    """One attention over 16 places, with zeros for its inputs beside places, as the first of a DETR decoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places, self.rest = nn.Linear(4, 16), mlp(16, 16, 1)
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(16, 16) for _ in range(3))
+
+    def objective(self, x: Tensor, y: Tensor) -> Tensor:
+        places = self.places(torch.eye(4).repeat(4, 1))
+        scores = self.q_proj(places) @ self.k_proj(places).T
+        values = scores.softmax(1) @ self.v_proj(torch.zeros(16, 16))
+        return F.mse_loss(self.rest(x + values.mean(0)), y)
+
+
+def test_attention_over_values_that_are_alike_does_not_vanish() -> None:
+    assert incidents_of(Attention()) == {}
+
+
 class Heads(Learner):
     """One trunk and two heads, whose losses have `weights`."""
 

@@ -13,6 +13,7 @@ from gradwatch.core.alert import Finding, Severity, short_list
 from gradwatch.core.history import History
 from gradwatch.core.median import median
 from gradwatch.core.record import Floats, Layout, Mask, Sites
+from gradwatch.rules.evidence.attention import queries_and_keys
 from gradwatch.rules.evidence.baseline import LEVEL_RECORDS
 from gradwatch.rules.evidence.jumps import beginning
 from gradwatch.rules.evidence.layer_levels import weights_of
@@ -22,19 +23,6 @@ from gradwatch.rules.evidence.samples import FIRST_SAMPLES, RECENT_RECORDS, in_r
 from gradwatch.rules.evidence.weights import has_norm_layers
 from gradwatch.rules.evidence.wording import name_text, ratio_text
 from gradwatch.rules.rule import require_positive
-
-QUERIES_AND_KEYS = {
-    "query": "key",
-    "q": "k",
-    "q_proj": "k_proj",
-    "to_q": "to_k",
-    "wq": "wk",
-    "q_lin": "k_lin",
-    "linear_q": "linear_k",
-    "query_proj": "key_proj",
-    "query_layer": "key_layer",
-}
-"""What layers that make queries are called, and those beside them that make keys."""
 
 GROWN_RATIO = 1.5
 """Times by which the weights have grown to be named. Judgement."""
@@ -186,16 +174,16 @@ def _growth(history: History, site: int, back: int) -> tuple[str, str]:
 @lru_cache(maxsize=8)
 def _pairs(layout: Layout) -> tuple[tuple[int, int], ...]:
     """Layers that make the queries and the keys of one attention, unless norms follow them there."""
-    known, found = {layout.sites[i].name: int(i) for i in layout.layers}, []
-    for name, query in known.items():
-        parent, dot, last = name.rpartition(".")
-        key = known.get(f"{parent}{dot}{QUERIES_AND_KEYS.get(last, '')}")
-        if key is not None and key != query and not _normed(known, f"{parent}{dot}"):
-            found.append((query, key))
-    return tuple(found)
+    known = [layout.sites[i].name for i in layout.layers]
+    prefixes = [layout.sites[query].name.rpartition(".") for query, _ in queries_and_keys(layout)]
+    return tuple(
+        pair
+        for pair, (parent, dot, _) in zip(queries_and_keys(layout), prefixes, strict=True)
+        if not _normed(known, f"{parent}{dot}")
+    )
 
 
-def _normed(known: dict[str, int], prefix: str) -> bool:
+def _normed(known: Sequence[str], prefix: str) -> bool:
     """Whether there is a norm of queries beside them: q_norm, norm_q, query_norm, q_layernorm."""
     beside = [name.removeprefix(prefix).lower() for name in known if name.startswith(prefix)]
     return any("norm" in name and "." not in name and "q" in name.replace("norm", "") for name in beside)

@@ -12,6 +12,7 @@ import numpy as np
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
 from gradwatch.core.record import MEASURED, TOTAL, Layout, Mask, Sites
+from gradwatch.rules.evidence.attention import queries_and_keys
 from gradwatch.rules.evidence.baseline import first_and_last, first_and_last_loss, is_stuck, streak
 from gradwatch.rules.evidence.depth import (
     FADED,
@@ -168,6 +169,9 @@ class Vanishing:
             enough = healthy | flow.below(healthy)
             inside = flow.downstream(np.where(enough, NO_LAYER, logs))[0] - flow.upstream(logs)
             faint &= ~enough[peaks] | (inside >= dex) | (fall >= dex + self.branch_dex)
+        # while an attention weighs all places alike, or all values are alike, its scores hardly matter
+        if layout.edges is not None and faint.any():
+            faint &= ~flow.only_through(np.isin(now.sites, np.ravel(queries_and_keys(layout))))
         return now.sites[faint]
 
     def _unexcused(self, history: History, now: Profile, faint: Sites) -> Sites:

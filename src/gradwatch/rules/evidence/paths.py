@@ -76,6 +76,13 @@ class Paths:
             found[i] = any(chosen[j] or found[j] for j in before)
         return np.array(found, dtype=bool)
 
+    def only_through(self, layers: Mask) -> Mask:
+        """Which layers reach the loss through some of `layers` alone, these included."""
+        found = layers.tolist()
+        for i in range(len(self) - 1, -1, -1):
+            found[i] |= not self.ends[i] and all(found[j] for j in self.after[i])
+        return np.array(found, dtype=bool)
+
     def branches(self, least: int) -> list[NDArray[np.intp]]:
         """The branches: for each start, the layers that only it flows into, if there are `least` of them.
 
