@@ -232,18 +232,20 @@ def test_a_spike_after_a_step_that_moved_the_weights_is_no_bad_batch() -> None:
 
 
 def test_a_spike_while_steps_are_large_may_be_theirs() -> None:
-    def said(moved: float) -> str:
+    def said(moved: float, loss: float = 40.0) -> str:
         rows = [
             *steps(60),
             *steps(1, updates=moved),
             *noise(3, layers=2, lr=0.1),
-            {"gradients": 60.0, "loss": 40.0},
+            {"gradients": 60.0, "loss": loss},
             *steps(1),
         ]
         return str(only(judge_steps(Spike(), net(2), rows)[-1]).message)
 
     assert "or steps that are too large. The last that was sampled moved the weights by 0.2 times" in said(0.2)
     assert said(1e-3).endswith("40: a bad batch, wrong targets or a loss weight.")
+    assert "near 0 in the backward pass, or for steps that are too large. The last that" in said(0.2, loss=1.0)
+    assert said(1e-3, loss=1.0).endswith("near 0 in the backward pass.")
 
 
 def turns(height: float, *, optimizers: int = 2) -> Any:

@@ -269,19 +269,18 @@ def _loss(history: History, window: int, back: int, *, returned: bool) -> str:
     if losses is None or not np.isfinite(losses[-back]) or not len(before):
         return "Look at this batch's inputs, targets and weights in the loss."
     now, lately = losses[-back], before[-RECENT_LOSSES:]
+    last = _last_update(history, back)
+    sampled = f"The last that was sampled moved the weights by {last:.2g} times their size."
     # a loss that falls is highest at the start of the window, far above the recent ones
     if not now > min(before.max(), 2 * lately.max() - lately.min()):
-        return "The loss did not: look for a division or square root near 0 in the backward pass."
+        look = "The loss did not: look for a division or square root near 0 in the backward pass"
+        return f"{look}, or for steps that are too large. {sampled}" if last >= SANE_SHARE else f"{look}."
     jumped = f"The loss jumped too, from {float(np.median(lately)):.3g} to {now:.3g}"
     moved = largest_update(history, back + 1) if len(own) and own[-1] == len(losses) - back - 1 else np.nan
     if moved >= LARGE_UPDATE:
         return f"{jumped}, after a step that moved the weights by {moved:.2g} times their size: steps are too large."
-    last = _last_update(history, back)
     if last >= SANE_SHARE:
-        return (
-            f"{jumped}: a bad batch, wrong targets, a loss weight, or steps that are too large. The last that was "
-            f"sampled moved the weights by {last:.2g} times their size."
-        )
+        return f"{jumped}: a bad batch, wrong targets, a loss weight, or steps that are too large. {sampled}"
     if returned or moved < LARGE_UPDATE:
         return f"{jumped}: a bad batch, wrong targets or a loss weight."
     return f"{jumped}: a bad batch, wrong targets, a loss weight, or steps that are too large."
