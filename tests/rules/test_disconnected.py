@@ -174,6 +174,14 @@ def test_a_deep_model_whose_gradients_fade_to_zero_has_one_alert() -> None:
     assert "It fades gradually, by " in alert.message
 
 
+def test_a_loss_that_is_always_zero() -> None:
+    found = only(judge_rows(Disconnected(), net(2), [{"gradients": 0.0, "loss": 0.0}] * 20)[-1])
+    assert "at each of 20 steps, and the loss is exactly 0: a loss weight of 0, a mask or padding" in found.message
+    assert found.remedy == "a loss weight above 0; and a look at targets, masks and lengths of a batch."
+    found = only(judge_rows(Disconnected(), net(2), [{"gradients": [0.0, 1.0], "loss": 0.0}] * 20)[-1])
+    assert "the loss is exactly 0" not in found.message
+
+
 def test_a_gradient_that_was_always_zero() -> None:
     outcome = judge_rows(Disconnected(), net(3), [{"gradients": [0, 1, 1]}] * 20)
     assert silent(outcome[:19])

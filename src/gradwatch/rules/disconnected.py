@@ -15,7 +15,7 @@ from gradwatch.core.history import History
 from gradwatch.core.record import MEASURED, Codes, Floats, Layout, Mask, Missing, Sites
 from gradwatch.rules.evidence.depth import faded
 from gradwatch.rules.evidence.recent_rows import RecentRows
-from gradwatch.rules.evidence.records import is_alone, row_of
+from gradwatch.rules.evidence.records import is_alone, own_losses, row_of
 from gradwatch.rules.evidence.samples import forward_order
 from gradwatch.rules.evidence.wording import capitalized, name_text
 from gradwatch.rules.rule import require_positive
@@ -128,7 +128,10 @@ class Disconnected:
         norms, codes = _norms(history, len(history))[:, layers], history.codes(len(history))[:, layers]
         ever, cleared = history.steps[0] > 0 or bool((norms > 0).any()), self._arrived(history, layers)
         found = []
-        for kind, text in ((cleared, _cleared), (~cleared, partial(_no_slope, ever=ever))):
+        losses = own_losses(history, self.zero_records)
+        nothing = history.total == 0 and len(losses) and not losses.any()
+        no_slope = _no_loss if nothing else partial(_no_slope, ever=ever)
+        for kind, text in ((cleared, _cleared), (~cleared, no_slope)):
             if kind.any():
                 names, counts = history.layout.names(_as_they_run(history.layout, layers[kind])), zeros[kind]
                 back = _begun(norms[:, kind] > 0, norms[:, kind] == 0, codes[:, kind])
@@ -201,6 +204,16 @@ def _no_slope(names: Sequence[str], records: int, *, ever: bool) -> _Wording:
     )
     remedy = f"a weight above 0 for the loss of layer {names[-1]}, or straight through: x + (round(x) - x).detach()."
     return headline, message, remedy
+
+
+def _no_loss(names: Sequence[str], records: int) -> _Wording:
+    headline = f"its gradient was exactly 0 at each of {records} steps, and the loss is 0"
+    message = (
+        f"The gradient of {name_text(names)} was exactly 0 at each of {records} steps, and the loss is exactly 0: a "
+        "loss weight of 0, a mask or padding that leaves nothing, a margin that nothing violates, or targets that CTC "
+        "cannot align, with zero_infinity=True."
+    )
+    return headline, message, "a loss weight above 0; and a look at targets, masks and lengths of a batch."
 
 
 def _without_gradients(names: Sequence[str], records: int) -> _Wording:
