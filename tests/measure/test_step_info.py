@@ -29,3 +29,9 @@ def test_a_scheduler_that_begins_at_0_makes_its_group_wait() -> None:
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.0)
     assert learning_rate(optimizer) == {"lr": 0.0, "lr_waits": 1.0}
+
+
+@pytest.mark.parametrize(("kind", "within"), [("Adam", True), ("NAdam", True), ("AdamW", False), ("SGD", False)])
+def test_a_decay_that_adam_divides_by_the_size_of_the_gradient(kind: str, within: bool) -> None:
+    optimizer = getattr(torch.optim, kind)([torch.zeros(1, requires_grad=True)], lr=0.1, weight_decay=0.01)
+    assert learning_rate(optimizer).get("decay_in_gradient") == (1.0 if within else None)

@@ -28,9 +28,10 @@ class StepInfo:
 
 
 def learning_rate(optimizer: Any) -> dict[str, float]:
-    """`lr`, `momentum` and `weight_decay`, the first group's; `lr_highest`, where the groups differ; and
-    `lr_waits`, 1 where groups have a rate of 0 by a plan: a scheduler holds one there for now, or two or more have it,
-    as in gradual unfreezing. A rate mistaken is one group's.
+    """`lr`, `momentum` and `weight_decay`, the first group's; `decay_in_gradient`, 1 where Adam adds that to the
+    gradient and divides by its size, as AdamW does not; `lr_highest`, where the groups differ; and `lr_waits`, 1 where
+    groups have a rate of 0 by a plan: a scheduler holds one there for now, or two or more have it, as in gradual
+    unfreezing. A rate mistaken is one group's.
 
     Rates that are tensors are not read.
     """
@@ -47,6 +48,8 @@ def learning_rate(optimizer: Any) -> dict[str, float]:
         number = groups[0].get(name)
         if isinstance(number, int | float) and (name == "lr" or number > 0):
             numbers[name] = float(number)
+    if "weight_decay" in numbers and groups[0].get("decoupled_weight_decay") is False:
+        numbers["decay_in_gradient"] = 1.0
     if len(groups) > 1:
         rates = [rate for group in groups if isinstance(rate := group.get("lr"), int | float)]
         if rates and max(rates) > min(rates):

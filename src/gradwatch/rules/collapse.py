@@ -244,6 +244,12 @@ def _lost_each_step(history: History, names: tuple[str, ...], back: int) -> tupl
 def _less_decay(history: History, lost: float, rate: float) -> str:
     """The remedy where each step takes the share `lost` of the weights at the learning `rate`; 0 where not known."""
     decay = number_of(history, "weight_decay")
+    if number_of(history, "decay_in_gradient") == 1:
+        return (
+            f"torch.optim.AdamW in configure_optimizers: Adam adds weight_decay={decay:.3g} to the gradient and "
+            "divides by its size, which moves a weight with no other gradient by up to lr in each step. If the loss "
+            "has a penalty on the weights, a smaller factor of it."
+        )
     if not lost > 0:
         return "a smaller weight_decay in configure_optimizers, or a smaller factor of a penalty on the weights."
     less = np.log(2) / LONG_HALF_LIFE / lost
