@@ -133,6 +133,20 @@ def test_a_spike_of_one_layer() -> None:
     )
 
 
+def test_a_spike_under_the_usual_norm_of_the_whole_model_is_clipped_in_its_layer() -> None:
+    usual, jump = [1, 1, 1e-3, 1, 1, 1], [1, 1, 0.5, 1, 1, 1]
+    rows = [
+        {"gradients": [100, 1, 1e-3, 1, 1, 1]},
+        *[{"gradients": usual}] * 59,
+        {"gradients": jump},
+        {"gradients": usual},
+    ]
+    found = only(judge_rows(Spike(), net(), [{**row, "loss": 1.0} for row in rows])[-1])
+    assert found.sites == ("fc2",)
+    highest = "the highest norm of the layer in 60 normal steps."
+    assert found.remedy == f'interventions=[Clip(0.001, layers="fc2")], {highest}'
+
+
 @pytest.mark.parametrize("factor", [1.0, 9.0])
 def test_what_stays_within_its_range_is_no_spike(factor: float) -> None:
     assert silent(judge_rows(Spike(), net(), [*noise(60, dex=0), {"gradients": factor}]))

@@ -208,7 +208,9 @@ class Spike:
             remedy, headline = jump.remedy, jump.text
         else:
             message += _loss(history, self.window, back, returned=returned)
-            remedy = _clipping(history, self.window, back)
+            highest = f"the highest norm of the layer in {counts[worst]} normal steps"
+            of_layer = f'interventions=[Clip({ceiling[worst]:.2g}, layers="{layer}")], {highest}.'
+            remedy = _clipping(history, self.window, back, of_layer)
             headline = jump_text(batch_text(history, back=back), jumps[shown], f"{counts[shown]} normal steps")
         height = float(jumps[worst])
         matters = sites[0] == 0 or np.linalg.norm(now[layers]) >= self.total_share * now[0]
@@ -246,8 +248,10 @@ def _newest(mask: Mask, n: int) -> Mask:
     return np.asarray(np.cumsum(mask[::-1], axis=0)[::-1] <= n)
 
 
-def _clipping(history: History, window: int, back: int) -> str:
-    """The remedy: clipping at the highest trusted total norm of the window before the record `back` from the end."""
+def _clipping(history: History, window: int, back: int, of_layer: str) -> str:
+    """The remedy: clipping at the highest trusted total norm of the window before the record `back` from the end; the
+    clipping `of_layer` where the total at that record is no higher, and would not be clipped.
+    """
     norms = history.window("grad_norm", window + back)
     assert norms is not None
     own = _own(history, window + back, back)
@@ -258,6 +262,8 @@ def _clipping(history: History, window: int, back: int) -> str:
         return batch_remedy(batch_text(history, back=back), limit)
     if not highest > 0:
         return "Trainer(gradient_clip_val=...), with the usual norm of the gradient."
+    if norms[-back, 0] <= highest:
+        return of_layer
     steps = f"{len(normal)} normal steps"
     return f"Trainer(gradient_clip_val={highest:.2g}), the highest norm of the whole model in {steps}."
 
