@@ -174,16 +174,12 @@ def _growth(history: History, site: int, back: int) -> tuple[str, str]:
 @lru_cache(maxsize=8)
 def _pairs(layout: Layout) -> tuple[tuple[int, int], ...]:
     """Layers that make the queries and the keys of one attention, unless norms follow them there."""
-    known = [layout.sites[i].name for i in layout.layers]
-    prefixes = [layout.sites[query].name.rpartition(".") for query, _ in queries_and_keys(layout)]
-    return tuple(
-        pair
-        for pair, (parent, dot, _) in zip(queries_and_keys(layout), prefixes, strict=True)
-        if not _normed(known, f"{parent}{dot}")
-    )
+    names = layout.names(layout.layers)
+    return tuple([pair for pair in queries_and_keys(layout) if not _normed(names, layout.sites[pair[0]].name)])
 
 
-def _normed(known: Sequence[str], prefix: str) -> bool:
+def _normed(names: Sequence[str], query: str) -> bool:
     """Whether there is a norm of queries beside them: q_norm, norm_q, query_norm, q_layernorm."""
-    beside = [name.removeprefix(prefix).lower() for name in known if name.startswith(prefix)]
+    prefix = query[: query.rfind(".") + 1]
+    beside = [name.removeprefix(prefix).lower() for name in names if name.startswith(prefix)]
     return any("norm" in name and "." not in name and "q" in name.replace("norm", "") for name in beside)

@@ -127,10 +127,10 @@ class Disconnected:
             return []
         norms, codes = _norms(history, len(history))[:, layers], history.codes(len(history))[:, layers]
         ever, cleared = history.steps[0] > 0 or bool((norms > 0).any()), self._arrived(history, layers)
-        found = []
         losses = own_losses(history, self.zero_records)
         nothing = history.total == 0 and len(losses) and not losses.any()
         no_slope = _no_loss if nothing else partial(_no_slope, ever=ever)
+        found = []
         for kind, text in ((cleared, _cleared), (~cleared, no_slope)):
             if kind.any():
                 names, counts = history.layout.names(_as_they_run(history.layout, layers[kind])), zeros[kind]

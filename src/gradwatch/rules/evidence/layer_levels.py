@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from gradwatch.core.history import History
+from gradwatch.core.median import median
 from gradwatch.core.record import Floats, Sites
 from gradwatch.rules.evidence.records import own_records
 
@@ -52,15 +51,19 @@ def weights_over_usual(history: History, layer: int) -> float:
 
 def median_over_usual(history: History, layers: Sites) -> float:
     """The median of `weights_over_usual` of those of `layers` for which it is known; NaN where it is for none."""
-    return _median([weights_over_usual(history, int(site)) for site in layers])
+    return float(median(np.array([weights_over_usual(history, int(site)) for site in layers])))
 
 
 def median_weight_change(history: History, layers: Sites, back: int) -> float:
     """The median of the newest norm of the weights over the first one, of those of `layers` for which one is known
     before the record `back` from the end; NaN where it is for none.
     """
-    norms, before = [weights_of(history, int(site)) for site in layers], own_records(history) > back
-    return _median([latest(each) / each[before & (each > 0)][0] for each in norms if (each[before] > 0).any()])
+    before, changes = own_records(history) > back, np.full(len(layers), np.nan)
+    for place, site in enumerate(layers.tolist()):
+        norms = weights_of(history, site)
+        if len(earlier := norms[before & (norms > 0)]):
+            changes[place] = latest(norms) / earlier[0]
+    return float(median(changes))
 
 
 def bias_text(history: History, layer: int) -> str:
@@ -105,11 +108,6 @@ def latest(series: Floats) -> float:
     """The newest number that is known."""
     known = series[~np.isnan(series)]
     return float(known[-1]) if len(known) else float("nan")
-
-
-def _median(numbers: Sequence[float]) -> float:
-    known = [number for number in numbers if not np.isnan(number)]
-    return float(np.median(known)) if known else float("nan")
 
 
 def _parameters(history: History, layer: int, *, bias: bool) -> list[int]:
