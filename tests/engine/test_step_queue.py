@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from gradwatch import Clip, FlightRecorder, GradWatch, Watch, load_incident
 from gradwatch.core.alert import Alert, Finding, Severity
+from gradwatch.core.block import Block
 from gradwatch.core.history import History
 from gradwatch.core.record import Record
 from gradwatch.engine import step_queue
@@ -98,6 +99,21 @@ def test_quiet_steps_are_worked_on_together(calm: tuple[Training, Late]) -> None
     waited = [now - step for step, now in late.heard.items() if step >= CALM]
     assert waited == 2 * [*range(ROWS - 1, -1, -1)], "a block at a time, the last of it at once"
     assert training.watch.verdict.healthy
+
+
+def test_a_run_begins_with_its_first_step_and_goes_on_with_one_block() -> None:
+    """What is known of the layers since that step ends no block."""
+    sizes: list[int] = []
+
+    class Blocks(Memory):
+        def block(self, block: Block) -> None:
+            sizes.append(len(block))
+
+    training = Training(sinks=(Blocks(),), signals="auto", activations="auto")
+    with training.watch:
+        for _ in range(20):
+            training.step()
+    assert sizes == [1, 19]
 
 
 def test_slow_steps_wait_for_nothing(calm: tuple[Training, Late], timeless: list[float]) -> None:

@@ -166,12 +166,9 @@ class StepQueue:
         steps, ended = self._open, self._ended
         self._open, self._ended = [], 0
         first = 0
+        shows = [step.flow is not None and self._shows_flow(step) for step in steps]
         for place in range(1, len(steps) + 1):
-            if (
-                place == len(steps)
-                or (steps[place].flow is not None and self._shows_flow(steps[place]))
-                or (steps[place].reading.layout is not steps[first].reading.layout)
-            ):
+            if place == len(steps) or shows[place] or steps[place].reading.layout is not steps[first].reading.layout:
                 part = steps[first:place]
                 blocks = {step.reading.block: None for step in part}
                 copies = [block.send() for block in blocks if block is not None]
