@@ -18,6 +18,7 @@ from gradwatch.core.schedule import (
     FIRST_STEPS,
     FIXED_INTERVAL,
     LONGEST_INTERVAL,
+    WHOLE_UNTIL,
     SamplingSchedule,
 )
 
@@ -79,9 +80,9 @@ def test_even_the_costliest_sample_is_taken_at_times() -> None:
 
 def test_a_finding_has_steps_in_a_row_sampled_some_time_after() -> None:
     schedule = schedule_for(10**4, 10**6, budget=1e-6)
-    schedule.sample_densely(100)
-    begin = 100 + DENSE_AFTER
-    found = [index for index in sampled(schedule, 400) if index > max(EARLY_STEPS)]
+    schedule.sample_densely(300)
+    begin = 300 + DENSE_AFTER
+    found = [index for index in sampled(schedule, 600) if index > max(EARLY_STEPS)]
     assert set(range(begin, begin + FIRST_STEPS)) <= set(found)
     assert len(found) <= FIRST_STEPS + 1
 
@@ -110,7 +111,7 @@ def test_early_samples_are_whole_and_one_in_four_after_them() -> None:
     schedule = schedule_for(50, 10**6)
     samples = sampled(schedule, 8_000)
     whole = [index for index in samples if schedule.measures_everything(index)]
-    early = [index for index in samples if index <= max(EARLY_STEPS)]
+    early = [index for index in samples if index <= WHOLE_UNTIL]
     assert whole[: len(early)] == early
     assert len(whole) - len(early) == pytest.approx((len(samples) - len(early)) / 4, rel=0.1)
 

@@ -11,9 +11,13 @@ from gradwatch.core.arguments import MOST, check_whole
 FIRST_STEPS = 5
 """Steps at the start of a run that are always sampled: most faults begin there. Judgement."""
 
-EARLY_STEPS = frozenset({8, 16, 32, 64})
-"""Later steps that are sampled whatever the budget: faults at the start of a run show within the first hundred steps.
-Judgement."""
+EARLY_STEPS = frozenset({8, 16, 32, 64, 128, 256})
+"""Later steps that are sampled whatever the budget: faults at the start of a run show within the first hundreds of
+steps. Judgement.
+"""
+
+WHOLE_UNTIL = 64
+"""Last step up to which each sample measures all that there is. Judgement."""
 
 INTERVALS_APART = 4
 """Intervals from one to the next in which samples measure what no rule needs at each of them. Judgement: enough to see
@@ -29,13 +33,13 @@ DENSE_AFTER = 96
 """Steps from a finding to the dense samples that follow it. More than can be waiting in the step queue, so that the
 sampled steps do not depend on when a finding is made. Judgement."""
 
-STEP, STEP_MODULE, STEP_ELEMENT = 1_500.0, 40.0, 0.012
+STEP, STEP_MODULE, STEP_ELEMENT = 600.0, 70.0, 0.01
 """Microseconds of a training step: fixed, for each module, for each element of the parameters (measured on a CPU)."""
 
-SAMPLE, SAMPLE_MODULE, SAMPLE_TENSOR, SAMPLE_ELEMENT = 500.0, 100.0, 10.0, 0.005
+SAMPLE, SAMPLE_MODULE, SAMPLE_TENSOR, SAMPLE_ELEMENT = 1_300.0, 100.0, 25.0, 0.003
 """Microseconds that a sample adds: fixed, for each hooked module, each parameter, each of its elements (measured)."""
 
-MEASURE, MEASURE_TENSOR, MEASURE_ELEMENT = 100.0, 2.0, 0.0003
+MEASURE, MEASURE_TENSOR, MEASURE_ELEMENT = 200.0, 3.0, 0.0003
 """Microseconds that measuring gradients adds: fixed, for each parameter and each of its elements (measured)."""
 
 
@@ -80,7 +84,7 @@ class SamplingSchedule:
     def measures_everything(self, index: int) -> bool:
         """Whether the sampled step `index` measures what no rule needs at each sample, too: all the early ones do."""
         first = index // self._apart
-        return first <= max(EARLY_STEPS) or first // self.interval % INTERVALS_APART == 0
+        return first <= WHOLE_UNTIL or first // self.interval % INTERVALS_APART == 0
 
     def next_sampled(self, index: int) -> int:
         """The first sampled step from `index` on."""
