@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from benchmarks.fits import FIT_WORKLOADS, LoggedGradNorm, Watchers, compare_fits
+from benchmarks.fits import FIT_WORKLOADS, BareNorms, LoggedGradNorm, Watchers, compare_fits
 from benchmarks.paired import bootstrap, median, ratio
 from benchmarks.peers import unimpaired
 from benchmarks.rows import MILLISECONDS, RATIO, SHARE, Row, Table, exactly
@@ -31,13 +31,14 @@ def fit_rows(name: str) -> list[Row]:
         return made[-1:]
 
     workload = FIT_WORKLOADS[name]
-    taken = compare_fits(workload, {"ours": watched})
+    taken = compare_fits(workload, {"ours": watched, "norms": lambda: [BareNorms()]})
     unimpaired(made[-1])
     ours, bare = taken["ours"], taken["bare"]
     where = f"{name}, {workload.steps} steps"
     measured = float(median(1 - bare / ours))
     return [
         Row("whole fit over the bare one", where, bootstrap(median, ours / bare), RATIO, FIT_TARGETS[name]),
+        Row("the same with a bare torch._foreach_norm", where, bootstrap(median, taken["norms"] / bare), RATIO),
         Row("what it adds a step", where, bootstrap(median, (ours - bare) / workload.steps), MILLISECONDS),
         Row("bare step", where, bootstrap(median, bare / workload.steps), MILLISECONDS),
         Row("share as measured", where, exactly(measured), SHARE),
