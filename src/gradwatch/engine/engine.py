@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from gradwatch.core.alert import Alert, short_list
-from gradwatch.core.arguments import check_whole, damage
+from gradwatch.core.arguments import damage
 from gradwatch.core.guard import UserFacingError, guard
 from gradwatch.core.overhead import Overhead
 from gradwatch.core.record import Run
@@ -106,7 +106,9 @@ class Engine:
         self._announced = False
         """Whether the loop has reported a backward pass that has not come to a parameter yet."""
         self._next = 0
-        """The step of an optimizer for which `_arm` was called last, or should have been."""
+        """The coming step's number among those of its optimizer, if optimizers take turns as they did the last time:
+        the one that `_arm` prepares.
+        """
         self._end_hooks = HookSet()
 
     @property
@@ -203,7 +205,7 @@ class Engine:
             "diagnosis": self.diagnosis.state_dict(),
             "noise": self.blocks.noise.state_dict(),
             "schedule": self.schedule.state_dict(),
-            "begun": list(self._optimizers.begun),
+            "optimizers": self._optimizers.state_dict(),
         }
         counts = self.interventions.state_dict()  # there after the fit, too
         return state | {"interventions": counts} if counts else state
@@ -211,18 +213,19 @@ class Engine:
     @guard
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state`. One that does not fit is declined with one line in the log, and changes nothing."""
-        before, noise = self.schedule.state_dict(), NoiseScale()
+        before, steps, noise = self.schedule.state_dict(), self._optimizers.state_dict(), NoiseScale()
         try:
-            begun = [check_whole("begun", steps, "optimizer steps", least=0) for steps in state["begun"]]
+            self._optimizers.load_state_dict(state["optimizers"])
             self.schedule.load_state_dict(state["schedule"])
             noise.load_state_dict(state["noise"])
             self.diagnosis.load_state_dict(state["diagnosis"])
         except Exception as error:  # a state may hold anything, and its values raise anything
             self.schedule.load_state_dict(before)
+            self._optimizers.load_state_dict(steps)
             logger.warning("GradWatch declined the state in the checkpoint and starts anew: %s", damage(error))
             return
-        self.blocks.noise, self._optimizers.begun = noise, begun
-        self.interventions.resume(max(begun, default=0))
+        self.blocks.noise = noise
+        self.interventions.resume(max(self._optimizers.begun, default=0))
         try:
             if self.interventions.given and "interventions" in state:
                 self.interventions.load_state_dict(state["interventions"])
@@ -231,7 +234,7 @@ class Engine:
             logger.warning("GradWatch's interventions declined the state in the checkpoint and start anew: %s", why)
         if self._reader is not None:
             self._reader.follow(self.diagnosis.history.layout)  # the checkpoint may have more tapped tensors
-        self._next = max(begun, default=0)
+        self._next = self._optimizers.next_index()
         self._arm(self._next)
 
     def begin(self, batch: Any = None, *, index: int = -1, epoch: int = 0, accumulate: int = 1) -> None:
@@ -335,13 +338,14 @@ class Engine:
         if self._open is not None:
             with reader.deferred_errors:
                 self._finish()
+        planned, self._next = self._next, self._optimizers.next_index()
         self.source.step_count += 1
-        if reader.shards is not None and not self._joins_ranks(reader.shards, index):
+        if reader.shards is not None and not self._joins_ranks(reader.shards, index, planned):
             return
         if self.source.may_hook:
             self.source.take_passes()
         if not (self.schedule.every_step or self.schedule.is_measured(index)):
-            self._arm(index + 1)
+            self._arm(self._next)
             self.overhead.seconds += perf_counter() - begun
             return
         rescan, parameters = self._sampling and index >= FIRST_STEPS, reader.current(optimizer)
@@ -371,11 +375,10 @@ class Engine:
         self.queue.measured(step)
         self.overhead.seconds += perf_counter() - begun
 
-    def _joins_ranks(self, shards: ShardExchange, index: int) -> bool:
+    def _joins_ranks(self, shards: ShardExchange, index: int, planned: int) -> bool:
         """At step `index` of an optimizer, before all that may fail on this rank alone: do what all ranks do there.
-        False where they have stopped.
+        False where they have stopped. `planned`: the step that `_arm` has prepared.
         """
-        planned, self._next = self._next, index + 1
         # as `_arm` has it, if it was called: a failure may have come before
         self._sampling = self.schedule.is_measured(planned) and self.schedule.is_sampled(planned)
         shards.steps += 1
@@ -412,10 +415,10 @@ class Engine:
             step.parameters.release()
             step.maybe_stepped = id(step.optimizer) not in self._optimizers.calling_hooks
         self.queue.ended(step)
-        if step.index + 1 in self._ordinary:
+        if self._next in self._ordinary:
             self._reader.tensor_taps.armed = True
         else:
-            self._arm(step.index + 1)
+            self._arm(self._next)
 
     def _judging(self, steps: list[StepState]) -> None:
         """`steps` are about to be judged."""

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
 from torch.optim import LBFGS, Optimizer
 
-from gradwatch.core.arguments import attribute
+from gradwatch.core.arguments import attribute, check_whole
 from gradwatch.hooks.hook_set import HookSet
 
 
@@ -32,6 +33,10 @@ class OptimizerSteps:
         self._count = 0
         self.begun: list[int] = []
         """Steps begun, by the optimizers' numbers."""
+        self._latest, self._in_a_row = 0, 0
+        """The number of the optimizer that has begun the latest step, and its steps since another's."""
+        self._turns: dict[int, tuple[int, int]] = {}
+        """Number of an optimizer -> how many steps it took in a row the last time, and whose followed."""
         self.awaited: Any = None
         """The optimizer whose gradients were measured, and which has not stepped since."""
         self.inside: Any = None
@@ -82,7 +87,30 @@ class OptimizerSteps:
             self.begun += [0] * (number + 1 - len(self.begun))
         index = self.begun[number]
         self.begun[number] = index + 1
+        if number != self._latest:
+            self._turns[self._latest] = self._in_a_row, number
+            self._latest, self._in_a_row = number, 0
+        self._in_a_row += 1
         return number, index
+
+    def next_index(self) -> int:
+        """How many steps the optimizer of the coming step has begun, if they take turns as they did the last time."""
+        in_a_row, following = self._turns.get(self._latest, (0, self._latest))
+        number = following if self._in_a_row == in_a_row else self._latest
+        return self.begun[number] if number < len(self.begun) else 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """What `begin` and `next_index` go by."""
+        turns = [[number, *turn] for number, turn in self._turns.items()]
+        return {"begun": list(self.begun), "latest": [self._latest, self._in_a_row], "turns": turns}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a `state_dict`. Raises, and changes nothing, for a state that it did not make."""
+        whole = partial(check_whole, "optimizer steps", expected="steps or an optimizer's number", least=0)
+        begun = [whole(steps) for steps in state["begun"]]
+        latest, in_a_row = map(whole, state["latest"])
+        turns = {number: (steps, after) for number, steps, after in (map(whole, turn) for turn in state["turns"])}
+        self.begun, self._latest, self._in_a_row, self._turns = begun, latest, in_a_row, turns
 
     def last_index(self, optimizer: Any) -> int:
         """The steps that `optimizer` had begun before its latest."""

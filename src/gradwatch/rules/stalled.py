@@ -72,9 +72,8 @@ class Stalled:
     times the rate of their actors, a new head a hundred times that of a trained encoder."""
     starved_update: float = 1e-4
     """Update relative to the weights that such an optimizer does not reach. Judgement: fine-tuning has 3e-4."""
-    starved_samples: int = 3
-    """Samples of each optimizer, all of them since the start. Judgement: the rate must be constant, and optimizers that
-    take turns have few samples each."""
+    starved_samples: int = 4
+    """Samples of each optimizer, all of them since the start. Judgement: the rate must be constant."""
 
     def __post_init__(self) -> None:
         require_positive(self)
