@@ -35,3 +35,10 @@ def test_a_scheduler_that_begins_at_0_makes_its_group_wait() -> None:
 def test_a_decay_that_adam_divides_by_the_size_of_the_gradient(kind: str, within: bool) -> None:
     optimizer = getattr(torch.optim, kind)([torch.zeros(1, requires_grad=True)], lr=0.1, weight_decay=0.01)
     assert learning_rate(optimizer).get("decay_in_gradient") == (1.0 if within else None)
+
+
+@pytest.mark.parametrize(("kind", "within"), [("Adam", True), ("AdamW", False), ("SGD", False)])
+def test_adam_of_torch_2_6_does_not_say_how_it_decays(kind: str, within: bool) -> None:
+    optimizer = getattr(torch.optim, kind)([torch.zeros(1, requires_grad=True)], lr=0.1, weight_decay=0.01)
+    optimizer.param_groups[0].pop("decoupled_weight_decay", None)
+    assert learning_rate(optimizer).get("decay_in_gradient") == (1.0 if within else None)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from torch.optim import Adam
 
 
 @dataclass(slots=True)
@@ -48,7 +49,8 @@ def learning_rate(optimizer: Any) -> dict[str, float]:
         number = groups[0].get(name)
         if isinstance(number, int | float) and (name == "lr" or number > 0):
             numbers[name] = float(number)
-    if "weight_decay" in numbers and groups[0].get("decoupled_weight_decay") is False:
+    # Adam of torch 2.6 does not say so
+    if "weight_decay" in numbers and groups[0].get("decoupled_weight_decay", type(optimizer) is not Adam) is False:
         numbers["decay_in_gradient"] = 1.0
     if len(groups) > 1:
         rates = [rate for group in groups if isinstance(rate := group.get("lr"), int | float)]
