@@ -163,6 +163,12 @@ def test_layers_that_come_later_are_read_too(tmp_path: Path) -> None:
     assert run.codes[:, 3].tolist() == [Missing.NOT_SAMPLED, Missing.MEASURED]
 
 
+def test_a_single_step_is_left_out(tmp_path: Path) -> None:
+    recorded(tmp_path, some(layout_of("a"), range(10)), verdict=None)
+    recorded(tmp_path, some(layout_of("a"), range(9, 12)))
+    assert read(tmp_path).notes == ("the run was resumed at step 9: 1 step recorded before that is left out",)
+
+
 def test_a_resumed_run_is_joined_at_its_resumption(tmp_path: Path) -> None:
     layout = layout_of("a")
     first, gone = alert_of("spike", "a", step=3), alert_of("dead", "a", step=8)

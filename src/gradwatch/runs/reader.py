@@ -13,6 +13,7 @@ import numpy as np
 from gradwatch.core.block import Block
 from gradwatch.core.record import Floats, Layout, Mask, Missing, Site
 from gradwatch.runs.files import RECORD_MARK, Unreadable, event_files, files_of, holds_record
+from gradwatch.runs.names import counted
 from gradwatch.runs.outcome import Outcome
 from gradwatch.sinks.record import run_metadata
 from gradwatch.sinks.record.record_format import (
@@ -85,14 +86,14 @@ def _sessions_of(path: Path, notes: list[str]) -> list[_Session]:
 
 
 def _left_out(session: _Session, later: _Session, *, resumed: bool) -> str:
+    steps = counted(session.left_out, "step")
     if session.written > later.began:
-        what = f"two runs were written here at once: {session.left_out:,} steps of the one that began first"
+        what = f"two runs were written here at once: {steps} of the one that began first"
     elif resumed:
-        what = f"the run was resumed at step {later.first}: {session.left_out:,} steps recorded before that"
+        what = f"the run was resumed at step {later.first}: {steps} recorded before that"
     else:
-        what = f"a later run in the same place began at step {later.first}: {session.left_out:,} steps "
-        what += "recorded before that"
-    return f"{what} are left out"
+        what = f"a later run in the same place began at step {later.first}: {steps} recorded before that"
+    return f"{what} {'is' if session.left_out == 1 else 'are'} left out"
 
 
 def _overall_progress(progress: Progress, before: int, total: int, here: int) -> None:
