@@ -33,7 +33,7 @@ DENSE_AFTER = 96
 """Steps from a finding to the dense samples that follow it. More than can be waiting in the step queue, so that the
 sampled steps do not depend on when a finding is made. Judgement."""
 
-STEP, STEP_MODULE, STEP_ELEMENT = 600.0, 70.0, 0.01
+STEP, STEP_MODULE, STEP_ELEMENT = 600.0, 70.0, 0.0075
 """Microseconds of a training step: fixed, for each module, for each element of the parameters (measured on a CPU)."""
 
 SAMPLE, SAMPLE_MODULE, SAMPLE_TENSOR, SAMPLE_ELEMENT = 1_300.0, 100.0, 25.0, 0.003
