@@ -6,16 +6,20 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
-from gradwatch import Watch
+from gradwatch import GradWatch, Watch
 from gradwatch.core.schedule import EARLY_STEPS, FIRST_STEPS
 from gradwatch.measure.optimizer_steps import OptimizerSteps
 from gradwatch.sinks.memory import Memory
+from training import quiet_trainer
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
@@ -66,6 +70,40 @@ def test_one_after_the_other() -> None:
     with players.watch:
         players.play([0] * 50 + [1] * 50)
     assert set(range(1, FIRST_STEPS)) <= set(players.sampled(1))
+
+
+class Adversaries(pl.LightningModule):
+    """Both step in the same batch, the second every `every` batches."""
+
+    def __init__(self, every: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.automatic_optimization, self.every = False, every
+        self.critic, self.generator = nn.Linear(4, 1), nn.Linear(4, 4)
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(part.parameters(), lr=0.01) for part in (self.critic, self.generator)]
+
+    def training_step(self, batch: list[Tensor], index: int) -> None:
+        first, second = self.optimizers()
+        for optimizer, loss in (
+            (first, lambda: self.critic(self.generator(batch[0]).detach()) - self.critic(batch[0])),
+            (second, lambda: -self.critic(self.generator(batch[0]))),
+        ):
+            if optimizer is first or index % self.every == self.every - 1:
+                optimizer.zero_grad()
+                self.manual_backward(loss().mean())
+                optimizer.step()
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_the_second_in_a_batch_has_signals_too(every: int) -> None:
+    memory = Memory()
+    data = DataLoader(TensorDataset(torch.randn(120, 4)), batch_size=2)
+    quiet_trainer(GradWatch(sinks=[memory]), max_epochs=1).fit(Adversaries(every), data)
+    own = [record for record in memory.records if record.optimizer == 1]
+    seen = [index for index, record in enumerate(own) if np.isfinite(record.value("signal_rms", "generator"))]
+    assert {step for step in SAMPLED if 1 <= step < len(own)} <= set(seen)
 
 
 def own_steps(optimizers: Sequence[torch.optim.Optimizer], state: dict[str, Any] | None = None) -> OptimizerSteps:

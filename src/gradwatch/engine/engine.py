@@ -482,10 +482,12 @@ class Engine:
         else:
             self._reader.disarm()
             self.source.disarm()
+        taps = self._reader.tensor_taps
         if not self._batches:
-            self._reader.tensor_taps.in_batch = True
-            if self._sampling:
-                self._hook_modules()
+            taps.in_batch = True
+        # another optimizer may step in the same batch
+        if self._sampling and taps.in_batch and (not self._batches or self._optimizers.next_is_another()):
+            self._hook_modules()
 
     def _hook_modules(self) -> None:
         assert self._reader is not None

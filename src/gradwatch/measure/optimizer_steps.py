@@ -95,9 +95,16 @@ class OptimizerSteps:
 
     def next_index(self) -> int:
         """How many steps the optimizer of the coming step has begun, if they take turns as they did the last time."""
+        following = self._following()
+        return self.begun[following] if following < len(self.begun) else 0
+
+    def next_is_another(self) -> bool:
+        """Whether the coming step is then of another optimizer than the latest."""
+        return self._following() != self._latest
+
+    def _following(self) -> int:
         in_a_row, following = self._turns.get(self._latest, (0, self._latest))
-        number = following if self._in_a_row == in_a_row else self._latest
-        return self.begun[number] if number < len(self.begun) else 0
+        return following if self._in_a_row == in_a_row else self._latest
 
     def state_dict(self) -> dict[str, Any]:
         """What `begin` and `next_index` go by."""
