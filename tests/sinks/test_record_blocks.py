@@ -161,8 +161,8 @@ def test_a_run_goes_on_in_the_middle_of_a_block(
     assert rows == [*range(resumed), *(record.step for record in later)]
     assert run.steps == len(rows)
     left_out = len(before) - resumed
-    reported = f": {left_out:,} steps recorded before that are left out"
-    assert [reported in note for note in run.notes] == [True] * bool(left_out)
+    many = "1 step recorded before that is" if left_out == 1 else f"{left_out} steps recorded before that are"
+    assert [f": {many} left out" in note for note in run.notes] == [True] * bool(left_out)
 
 
 def moved(record: Record, steps: int) -> Record:
