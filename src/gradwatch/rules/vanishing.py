@@ -170,8 +170,8 @@ class Vanishing:
             inside = flow.downstream(np.where(enough, NO_LAYER, logs))[0] - flow.upstream(logs)
             faint &= ~enough[peaks] | (inside >= dex) | (fall >= dex + self.branch_dex)
         # while an attention weighs all places alike, or all values are alike, its scores hardly matter
-        if layout.edges is not None and faint.any():
-            faint &= ~flow.only_through(np.isin(now.sites, np.ravel(queries_and_keys(layout))))
+        if (pairs := queries_and_keys(layout)) and layout.edges is not None and faint.any():
+            faint &= ~flow.only_through(np.isin(now.sites, np.ravel(pairs)))
         return now.sites[faint]
 
     def _unexcused(self, history: History, now: Profile, faint: Sites) -> Sites:
