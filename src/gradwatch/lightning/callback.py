@@ -118,8 +118,8 @@ class GradWatch(PackageAware, Callback):
                 RuntimeError; "stop": ends it after the batch; or a function that is called with the Alert.
             sinks: Where records and alerts go; None for `default_sinks()`.
             budget: Share of the step time that sampling may take after the first hundreds of steps. It is estimated
-                from the numbers of modules and parameters, never timed: for eight models, sampling took half of it to
-                one and a half times as much. None samples every 25 steps, whatever it costs.
+                from the numbers of modules and parameters, never timed: for eight models, sampling took between a third
+                of it and one and a half times as much. None samples every 25 steps, whatever it costs.
         """
         self._options = Options(
             layers=layers,
