@@ -802,11 +802,12 @@ class Many(nn.Module):
         return self.head(self.pair(h, h)).mean(1)
 
 
+@pytest.mark.usefixtures("sampled_throughout")
 def test_layers_of_every_kind() -> None:
     model = Many()
     with Watch(model, rules=[Tampered()], sinks=(), budget=0.99) as watch:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        for _ in range(5):
+        for _ in range(6):
             optimizer.zero_grad()
             crossed(model, torch.randn(32, 8)).backward()
             watch.step(optimizer)

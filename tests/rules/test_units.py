@@ -336,8 +336,7 @@ def test_a_layer_is_named_by_the_order_in_which_it_ran() -> None:
 def test_inputs_that_drive_a_tanh_to_its_ends() -> None:
     alert = only(incidents_of(mlp(act=nn.Tanh), scale=200.0))
     assert (alert.rule, alert.severity, alert.layer) == ("saturation", "warning", "0")
-    assert alert.step == 0
-    assert 19 <= alert.noticed < 24  # the first sample after 20 steps
+    assert (alert.step, alert.noticed) == (0, 20)
     assert (
         "% of the outputs of the Tanh 1 after layer 0 lie in its flat part, where less than 5 % of a gradient passes, "
         "for 20 steps or more. It is so from the first step on. The inputs of layer 0 are not scaled: their root mean "
