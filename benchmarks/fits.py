@@ -95,7 +95,7 @@ class BareNorms(Callback):
         norms = torch._foreach_norm([p.grad for p in pl_module.parameters() if p.grad is not None])
         if trainer.global_step == 0:
             self._rows = torch.zeros(64, len(norms))
-        torch.stack(norms, out=self._rows[trainer.global_step % 64])
+        torch.stack(norms, out=self._rows[trainer.global_step % len(self._rows)])
 
 
 class LoggedGradNorm(Callback):

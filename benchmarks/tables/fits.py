@@ -38,7 +38,7 @@ def fit_rows(name: str) -> list[Row]:
     measured = float(median(1 - bare / ours))
     return [
         Row("whole fit over the bare one", where, bootstrap(median, ours / bare), RATIO, FIT_TARGETS[name]),
-        Row("the same with a bare torch._foreach_norm", where, bootstrap(median, taken["norms"] / bare), RATIO),
+        Row("the same with torch._foreach_norm into a buffer", where, bootstrap(median, taken["norms"] / bare), RATIO),
         Row("what it adds a step", where, bootstrap(median, (ours - bare) / workload.steps), MILLISECONDS),
         Row("bare step", where, bootstrap(median, bare / workload.steps), MILLISECONDS),
         Row("share as measured", where, exactly(measured), SHARE),
