@@ -82,7 +82,7 @@ class SamplingSchedule:
         return self.next_sampled(index) == index
 
     def measures_everything(self, index: int) -> bool:
-        """Whether the sampled step `index` measures what no rule needs at each sample, too: all the early ones do."""
+        """Whether the sampled step `index` measures what no rule needs at each sample, too: all to `WHOLE_UNTIL` do."""
         first = index // self._apart
         return first <= WHOLE_UNTIL or first // self.interval % INTERVALS_APART == 0
 
