@@ -49,7 +49,7 @@ class Ends(pl.Callback):
 
     def __init__(self, kind: str, after: float, steps: Path) -> None:
         self.signals, self.after = list(KINDS[kind]), after
-        self.steps = os.open(steps, os.O_CREAT | os.O_WRONLY)
+        self.steps, self.told = os.open(steps, os.O_CREAT | os.O_WRONLY), False
 
     def on_train_start(self, *_: Any) -> None:
         def send(*_: Any) -> None:
@@ -63,6 +63,9 @@ class Ends(pl.Callback):
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         os.pwrite(self.steps, b"%06d" % trainer.global_step, 0)  # whole, or not at all
+
+    def on_exception(self, *_: Any) -> None:
+        self.told = True
 
 
 def fit(folder: Path, kind: str, after: float, watched: bool) -> int:
@@ -80,6 +83,9 @@ def fit(folder: Path, kind: str, after: float, watched: bool) -> int:
         trainer.fit(module, DataLoader(torch.randn(400, 4), batch_size=4))
     except BaseException as error:
         status = status_of(error)
+    if watched and not ends.told and status == status_of(KeyboardInterrupt()):
+        # the second Ctrl-C came while Lightning attended to the first: it tells no callback; the next fit is told
+        quiet_trainer(*watches, max_steps=1).fit(module, DataLoader(torch.randn(4, 4), batch_size=4))
     if hooks_on(module, *trainer.optimizers):
         return HOOKS_LEFT
     if any("failed" in line for line in (*said, *(note for watch in watches for note in watch.verdict.notes))):
