@@ -9,7 +9,7 @@ STATIONS = (
     ("p.grad", "at the step, after backward", "your gradients, as the optimizer is about to use them"),
     ("norms", "measure/reductions.py", "a few fused kernels read each gradient once"),
     ("device buffer", "measure/device_buffer.py", "one row a step, on the device; nothing waits"),
-    ("block", "engine/block_builder.py", "64 steps or 0.25 s, brought to the host in one copy"),
+    ("block", "engine/block_builder.py", "64 steps or 1 s, brought to the host in one copy"),
     ("history", "core/history.py", "the recent rows, by statistic and layer"),
     ("rules", "rules/", "each finds one fault and the step at which it began"),
     ("incidents", "rules/incidents.py", "opened once, closed once; effects go under their cause"),

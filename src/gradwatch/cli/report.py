@@ -17,7 +17,7 @@ def add(commands: Any) -> None:
         **help_text(
             "Read the record that a run left on disk and write its report: one HTML file that needs nothing but "
             "itself, with the verdict first, then where and when, the alerts with cause and remedy, and every layer. "
-            "A run that was killed is there up to its last quarter of a second; what is damaged is left out, and said. "
+            "A run that was killed is there up to its last second; what is damaged is left out, and said. "
             "With --format, the same for programs and language models in at most 64 KB.",
             examples={
                 "gradwatch report lightning_logs/version_3": "writes gradwatch_report.html into that folder",

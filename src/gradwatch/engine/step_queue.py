@@ -23,7 +23,7 @@ from gradwatch.measure.shard_exchange import ShardBlock
 
 logger = logging.getLogger("gradwatch")
 
-LONGEST_WAIT = 0.25
+LONGEST_WAIT = 1.0
 """Seconds that a step waits for others at most, and one step more. Judgement."""
 
 
