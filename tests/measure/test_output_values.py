@@ -468,7 +468,6 @@ def test_activations_are_sites_after_the_parameters() -> None:
     assert [layout.sites[layout.sites[i].layer].name for i in layout.activations] == ["1", "1"]
     assert layout.names(layout.layers) == ("1", "4", "5")
     assert layout.parameter_starts is not None
-    assert layout.gradient_sites == slice(len(layout) - 2)
 
 
 def test_patterns_choose_activations_with_the_layers_they_follow() -> None:
@@ -532,9 +531,6 @@ def test_layers_that_come_later_stand_behind_the_activations() -> None:
     layout = record.layout
     assert layout.names(layout.activations) == ("1", "3")
     assert layout.parameter_starts is None
-    assert sorted(np.arange(len(layout))[layout.gradient_sites]) == [
-        i for i in range(len(layout)) if i not in layout.activations
-    ]
     assert record.value("output_max", "3") <= 1.0
 
 

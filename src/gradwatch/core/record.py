@@ -141,8 +141,6 @@ class Layout:
     """Site indices of the activations, modules without parameters whose outputs are measured, in model order."""
     taps: NDArray[np.intp] = field(init=False)
     """Site indices of the tapped tensors, in the order in which they were first tapped."""
-    gradient_sites: slice | NDArray[np.intp] = field(init=False)
-    """Indexes the sites whose gradient an optimizer uses: all but `activations` and `taps`."""
     nan_row: Floats = field(init=False)
     """NaN for every site, shape [sites]: the values of a statistic that was not measured. Read-only."""
     parameter_starts: NDArray[np.intp] | None = field(init=False)
@@ -162,7 +160,6 @@ class Layout:
         in_order = bool(np.all(trained == np.arange(1, 1 + len(trained))))
         by_layer = in_order and bool(np.all(np.diff(owners) >= 0))
         starts = np.unique(owners, return_index=True)[1].astype(np.intp)
-        rest = np.sort(np.concatenate([of_kind["total"], trained]))
         derived = {
             "index": {site.name: i for i, site in enumerate(self.sites)},
             "layers": layers,
@@ -170,7 +167,6 @@ class Layout:
             "owners": owners,
             "activations": of_kind["activation"],
             "taps": of_kind["tap"],
-            "gradient_sites": slice(len(rest)) if not len(rest) or rest[-1] < len(rest) else rest,
             "nan_row": nan_row,
             "parameter_starts": starts if by_layer and len(starts) == len(layers) > 0 else None,
         }
