@@ -14,7 +14,7 @@ from gradwatch.core.record import Floats, Mask, Missing
 from gradwatch.engine.diagnosis import Diagnosis
 from gradwatch.engine.interventions.runtime import InterventionRuntime
 from gradwatch.engine.step import StepState
-from gradwatch.measure.device_buffer import Places
+from gradwatch.measure.device_buffer import Indices
 from gradwatch.measure.loss_scale import remaining_scale
 from gradwatch.measure.noise_scale import NoiseScale
 from gradwatch.measure.nonfinite_source import NonfiniteSource
@@ -23,7 +23,17 @@ from gradwatch.measure.site_values import norms
 
 
 class BlockBuilder:
-    """Turns steps into a block, with what is computed from several of their numbers."""
+    """Turns steps into a block, with what is computed from several of their numbers.
+
+    `grad_norm_clipped`, the norms of what the optimizer has used, is the first of these that there is:
+
+    - the norms of gradients that were read again: on sampled steps, where they had changed, and inside the optimizer
+      before it removes a loss scale (`GradientReader.look_again`);
+    - where the Trainer clips by norm: those measured, times the factor that follows from their total, if a few that
+      were taken again agree (`StepState.clip_checked`);
+    - where nothing has changed the gradients: those measured, or what interventions left of them;
+    - NaN, also where the optimizer has not stepped.
+    """
 
     def __init__(
         self,
@@ -226,7 +236,7 @@ class _SiteStatistics:
         self.measured: dict[str, Mask] = {}
         self._shape = shape
 
-    def put(self, rows: int | Places, numbers: Mapping[str, Floats]) -> None:
+    def put(self, rows: int | Indices, numbers: Mapping[str, Floats]) -> None:
         """Put the numbers of a row, or of several, where they belong: statistic -> one per site, shape [..., sites]."""
         for name, column in numbers.items():
             if name not in self.values:

@@ -16,7 +16,8 @@ from gradwatch.hooks.hook_set import is_capturing
 from gradwatch.measure import devices
 from gradwatch.measure.devices import Event, moved, widest_type
 
-Places = NDArray[np.intp]
+Indices = NDArray[np.intp]
+"""Of parameters, sites or slots: the package's docstring tells them apart."""
 
 BEFORE = ("grad_norm", "zeros", "weights")
 """Rows of the buffer that are read before the optimizer moves: the first at any step, the others on sampled steps."""

@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from gradwatch.core.record import Layout, Missing
-from gradwatch.measure.device_buffer import AFTER, BEFORE, EDITED, DeviceBuffer, Places, RowBlock
+from gradwatch.measure.device_buffer import AFTER, BEFORE, EDITED, DeviceBuffer, Indices, RowBlock
 from gradwatch.measure.devices import moved
 from gradwatch.measure.dtensor import is_dtensor
 from gradwatch.measure.layers import (
@@ -204,7 +204,7 @@ class GradientReader:
         but the others wait for an answer.
         """
         if self.shards is not None:
-            index: dict[str, Places] = {}
+            index: dict[str, Indices] = {}
             with self.deferred_errors:
                 if not self.errors:
                     index = self._reduce(parameters, sampled=sampled, scale=info.scale_in_gradients)
@@ -274,7 +274,7 @@ class GradientReader:
         for parameters in self._by_optimizer.values():
             parameters.coverage = None
 
-    def _reduce(self, parameters: OptimizerParameters, *, sampled: bool, scale: Tensor | None) -> dict[str, Places]:
+    def _reduce(self, parameters: OptimizerParameters, *, sampled: bool, scale: Tensor | None) -> dict[str, Indices]:
         """Fill the rows of the buffer that a step has before its optimizer moves: row -> the slot of each parameter."""
         buffer, gradients = self.buffer, parameters.read_gradients()
         if sampled or parameters.coverage is None:
@@ -291,7 +291,7 @@ class GradientReader:
             buffer["grad_norm"].div_(moved(scale, buffer.device))
         return index
 
-    def _arrived(self, parameters: OptimizerParameters, scale: Tensor | None) -> dict[str, Places]:
+    def _arrived(self, parameters: OptimizerParameters, scale: Tensor | None) -> dict[str, Indices]:
         """Fill the row `arrived`, roots of the sums of squares of what hooks have measured at `parameters`; the slot of
         each parameter.
         """
@@ -310,7 +310,7 @@ class GradientReader:
         self,
         parameters: OptimizerParameters,
         rows: tuple[str, ...],
-        index: Mapping[str, Places],
+        index: Mapping[str, Indices],
         loss: Tensor | None = None,
     ) -> Reading:
         """What all ranks make of their parts of `rows`, also of those that this one cannot fill."""

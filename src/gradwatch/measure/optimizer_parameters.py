@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from gradwatch.core.record import MEASURED, Codes, Missing
-from gradwatch.measure.device_buffer import CLIP_CHECKS, DeviceBuffer, Places
+from gradwatch.measure.device_buffer import CLIP_CHECKS, DeviceBuffer, Indices
 from gradwatch.measure.dtensor import largest_part, local_tensor
 from gradwatch.measure.layers import REMOVED, is_lazy
 from gradwatch.measure.reductions import NORM, FloatLimits, Plan, Reduction, version_of
@@ -63,9 +63,9 @@ class OptimizerParameters:
     """The gradients that are watched for changes, and `_written` of them when they were measured; let go after the
     step.
     """
-    read_again: dict[str, Places] = field(default_factory=dict)
+    read_again: dict[str, Indices] = field(default_factory=dict)
     """Row -> slots of gradients that were read again, until what follows the step is read."""
-    _plans: dict[str, tuple[Plan, FloatLimits, Norms | None, Places]] = field(default_factory=dict)
+    _plans: dict[str, tuple[Plan, FloatLimits, Norms | None, Indices]] = field(default_factory=dict)
     _updates: UpdateNorms | None = None
     _clip_checks: tuple[int, ...] | None = None
     """As `clip_checks` gives them; None until asked for."""
@@ -159,7 +159,7 @@ class OptimizerParameters:
         tensors: Sequence[Tensor | None],
         *,
         reduction: Reduction = NORM,
-    ) -> Places:
+    ) -> Indices:
         """Reduce `tensors`, one per member, into `row` of the buffer; the slot of each parameter."""
         with torch.no_grad():
             made = self._plans.get(row)
@@ -194,7 +194,7 @@ class OptimizerParameters:
             self._updates = UpdateNorms(sizes)
         self._updates.copy(self.weights(), buffer)
 
-    def update_norms(self, buffer: DeviceBuffer) -> dict[str, Places]:
+    def update_norms(self, buffer: DeviceBuffer) -> dict[str, Indices]:
         """Norms of how far the copied weights have moved since; the copies are let go."""
         if self._updates is None or not self._updates.has_copies:
             return {}

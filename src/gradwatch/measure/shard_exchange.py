@@ -19,7 +19,16 @@ import numpy as np
 import torch
 from torch import Tensor, distributed
 
-from gradwatch.measure.device_buffer import AFTER, BEFORE, IN_FLIGHT, ROWS, BlockNumbers, DeviceBuffer, HostCopy, Places
+from gradwatch.measure.device_buffer import (
+    AFTER,
+    BEFORE,
+    IN_FLIGHT,
+    ROWS,
+    BlockNumbers,
+    DeviceBuffer,
+    HostCopy,
+    Indices,
+)
 from gradwatch.measure.devices import current_stream, moved, widest_type
 from gradwatch.measure.dtensor import is_dtensor, replicas
 
@@ -59,7 +68,7 @@ class ShardExchange:
         """The rows that wait."""
         self._unchecked: deque[ShardBlock] = deque()
         """Exchanges of which it was not seen whether a rank had errors."""
-        self._slots: dict[str, tuple[Places, Places]] = {}
+        self._slots: dict[str, tuple[Indices, Indices]] = {}
         """Row of the buffer -> the slots of each parameter's part that were seen there last, and those of the whole."""
 
     @property
@@ -84,8 +93,8 @@ class ShardExchange:
             self._block.rows += BEFORE + AFTER if sampled else BEFORE[:1] + AFTER[:1] * self.clipped
 
     def add(
-        self, rows: Sequence[str], index: Mapping[str, Places], loss: Tensor | None = None
-    ) -> tuple[ShardBlock, int, dict[str, Places]]:
+        self, rows: Sequence[str], index: Mapping[str, Indices], loss: Tensor | None = None
+    ) -> tuple[ShardBlock, int, dict[str, Indices]]:
         """Take `rows` of the buffer, which are the same on every rank, as they are now, and the `loss` of a step.
 
         `index`: those that this rank has -> the slot of each parameter, -1 for none. Returns the block that has them,
@@ -132,7 +141,7 @@ class ShardExchange:
         """
         self._clipped_from = min(self._clipped_from, block.number + 2 * (1 if self.waits else UNDER_WAY + 1))
 
-    def _of_whole(self, row: str, slots: Places) -> Places:
+    def _of_whole(self, row: str, slots: Indices) -> Indices:
         """The slots of whole parameters, which lie in their order; -1 where this rank has no part."""
         seen = self._slots.get(row)
         if seen is None or seen[0] is not slots:
@@ -188,7 +197,7 @@ class ShardReducer:
         self._sum(answer)
         return bool(HostCopy({"flag": answer}).wait()["flag"][0])
 
-    def put(self, block: ShardBlock, first: int, index: Mapping[str, Places], loss: Tensor | None) -> None:
+    def put(self, block: ShardBlock, first: int, index: Mapping[str, Indices], loss: Tensor | None) -> None:
         """Keep what the buffer has now of the rows of `block` from `first` on, and beside it the `loss`, 0-d.
 
         `index`: row -> the slot of each parameter, -1 for none; rows that are not there are left out.
@@ -263,7 +272,7 @@ class ShardBlock:
         self.reducer, self.size, self.number = reducer, size, number
         self.rows = [*rows]
         """The rows of the buffer that have a place here, on all ranks alike."""
-        self.filled: dict[int, Places] = {}
+        self.filled: dict[int, Indices] = {}
         """Place of a row that this rank has -> the slot of each parameter there, -1 for none."""
         self.host_copy: HostCopy | None = None
         """The numbers of whole parameters on their way to the host, once they were exchanged."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gradwatch.core.record import MEASURED, Codes, Floats, Layout, Mask, Missing
-from gradwatch.measure.device_buffer import HostCopy, Places, RowBlock
+from gradwatch.measure.device_buffer import HostCopy, Indices, RowBlock
 from gradwatch.measure.shard_exchange import ShardBlock
 
 _LAST = int(max(Missing))
@@ -41,7 +41,7 @@ class Reading:
     layout: Layout
     coverage: Coverage
     """What there is of the gradient."""
-    index: Mapping[str, Places]
+    index: Mapping[str, Indices]
     """Row of the buffer -> the slot of each parameter, -1 where the row has none."""
     host_copy: HostCopy | None = None
     """Rows of the buffer; None where there are none but those in `block`."""

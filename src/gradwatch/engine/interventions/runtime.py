@@ -31,7 +31,7 @@ from gradwatch.engine.interventions.step_plan import (
 )
 from gradwatch.engine.pending_actions import PendingActions
 from gradwatch.interventions import ActionState, Editing, Gate, Intervention, Scaling
-from gradwatch.measure.device_buffer import HostCopy, Places
+from gradwatch.measure.device_buffer import HostCopy, Indices
 from gradwatch.measure.devices import moved
 from gradwatch.measure.gradient_reader import GradientReader
 from gradwatch.measure.layers import NoSuchLayer, is_lazy
@@ -74,7 +74,7 @@ class InterventionRuntime:
         self.gates = Gates(interventions, diagnosis, end)
         self._layout: Layout | None = None
         self._plans: dict[int, StepPlan] = {}
-        self._slots: tuple[Places, DeviceSlots] | None = None
+        self._slots: tuple[Indices, DeviceSlots] | None = None
         """The slots of the last step's norms, on the host and on the device."""
         self._mode = mode
         self.gradient_hooks: GradientHooks | None = None
@@ -330,7 +330,7 @@ class InterventionRuntime:
             if not is_lazy(reader.parameters[index]):
                 self.gradient_hooks.attach(index, reader.parameters[index], hooked_actions)
 
-    def _norms(self, reader: GradientReader, slots: Places) -> Tensor:
+    def _norms(self, reader: GradientReader, slots: Indices) -> Tensor:
         """The norms of all gradients; their slots are sent to the device when they are others than at the last step."""
         if self._slots is None or self._slots[0] is not slots:
             self._slots = slots, slots_on_device(slots, reader.buffer.device)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from gradwatch.core.record import Floats, Layout
 from gradwatch.engine.interventions.gates import GateDecision
-from gradwatch.measure.device_buffer import HostCopy, Places
+from gradwatch.measure.device_buffer import HostCopy, Indices
 from gradwatch.measure.site_values import Coverage, Reading, norms, sums
 
 RECENT = 64
@@ -24,7 +24,7 @@ class AppliedFactors:
 
     number: int
     """Which of the user's interventions."""
-    indices: Places
+    indices: Indices
     """The parameters that it acted on, as positions in the layout's `parameters`."""
     factor: float | None
     """The factor of all of them if the host knows it; None if the factors are in `StepEffect.host_copy`."""
@@ -139,10 +139,10 @@ class ChangeCounts:
         """Steps at which each layer was changed."""
         self._factors: Floats = np.full((0, RECENT), np.nan)
         """The latest factors of each layer that are not 1, the smallest of its parameters; NaN where unknown."""
-        self._rows: tuple[Places, NDArray[np.intp]] | None = None
+        self._rows: tuple[Indices, NDArray[np.intp]] | None = None
         """The parameters of the last step and the row of each."""
 
-    def add(self, layout: Layout, indices: Places, factors: Floats, *, signals: bool = False) -> None:
+    def add(self, layout: Layout, indices: Indices, factors: Floats, *, signals: bool = False) -> None:
         """One step: `factors` of the parameters at `indices`; of `signals`, of the layers at those sites."""
         self._steps += 1
         if self._rows is None or self._rows[0] is not indices:

@@ -13,7 +13,7 @@ from gradwatch.engine.interventions.multiply import multiply as multiply_gradien
 from gradwatch.engine.interventions.multiply import multiply_each, sharing_memory
 from gradwatch.engine.interventions.step_plan import ActiveIntervention, StepPlan
 from gradwatch.interventions import Editing, Scaling
-from gradwatch.measure.device_buffer import EDITED, Places, host_view
+from gradwatch.measure.device_buffer import EDITED, Indices, host_view
 from gradwatch.measure.devices import moved, widest_type
 from gradwatch.measure.dtensor import full_tensor, is_partial, is_row_sharded, shard_like, stored_part
 from gradwatch.measure.gradient_reader import GradientReader
@@ -72,7 +72,7 @@ class StepGradients:
             return factors
         return torch.where(present if self.intact is None else present & self.intact, factors, 1.0)
 
-    def multiply(self, active: ActiveIntervention, indices: Places, factors: Tensor | float) -> None:
+    def multiply(self, active: ActiveIntervention, indices: Indices, factors: Tensor | float) -> None:
         """Multiply the gradients at `indices` by `factors` at the next `apply_factors`."""
         if active is not self._last or self.edited:  # after the last one no norm is needed
             self.norms = _times(self.norms, active.device_indices, factors)
@@ -231,7 +231,7 @@ def _times(numbers: Tensor, device_indices: Tensor | None, factors: Tensor | flo
     return new if device_indices is None else numbers.index_copy(0, device_indices, new)
 
 
-def slots_on_device(slots: Places, device: torch.device) -> DeviceSlots:
+def slots_on_device(slots: Indices, device: torch.device) -> DeviceSlots:
     there = moved(torch.from_numpy(slots), device)
     return there, None if slots.min(initial=0) >= 0 else there >= 0
 

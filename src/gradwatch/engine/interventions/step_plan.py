@@ -17,7 +17,7 @@ from gradwatch.engine.interventions.gradient_hooks import GradientHooks
 from gradwatch.engine.interventions.multiply import CpuScalars
 from gradwatch.engine.interventions.step_effect import ChangeCounts
 from gradwatch.interventions import Action, Gate, Intervention, ParameterScope, Scaling
-from gradwatch.measure.device_buffer import Places
+from gradwatch.measure.device_buffer import Indices
 from gradwatch.measure.devices import moved
 from gradwatch.measure.optimizer_parameters import OptimizerParameters
 
@@ -32,13 +32,13 @@ class ActiveIntervention:
     action: Action | None = None
     waiting: Mapping[str, Any] | None = None
     """A memory that was loaded before the action was created."""
-    indices: Places = field(default_factory=lambda: np.zeros(0, dtype=np.intp))
+    indices: Indices = field(default_factory=lambda: np.zeros(0, dtype=np.intp))
     """The parameters that it acts on, as positions in the layout's `parameters`."""
     device_indices: Tensor | None = None
     """The same on the device; None for all parameters."""
     hooked: bool = False
     """Whether it acts in hooks, not at the step."""
-    sites: Places | None = None
+    sites: Indices | None = None
     """The layers on whose signals it acts; then it has no `indices`."""
 
 
@@ -49,7 +49,7 @@ class StepPlan:
     absent: list[bool] | None
     present: list[Tensor]
     """For each intervention, which of its parameters have a gradient now: bool, shape [n], on the device."""
-    applied: list[tuple[Places, Tensor | None]]
+    applied: list[tuple[Indices, Tensor | None]]
     """For each intervention, the positions of those, and their indices among its n on the device, None for all n."""
     groups: list[int]
     """One index for each member, equal only for members whose factors are always equal."""
@@ -165,7 +165,7 @@ def described(interventions: Sequence[ActiveIntervention], mode: TrainingMode, *
     return "; ".join(parts) + (f"; before {mode.clipping}" if parts and mode.clipping else "")
 
 
-def scope_of(layout: Layout, indices: Places, device: torch.device) -> ParameterScope:
+def scope_of(layout: Layout, indices: Indices, device: torch.device) -> ParameterScope:
     """The scope of the parameters at `indices`."""
     owners = layout.owners[indices]
     unique, inverse = np.unique(owners, return_inverse=True)
