@@ -55,6 +55,7 @@ class History:
     """The recent records of a run, by statistic.
 
     `series` returns the numbers of one site, `window` those of all sites. Entry i of an array belongs to `steps[i]`.
+    Rules count from the end: the record `back` is `history[-back]`; `ago` counts the records after it, one less.
     The newest `capacity` records are kept: between 256 and 10,000, as many as fit in 64 MiB if 16 statistics are
     measured at each, and a quarter more for the next ones. By default two are, and the others are sampled: `nbytes` is
     below 64 MiB up to 9,000 sites, and grows by 7 MiB for each 1,000 more, as rules need 256 records.
