@@ -130,3 +130,30 @@ def test_a_resumed_run_goes_on_with_the_same_turns(turns: list[int], stop: int) 
         assert resumed.next_index() == whole.next_index()
         assert resumed.begin(optimizers[turn]) == whole.begin(optimizers[turn])
     assert resumed.next_index() == whole.next_index()
+
+
+class Wrapper:
+    """Steps an optimizer, and is none: it calls no hook of a step."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.inside = optimizer
+        self.param_groups, self.state = optimizer.param_groups, optimizer.state
+
+    def zero_grad(self) -> None:
+        self.inside.zero_grad()
+
+    def step(self) -> None:
+        self.inside.step()
+
+
+@pytest.mark.parametrize("turns", [[0], [0, 1]], ids=str)
+def test_one_that_calls_no_hooks_is_sampled_as_any_other(turns: list[int]) -> None:
+    """All but its second step: by then it is not known that it calls none."""
+    players = Players()
+    players.optimizers = [Wrapper(optimizer) for optimizer in players.optimizers]  # type: ignore[misc]
+    with players.watch:
+        players.play(300 * turns)
+    own = [record for record in players.memory.records if record.optimizer == 0]
+    sampled = [index for index, record in enumerate(own) if "signal_norm" in record.fresh]
+    assert {*sampled} >= SAMPLED - {1}
+    assert 1 not in sampled

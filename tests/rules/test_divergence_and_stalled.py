@@ -291,6 +291,12 @@ def test_weights_that_are_carried_away() -> None:
     assert len(outcome) - found.back == first
 
 
+def test_a_momentum_that_forgets_nothing() -> None:
+    rows = [row | {"momentum": 1.0} for row in carried(1.8)]
+    found = only(judge_steps(Divergence(), net(2), rows)[-1])
+    assert found.message.endswith("(lr=0.02, momentum=1, which adds up all gradients since the first).")
+
+
 @pytest.mark.parametrize(
     "rows", [carried(1.1), carried(0.5), carried(1.8, grown=2.0), carried(1.8, grown=30.0, count=900)[:100]]
 )

@@ -373,6 +373,8 @@ class Engine:
         if not step.norms_only:
             self.overhead.seconds += reader.take_seconds(sampled=step.sampled)
         self.queue.measured(step)
+        if not self._batches and self._optimizers.ends_unseen(optimizer):
+            self._arm(self._next)
         self.overhead.seconds += perf_counter() - begun
 
     def _joins_ranks(self, shards: ShardExchange, index: int, planned: int) -> bool:

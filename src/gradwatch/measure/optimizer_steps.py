@@ -124,6 +124,10 @@ class OptimizerSteps:
         number = self._numbers.get(id(optimizer), -1)
         return self.begun[number] - 1 if 0 <= number < len(self.begun) else 0
 
+    def ends_unseen(self, optimizer: Any) -> bool:
+        """Whether nothing says when `optimizer` steps: it has begun several, and called no hook."""
+        return id(optimizer) not in self.calling_hooks and self.last_index(optimizer) > 0
+
     def clear(self) -> None:
         """Take the hooks off, and forget the optimizers."""
         self._hooks.remove()

@@ -86,7 +86,8 @@ def rate_text(history: History, *, back: int = 1) -> str:
         ago = len(rates) - 1 - int(np.flatnonzero(rates == lowest)[-1])
         said += f", {ratio_text(np.log10(rates[-1] / lowest))} times that of {ago} step{'s' * (ago > 1)} before"
     if momentum >= LONG_MOMENTUM:
-        said += f", momentum={momentum:.4g}, which adds up the gradients of {1 / (1 - momentum):.0f} steps"
+        summed = f"the gradients of {1 / (1 - momentum):.0f} steps" if momentum < 1 else "all gradients since the first"
+        said += f", momentum={momentum:.4g}, which adds up {summed}"
     return f" ({said})"
 
 
