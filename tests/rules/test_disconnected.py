@@ -142,6 +142,42 @@ def test_a_layer_that_had_a_gradient_long_ago() -> None:
     assert only(judge_rows(Disconnected(), net(3), [{}] * 7 + gone)[-1]).back == 1001
 
 
+def test_a_layer_whose_gradient_stops() -> None:
+    """It is dated at the first step without one, whoever's steps lie between."""
+    other = {"codes": dict.fromkeys(("fc0", "fc1", "fc2"), Missing.OTHER_OPTIMIZER), "optimizer": 1}
+    for between in ([], [other]):
+        rows = [row for row in [{}] * 50 + [{"codes": GONE}] * 100 for row in (row, *between)]
+        outcome = judge_rows(Disconnected(), net(3), rows)
+        late = len(rows) - 1 - len(between)
+        assert silent(outcome[:late])
+        found = only(outcome[late])
+        assert (found.severity, found.sites, found.value, found.threshold) == (Severity.WARNING, ("fc1",), 100.0, 100.0)
+        assert found.back == late + 1 - 50 * (1 + len(between))
+        assert found.headline == "no gradient any more, in 100 steps"
+        assert found.message == (
+            "Layer fc1 had a gradient at each of 50 steps, and none in the 100 since: detach(), torch.no_grad() or "
+            "another branch of forward cuts the way to the loss."
+        )
+        assert found.remedy == (
+            "no detach() or no_grad() between layer fc1 and the loss; if its training is meant to end there, "
+            "requires_grad_(False)."
+        )
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [{}] * 49 + [{"codes": GONE}] * 200,
+        [{}] * 30 + [{"codes": GONE}] + [{}] * 49 + [{"codes": GONE}] * 200,
+        [{}] * 300 + [{"codes": GONE}] * 99 + [{}],
+        [{}] * 300 + [{"codes": {"fc1": Missing.FROZEN}}] * 200,
+    ],
+    ids=["too few before", "used at times", "it comes back", "frozen on purpose"],
+)
+def test_a_layer_whose_gradient_may_stop(rows: list[dict[str, Any]]) -> None:
+    assert silent(judge_rows(Disconnected(), net(3), rows))
+
+
 def test_an_unused_parameter_of_a_layer_that_runs() -> None:
     found = only(judge_rows(Disconnected(), net(3), [{"codes": {"fc1.bias": Missing.NO_GRADIENT}}] * 20)[-1])
     assert found.sites == ("fc1.bias",)

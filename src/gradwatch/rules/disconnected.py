@@ -1,4 +1,4 @@
-"""Disconnected layers: trainable, in an optimizer, and never reached by a gradient."""
+"""Disconnected layers: trainable, in an optimizer, and never or no longer reached by a gradient."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ _Wording = tuple[str, str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Disconnected:
-    """No gradient, or exactly zero, at every record of the layer's optimizer as far back as `rare_records`."""
+    """No gradient, or exactly zero, at every record of the layer's optimizer as far back as `rare_records`; or none any
+    more, after one at every record.
+    """
 
     name: ClassVar[str] = "disconnected"
     needs: ClassVar[frozenset[str]] = frozenset({"grad_norm"})
@@ -39,6 +41,10 @@ class Disconnected:
     """The same for a layer that never runs, or may not. Prototype."""
     rare_records: int = 1000
     """The same if similar layers run (experts, alternating heads); at most what the history holds. Prototype."""
+    lost_records: int = 100
+    """Records without a gradient, for a layer that had one at each of `steady_records`. Judgement."""
+    steady_records: int = 50
+    """Records in a row with a gradient, after which a layer is none of those that are used at times. Judgement."""
     zero_records: int = 20
     """Records with a gradient of exactly zero. Prototype: before a layer that starts at zero, the first gradients are
     zero."""
@@ -65,19 +71,20 @@ class Disconnected:
         ]
 
     def _without_gradient(self, history: History, sites: Sites) -> list[Finding]:
+        lost = np.zeros(0, dtype=np.intp)
         for records in self._looks:
+            if records == self.rare_records:
+                lost = self._lost(history, _without_parts(history.layout, sites)[0])
             sites = sites[~(history.codes(records)[:, sites] == MEASURED).any(axis=0)]
         layout = history.layout
-        owners = np.array([layout.sites[i].layer for i in sites], dtype=np.intp)
-        repeated = (owners != sites) & np.isin(owners, sites)
-        sites, owners = sites[~repeated], owners[~repeated]
+        sites, owners = _without_parts(layout, sites)
         whole = sites == owners
         ran = np.isin(owners, np.array(layout.order, dtype=np.intp))
         rare = whole & _have_running_siblings(history, owners, self.unused_records)
         wanted = np.where(whole & ran, self.detached_records, np.where(rare, self.rare_records, self.unused_records))
         absences = (history.codes(self.rare_records)[:, sites] == NO_GRADIENT).sum(axis=0)
         unhealthy = absences >= np.minimum(wanted, history.capacity)
-        found, hidden = [], _ran_without_gradients(history, sites)
+        found, hidden = self._no_longer(history, lost), _ran_without_gradients(history, sites)
         cleared, nowhere = self._arrived(history, sites), self._nowhere(history)
         cut = whole & ~cleared & (not nowhere)
         for kind, text in (
@@ -97,6 +104,25 @@ class Disconnected:
                 back = _begun(codes == MEASURED, codes == NO_GRADIENT, codes)
                 found.append(self._finding(names, counts, wanted[kind & unhealthy], wording, back))
         return found
+
+    def _lost(self, history: History, sites: Sites) -> Sites:
+        """Those of `sites` that had a gradient at each of `steady_records`, and then none at `lost_records`."""
+        codes = history.codes(self.rare_records)[:, sites]
+        gradients, absent, place = codes == MEASURED, codes == NO_GRADIENT, np.arange(len(codes))[:, None]
+        last = np.where(gradients, place, -1).max(axis=0)
+        gap = np.where(absent & (place < last), place, -1).max(axis=0)
+        steady, lost = (gradients & (place > gap)).sum(axis=0), (absent & (place > last)).sum(axis=0)
+        return sites[(steady >= self.steady_records) & (lost >= self.lost_records)]
+
+    def _no_longer(self, history: History, sites: Sites) -> list[Finding]:
+        if not len(sites):
+            return []
+        codes, names = history.codes(len(history))[:, sites], history.layout.names(_as_they_run(history.layout, sites))
+        back = _begun(codes == MEASURED, codes == NO_GRADIENT, codes)
+        counts = (codes[-back:] == NO_GRADIENT).sum(axis=0)
+        wanted = np.full(len(counts), self.lost_records)
+        wording = _stopped(names, int(counts.min()), before=self.steady_records)
+        return [self._finding(names, counts, wanted, wording, back)]
 
     def _arrived(self, history: History, sites: Sites) -> Mask:
         """Which of `sites`, without a gradient at any step, had one in a backward pass. With several optimizers it may
@@ -150,6 +176,13 @@ class Disconnected:
         return Finding(self.name, Severity.WARNING, names[-1], sites, value, limit, message, remedy, back, headline)
 
 
+def _without_parts(layout: Layout, sites: Sites) -> tuple[Sites, Sites]:
+    """`sites` but for parameters whose layers are among them, and the layer of each."""
+    owners = np.array([layout.sites[i].layer for i in sites], dtype=np.intp)
+    repeated = (owners != sites) & np.isin(owners, sites)
+    return sites[~repeated], owners[~repeated]
+
+
 def _begun(gradients: Mask, absent: Mask, codes: Codes) -> int:
     """The position, from the end of the history, of the first record that is `absent` [records, sites] after the last
     with a gradient, of the site for which that is earliest.
@@ -193,6 +226,18 @@ def _no_backward(names: Sequence[str], records: int) -> _Wording:
     )
     remedy = "return the loss from training_step, or loss.backward() before the step."
     return (f"no gradient in {records} steps", message, remedy)
+
+
+def _stopped(names: Sequence[str], records: int, *, before: int) -> _Wording:
+    message = (
+        f"{capitalized(name_text(names))} had a gradient at each of {before} steps, and none in the {records} since: "
+        "detach(), torch.no_grad() or another branch of forward cuts the way to the loss."
+    )
+    remedy = (
+        f"no detach() or no_grad() between layer {names[-1]} and the loss; if its training is meant to end there, "
+        "requires_grad_(False)."
+    )
+    return (f"no gradient any more, in {records} steps", message, remedy)
 
 
 def _no_slope(names: Sequence[str], records: int, *, ever: bool) -> _Wording:
