@@ -164,6 +164,17 @@ def test_a_layer_whose_gradient_stops() -> None:
         )
 
 
+def test_a_model_whose_gradients_stop() -> None:
+    """As where training_step returns None for each loss that is not finite: nothing trains any more."""
+    nothing = {"codes": dict.fromkeys(net(3).layout.index, Missing.NO_GRADIENT)}
+    outcome = judge_rows(Disconnected(), net(3), [{}] * 7 + [nothing] * 20)
+    assert silent(outcome[:26])
+    found = only(outcome[26])
+    assert (found.sites, found.back, found.value) == (("fc0", "fc1", "fc2"), 20, 20.0)
+    assert found.message.startswith("No watched layer got a gradient in 20 steps: backward() is not called before the")
+    assert silent(judge_rows(Disconnected(), net(3), ([{}] * 7 + [nothing] * 19) * 10))
+
+
 @pytest.mark.parametrize(
     "rows",
     [

@@ -71,12 +71,12 @@ class Disconnected:
         ]
 
     def _without_gradient(self, history: History, sites: Sites) -> list[Finding]:
-        lost = np.zeros(0, dtype=np.intp)
-        for records in self._looks:
-            if records == self.rare_records:
-                lost = self._lost(history, _without_parts(history.layout, sites)[0])
+        layout, found = history.layout, list[Finding]()
+        limit = self.unused_records if self._nowhere(history, self.unused_records) else self.lost_records
+        for records, shorter in zip(self._looks, (0, *self._looks), strict=False):
+            if shorter <= limit < records:
+                found = self._no_longer(history, _without_parts(layout, sites)[0], limit)
             sites = sites[~(history.codes(records)[:, sites] == MEASURED).any(axis=0)]
-        layout = history.layout
         sites, owners = _without_parts(layout, sites)
         whole = sites == owners
         ran = np.isin(owners, np.array(layout.order, dtype=np.intp))
@@ -84,8 +84,8 @@ class Disconnected:
         wanted = np.where(whole & ran, self.detached_records, np.where(rare, self.rare_records, self.unused_records))
         absences = (history.codes(self.rare_records)[:, sites] == NO_GRADIENT).sum(axis=0)
         unhealthy = absences >= np.minimum(wanted, history.capacity)
-        found, hidden = self._no_longer(history, lost), _ran_without_gradients(history, sites)
-        cleared, nowhere = self._arrived(history, sites), self._nowhere(history)
+        hidden, cleared = _ran_without_gradients(history, sites), self._arrived(history, sites)
+        nowhere = self._nowhere(history, self.rare_records)
         cut = whole & ~cleared & (not nowhere)
         for kind, text in (
             (whole & cleared, _cleared),
@@ -105,24 +105,23 @@ class Disconnected:
                 found.append(self._finding(names, counts, wanted[kind & unhealthy], wording, back))
         return found
 
-    def _lost(self, history: History, sites: Sites) -> Sites:
-        """Those of `sites` that had a gradient at each of `steady_records`, and then none at `lost_records`."""
+    def _no_longer(self, history: History, sites: Sites, limit: int) -> list[Finding]:
+        """What had a gradient at each of `steady_records`, or at any if no layer has one now; then none at `limit`."""
         codes = history.codes(self.rare_records)[:, sites]
         gradients, absent, place = codes == MEASURED, codes == NO_GRADIENT, np.arange(len(codes))[:, None]
-        last = np.where(gradients, place, -1).max(axis=0)
-        gap = np.where(absent & (place < last), place, -1).max(axis=0)
-        steady, lost = (gradients & (place > gap)).sum(axis=0), (absent & (place > last)).sum(axis=0)
-        return sites[(steady >= self.steady_records) & (lost >= self.lost_records)]
-
-    def _no_longer(self, history: History, sites: Sites) -> list[Finding]:
-        if not len(sites):
+        last = np.where(gradients, place, -1).max(axis=0, initial=-1)
+        gap = np.where(absent & (place < last), place, -1).max(axis=0, initial=-1)
+        steady, counts = (gradients & (place > gap)).sum(axis=0), (absent & (place > last)).sum(axis=0)
+        nowhere = limit < self.lost_records
+        lost = (steady >= (1 if nowhere else self.steady_records)) & (counts >= limit)
+        if not lost.any():
             return []
-        codes, names = history.codes(len(history))[:, sites], history.layout.names(_as_they_run(history.layout, sites))
+        sites, counts = sites[lost], counts[lost]
+        names, records = history.layout.names(_as_they_run(history.layout, sites)), int(counts.min())
+        wording = _no_backward(names, records) if nowhere else _stopped(names, records, before=self.steady_records)
+        codes = history.codes(len(history))[:, sites]
         back = _begun(codes == MEASURED, codes == NO_GRADIENT, codes)
-        counts = (codes[-back:] == NO_GRADIENT).sum(axis=0)
-        wanted = np.full(len(counts), self.lost_records)
-        wording = _stopped(names, int(counts.min()), before=self.steady_records)
-        return [self._finding(names, counts, wanted, wording, back)]
+        return [self._finding(names, counts, np.full(len(counts), limit), wording, back)]
 
     def _arrived(self, history: History, sites: Sites) -> Mask:
         """Which of `sites`, without a gradient at any step, had one in a backward pass. With several optimizers it may
@@ -133,10 +132,10 @@ class Disconnected:
         arrived, _ = history.samples("arrived_norm", self.rare_records)
         return np.asarray((arrived[:, sites] > 0).any(axis=0))
 
-    def _nowhere(self, history: History) -> bool:
-        """Whether no watched layer has a gradient."""
+    def _nowhere(self, history: History, records: int) -> bool:
+        """Whether no watched layer had a gradient at any of the last `records`."""
         others = (MEASURED, Missing.NO_OPTIMIZER, Missing.OTHER_OPTIMIZER)
-        return not np.isin(history.codes(self.rare_records), others).any()
+        return not np.isin(history.codes(records), others).any()
 
     def _always_zero(self, history: History, layers: Sites) -> list[Finding]:
         rates = history.scalar("lr", self.zero_records)
