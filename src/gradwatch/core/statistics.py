@@ -33,8 +33,8 @@ _BY_GROUP: dict[str, tuple[Statistic, ...]] = {
         Statistic(
             "grad_norm",
             "gradient",
-            "2-norm of the gradient the optimizer receives, before clipping; of a tapped tensor, of what flows back "
-            "to it on this rank, over all its calls in the step, without the loss scale",
+            "2-norm of the gradient the optimizer receives, before the Trainer or interventions clip it; of a tapped "
+            "tensor, of what flows back to it on this rank, over all its calls in the step, without the loss scale",
             sampled=False,
         ),
         Statistic(

@@ -25,7 +25,7 @@ export function parametersOf(answer, { layer, run, heading, span, log, states })
     "section",
     { class: "own-parameters", "data-run": run },
     el("h3", {}, `${plural(rows.length, "parameter")}${heading ? ` in ${run}` : ""}`),
-    el("p", { class: "quiet" }, "2-norm of each one's gradient, before clipping, recorded now and then"),
+    el("p", { class: "quiet" }, "2-norm of each one's gradient at the step, recorded now and then"),
     el("div", { class: "beside" }, made?.element, el("div", { class: "scroll" }, table)),
   );
   return { element, made };
