@@ -49,7 +49,7 @@ class Ends(pl.Callback):
 
     def __init__(self, kind: str, after: float, steps: Path) -> None:
         self.signals, self.after = list(KINDS[kind]), after
-        self.steps, self.told = os.open(steps, os.O_CREAT | os.O_WRONLY), False
+        self.steps, self.informed = os.open(steps, os.O_CREAT | os.O_WRONLY), False
 
     def on_train_start(self, *_: Any) -> None:
         def send(*_: Any) -> None:
@@ -65,7 +65,7 @@ class Ends(pl.Callback):
         os.pwrite(self.steps, b"%06d" % trainer.global_step, 0)  # whole, or not at all
 
     def on_exception(self, *_: Any) -> None:
-        self.told = True
+        self.informed = True
 
 
 def fit(folder: Path, kind: str, after: float, watched: bool) -> int:
@@ -83,8 +83,8 @@ def fit(folder: Path, kind: str, after: float, watched: bool) -> int:
         trainer.fit(module, DataLoader(torch.randn(400, 4), batch_size=4))
     except BaseException as error:
         status = status_of(error)
-    if watched and not ends.told and status == status_of(KeyboardInterrupt()):
-        # the second Ctrl-C came while Lightning attended to the first: it tells no callback; the next fit is told
+    if watched and not ends.informed and status == status_of(KeyboardInterrupt()):
+        # the second Ctrl-C came while Lightning attended to the first: it calls no callback; the next fit calls ours
         quiet_trainer(*watches, max_steps=1).fit(module, DataLoader(torch.randn(4, 4), batch_size=4))
     if hooks_on(module, *trainer.optimizers):
         return HOOKS_LEFT
