@@ -51,9 +51,12 @@ def record(
     weights: Any = None,
     codes: dict[str, Missing] | None = None,
     optimizer: int = 0,
+    apart: int = 1,
     **scalars: float,
 ) -> None:
-    """Append a record; numbers are one per layer, or one for all. `codes` names layers and parameters."""
+    """Append a record; numbers are one per layer, or one for all. `codes` names layers and parameters; `apart`: steps
+    since the record before.
+    """
     shape = history.layout
     marks = np.zeros(len(shape), dtype=np.int8)
     for name, code in (codes or {}).items():
@@ -78,7 +81,7 @@ def record(
         values["signal_norm"][[0, *shape.parameters]] = NAN
     if weights is not None:
         values["weight_norm"] = spread(weights, unmeasured=False)
-    step = history.steps[-1] + 1 if len(history) else 0
+    step = history.steps[-1] + apart if len(history) else 0
     append(history, step, optimizer=optimizer, values=values, scalars=scalars, codes=marks)
 
 

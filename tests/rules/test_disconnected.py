@@ -155,8 +155,8 @@ def test_a_layer_whose_gradient_stops() -> None:
         assert found.back == late + 1 - 50 * (1 + len(between))
         assert found.headline == "no gradient any more, in 100 steps"
         assert found.message == (
-            "Layer fc1 had a gradient at each of 50 steps, and none in the 100 since: detach(), torch.no_grad() or "
-            "another branch of forward cuts the way to the loss."
+            "Layer fc1 had a gradient at each of 50 steps, and none in the 100 steps since: detach(), torch.no_grad() "
+            "or another branch of forward cuts the way to the loss."
         )
         assert found.remedy == (
             "no detach() or no_grad() between layer fc1 and the loss; if its training is meant to end there, "

@@ -123,6 +123,12 @@ class History:
         steps: list[int] = self._keys[self._rows(), 0].tolist()
         return steps
 
+    def has_gaps(self, n: int, *, back: int = 1) -> bool:
+        """Whether steps between the `n` records up to the one `back` from the end were not measured."""
+        until = self._end + 1 - back
+        steps = self._keys[max(self._end - len(self), until - n) : until, 0]
+        return bool((np.diff(steps) > 1).any())
+
     def sites(self, statistic: str) -> tuple[str, ...]:
         """Names of the sites at which `statistic` was measured, in model order, without the total.
 

@@ -15,9 +15,9 @@ from gradwatch.core.record import MEASURED, Floats, Layout, Mask, Sites
 from gradwatch.rules.evidence.baseline import LEVEL_RECORDS
 from gradwatch.rules.evidence.jumps import beginning
 from gradwatch.rules.evidence.recent_rows import ROUNDING, RecentRows
-from gradwatch.rules.evidence.records import is_own, number_of, own_losses, own_records, row_of
+from gradwatch.rules.evidence.records import is_alone, is_own, number_of, own_losses, own_records, row_of
 from gradwatch.rules.evidence.samples import RECENT_RECORDS, lasted, own_samples, samples, streak_lengths, streak_starts
-from gradwatch.rules.evidence.wording import name_text
+from gradwatch.rules.evidence.wording import distance_text, name_text
 from gradwatch.rules.rule import require_positive
 
 PEAK_SAMPLES = 32
@@ -156,7 +156,7 @@ class Collapse:
             back = 1 + int(ago[::-1][sizes[::-1].argmax()])
             message = (
                 f"The weights of {name_text(names)} have shrunk to {100 * share:.2g} % of their highest norm, in "
-                f"{len(names)} of {len(layers)} layers, in the {_steps(history, back)} since it."
+                f"{len(names)} of {len(layers)} layers, in the {distance_text(history, back)} since it."
             )
             headline = f"the weights shrank to {100 * share:.2g} % of their highest norm"
             more, remedy = _why(history, names, back, lower=max(1, back - 1))
@@ -178,11 +178,12 @@ class Collapse:
             return []
         names = history.layout.names(layers[falls])
         half_life = float(np.median(-steps / np.log2(np.maximum(left[falls], 1e-12))))
+        measured = "measured " * history.has_gaps(1 + int(ago[far[-1]]))
         message = (
-            f"The weights of {name_text(names)} lose half of their norm in {half_life:.2g} steps, in {len(names)} of "
-            f"{len(layers)} layers; the limit is {self.half_life:.0f} steps."
+            f"The weights of {name_text(names)} lose half of their norm in {half_life:.2g} {measured}steps, in "
+            f"{len(names)} of {len(layers)} layers; the limit is {self.half_life:.0f} {measured}steps."
         )
-        headline = f"the weights lose half of their norm in {half_life:.2g} steps"
+        headline = f"the weights lose half of their norm in {half_life:.2g} {measured}steps"
         norms = history.at("weight_norm", ago)[:, layers[falls]]
         back = 1 + self._falls_since(norms, ago, own, known=int(far[-1]))
         more, remedy = _why(history, names, back, lower=back)
@@ -232,13 +233,18 @@ def _lost_each_step(history: History, names: tuple[str, ...], back: int) -> tupl
     rates, weights = history.scalar("lr", back), history.window("weight_norm", back)
     if rates is None or weights is None or len(own) < 2:
         return 0.0, 0.0
-    steps = rates[-own]
+    rates = rates[-own]
     sites = [history.layout.index[name] for name in names]
     with np.errstate(divide="ignore", invalid="ignore"):
         left = float(np.median(weights[-1, sites] / weights[-own[0], sites]))
-    if not (steps > 0).all() or np.ptp(steps) > 0 or not 0 < left < 1:
+    if not (rates > 0).all() or np.ptp(rates) > 0 or not 0 < left < 1:
         return 0.0, 0.0
-    return 1 - left ** (1 / (len(own) - 1)), float(steps[-1])
+    steps = len(own) - 1
+    if history.has_gaps(int(own[0])):
+        if not is_alone(history):  # how many of the steps between were this optimizer's is not known
+            return 0.0, 0.0
+        steps = history.steps[-1] - history.steps[-own[0]]
+    return 1 - left ** (1 / steps), float(rates[-1])
 
 
 def _less_decay(history: History, lost: float, rate: float) -> str:
@@ -261,11 +267,6 @@ def _less_decay(history: History, lost: float, rate: float) -> str:
 
 def _percent(share: float) -> str:
     return f"{100 * share:.2g} %"
-
-
-def _steps(history: History, back: int) -> str:
-    count = history.steps[-1] - history.steps[-back]
-    return f"{count} step{'s' * (count != 1)}"
 
 
 def _unwritten(history: History, layers: Sites, ago: Sites) -> Sites:

@@ -28,7 +28,7 @@ from gradwatch.rules.evidence.samples import (
     samples,
     streak_starts,
 )
-from gradwatch.rules.evidence.wording import name_text
+from gradwatch.rules.evidence.wording import name_text, steps_text
 from gradwatch.rules.rule import require_positive
 
 GRADIENT_LOOKBACK = 200
@@ -154,8 +154,8 @@ class Dead:
         percent = f"{100 * value:.0f} %"
         message = (
             f"{percent} of the units of the {activation.module} {activation.name} after layer {death.layer} have not "
-            f"fired for any example of the sampled batches in {self.records} steps, and get no gradient there. "
-            f"{death.cause}"
+            f"fired for any example of the sampled batches in {steps_text(history, self.records)}, and get no gradient "
+            f"there. {death.cause}"
         )
         headline = f"{percent} of the units of its {activation.module} never fire{death.headline()}"
         names = history.layout.names(np.sort(layers_before(history, sites)))
@@ -247,8 +247,8 @@ class Dead:
             look = "nn.LeakyReLU before it." if len(starved) else "look at a batch as the DataLoader returns it."
             remedy = f"inputs of layer {name} that are not all {only}: {look}"
         message = (
-            f"The gradient of layer {name}{too} has been exactly 0 for {self.records} steps or more, while layer "
-            f"{after} after it gets one: {cause}"
+            f"The gradient of layer {name}{too} has been exactly 0 for {steps_text(history, self.records)} or more, "
+            f"while layer {after} after it gets one: {cause}"
         )
         headline = f"it gets no gradient any more{death.headline(len(starved))}"
         sites, effects = history.layout.names(np.sort(dead)), _effects(history, starved=starved)

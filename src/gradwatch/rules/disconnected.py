@@ -17,7 +17,7 @@ from gradwatch.rules.evidence.depth import faded
 from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.records import is_alone, own_losses, row_of
 from gradwatch.rules.evidence.samples import forward_order
-from gradwatch.rules.evidence.wording import capitalized, name_text
+from gradwatch.rules.evidence.wording import capitalized, name_text, steps_text
 from gradwatch.rules.rule import require_positive
 
 NO_GRADIENT = int(Missing.NO_GRADIENT)
@@ -99,7 +99,7 @@ class Disconnected:
             if (kind & unhealthy).any():
                 places = sites[kind & unhealthy]
                 names, counts = layout.names(_as_they_run(layout, places)), absences[kind & unhealthy]
-                wording = text(names, int(counts.min()))
+                wording = text(names, steps_text(history, int(counts.min())))
                 codes = history.codes(len(history))[:, places]
                 back = _begun(codes == MEASURED, codes == NO_GRADIENT, codes)
                 found.append(self._finding(names, counts, wanted[kind & unhealthy], wording, back))
@@ -117,10 +117,10 @@ class Disconnected:
         if not lost.any():
             return []
         sites, counts = sites[lost], counts[lost]
-        names, records = history.layout.names(_as_they_run(history.layout, sites)), int(counts.min())
-        wording = _no_backward(names, records) if nowhere else _stopped(names, records, before=self.steady_records)
-        codes = history.codes(len(history))[:, sites]
-        back = _begun(codes == MEASURED, codes == NO_GRADIENT, codes)
+        codes, names = history.codes(len(history))[:, sites], history.layout.names(_as_they_run(history.layout, sites))
+        back, steps = _begun(codes == MEASURED, codes == NO_GRADIENT, codes), steps_text(history, int(counts.min()))
+        before = steps_text(history, self.steady_records, back=back + 1)
+        wording = _no_backward(names, steps) if nowhere else _stopped(names, steps, before=before)
         return [self._finding(names, counts, np.full(len(counts), limit), wording, back)]
 
     def _arrived(self, history: History, sites: Sites) -> Mask:
@@ -160,7 +160,8 @@ class Disconnected:
             if kind.any():
                 names, counts = history.layout.names(_as_they_run(history.layout, layers[kind])), zeros[kind]
                 back = _begun(norms[:, kind] > 0, norms[:, kind] == 0, codes[:, kind])
-                wanted, wording = np.full(len(counts), self.zero_records), text(names, int(counts.min()))
+                wording = text(names, steps_text(history, int(counts.min())))
+                wanted = np.full(len(counts), self.zero_records)
                 found.append(self._finding(names, counts, wanted, wording, back))
         return found
 
@@ -206,10 +207,10 @@ def _ran_without_gradients(history: History, sites: Sites) -> Mask:
     return np.asarray(seen & np.isnan(outputs[sites]) & ~np.isnan(order[sites]))
 
 
-def _cleared(names: Sequence[str], records: int, *, kind: str = "layer") -> _Wording:
+def _cleared(names: Sequence[str], steps: str, *, kind: str = "layer") -> _Wording:
     message = (
         f"{capitalized(name_text(names, kind))} got a gradient in the backward pass and had none, or only zeros, at "
-        f"the step, in {records} steps: zero_grad(), p.grad = None or a hook clears it in between."
+        f"the step, in {steps}: zero_grad(), p.grad = None or a hook clears it in between."
     )
     remedy = (
         "zero_grad() before backward(), not between it and the step; in a loop of your own, watch.step() right after "
@@ -218,31 +219,31 @@ def _cleared(names: Sequence[str], records: int, *, kind: str = "layer") -> _Wor
     return ("its gradient is cleared before the step", message, remedy)
 
 
-def _no_backward(names: Sequence[str], records: int) -> _Wording:
+def _no_backward(names: Sequence[str], steps: str) -> _Wording:
     message = (
-        f"No watched layer got a gradient in {records} steps: backward() is not called before the step, as where "
+        f"No watched layer got a gradient in {steps}: backward() is not called before the step, as where "
         "training_step returns None; or detach(), torch.no_grad() or .item() cuts the loss off from the weights."
     )
     remedy = "return the loss from training_step, or loss.backward() before the step."
-    return (f"no gradient in {records} steps", message, remedy)
+    return (f"no gradient in {steps}", message, remedy)
 
 
-def _stopped(names: Sequence[str], records: int, *, before: int) -> _Wording:
+def _stopped(names: Sequence[str], steps: str, *, before: str) -> _Wording:
     message = (
-        f"{capitalized(name_text(names))} had a gradient at each of {before} steps, and none in the {records} since: "
+        f"{capitalized(name_text(names))} had a gradient at each of {before}, and none in the {steps} since: "
         "detach(), torch.no_grad() or another branch of forward cuts the way to the loss."
     )
     remedy = (
         f"no detach() or no_grad() between layer {names[-1]} and the loss; if its training is meant to end there, "
         "requires_grad_(False)."
     )
-    return (f"no gradient any more, in {records} steps", message, remedy)
+    return (f"no gradient any more, in {steps}", message, remedy)
 
 
-def _no_slope(names: Sequence[str], records: int, *, ever: bool) -> _Wording:
-    headline = f"its gradient was exactly 0 at each of {records} steps"
+def _no_slope(names: Sequence[str], steps: str, *, ever: bool) -> _Wording:
+    headline = f"its gradient was exactly 0 at each of {steps}"
     message = (
-        f"The gradient of {name_text(names)} was exactly 0 at each of {records} steps: a loss weight of 0, a mask "
+        f"The gradient of {name_text(names)} was exactly 0 at each of {steps}: a loss weight of 0, a mask "
         "or padding that leaves nothing, an operation without a slope (round, sign, a comparison, a softmax or norm of "
         f"one number), a hook that makes it 0, or units that are dead{'' if ever else ' from the start'}."
     )
@@ -250,19 +251,19 @@ def _no_slope(names: Sequence[str], records: int, *, ever: bool) -> _Wording:
     return headline, message, remedy
 
 
-def _no_loss(names: Sequence[str], records: int) -> _Wording:
-    headline = f"its gradient was exactly 0 at each of {records} steps, and the loss is 0"
+def _no_loss(names: Sequence[str], steps: str) -> _Wording:
+    headline = f"its gradient was exactly 0 at each of {steps}, and the loss is 0"
     message = (
-        f"The gradient of {name_text(names)} was exactly 0 at each of {records} steps, and the loss is exactly 0: a "
+        f"The gradient of {name_text(names)} was exactly 0 at each of {steps}, and the loss is exactly 0: a "
         "loss weight of 0, a mask or padding that leaves nothing, a margin that nothing violates, or targets that CTC "
         "cannot align, with zero_infinity=True."
     )
     return headline, message, "a loss weight above 0; and a look at targets, masks and lengths of a batch."
 
 
-def _without_gradients(names: Sequence[str], records: int) -> _Wording:
+def _without_gradients(names: Sequence[str], steps: str) -> _Wording:
     message = (
-        f"{_subject(names, 'runs', 'run')} in the forward pass and got no gradient in {records} steps: no output was "
+        f"{_subject(names, 'runs', 'run')} in the forward pass and got no gradient in {steps}: no output was "
         "seen there with gradients enabled. That is so inside torch.no_grad(), and with reentrant checkpointing of "
         "inputs that need no gradient."
     )
@@ -270,9 +271,9 @@ def _without_gradients(names: Sequence[str], records: int) -> _Wording:
     return ("it runs with gradients disabled", message, remedy)
 
 
-def _detached(names: Sequence[str], records: int) -> _Wording:
+def _detached(names: Sequence[str], steps: str) -> _Wording:
     message = (
-        f"{_subject(names, 'runs', 'run')} in the forward pass and got no gradient in {records} steps: nothing "
+        f"{_subject(names, 'runs', 'run')} in the forward pass and got no gradient in {steps}: nothing "
         "uses the output, or detach(), torch.no_grad() or an operation without a gradient (argmax, a comparison, "
         ".item(), .numpy()) cuts the way to the loss."
     )
@@ -280,27 +281,27 @@ def _detached(names: Sequence[str], records: int) -> _Wording:
         f"no detach(), no_grad() or .numpy() between layer {names[-1]} and the loss, which must use its output; for "
         "f(x) such as x > 0, y + (f(x) - y).detach() with y = x.clamp(-1, 1)."
     )
-    return (f"no gradient in {records} steps, although it runs", message, remedy)
+    return (f"no gradient in {steps}, although it runs", message, remedy)
 
 
-def _unused(names: Sequence[str], records: int) -> _Wording:
-    message = f"{_subject(names, 'never runs', 'never run')}: {records} steps without a gradient."
+def _unused(names: Sequence[str], steps: str) -> _Wording:
+    message = f"{_subject(names, 'never runs', 'never run')}: {steps} without a gradient."
     return ("it never runs", message, _call_it(names))
 
 
-def _unreached(names: Sequence[str], records: int) -> _Wording:
+def _unreached(names: Sequence[str], steps: str) -> _Wording:
     """Where it is not known what runs."""
-    message = f"{capitalized(name_text(names))} got no gradient in {records} steps: unused in forward, or detached."
-    return (f"no gradient in {records} steps", message, _call_it(names))
+    message = f"{capitalized(name_text(names))} got no gradient in {steps}: unused in forward, or detached."
+    return (f"no gradient in {steps}", message, _call_it(names))
 
 
 def _call_it(names: Sequence[str]) -> str:
     return f"call layer {names[-1]} in forward, or leave its parameters out in configure_optimizers."
 
 
-def _left_out(names: Sequence[str], records: int) -> _Wording:
+def _left_out(names: Sequence[str], steps: str) -> _Wording:
     message = (
-        f"{capitalized(name_text(names, 'parameter'))} got no gradient in {records} steps, while others of the layer "
+        f"{capitalized(name_text(names, 'parameter'))} got no gradient in {steps}, while others of the layer "
         "did: forward does not use them."
     )
     return ("forward does not use it", message, f"use {names[-1]} in forward, or remove it.")

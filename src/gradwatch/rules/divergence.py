@@ -26,7 +26,7 @@ from gradwatch.rules.evidence.weights import (
     update_samples,
     usual_norms,
 )
-from gradwatch.rules.evidence.wording import capitalized, name_text, ratio_text
+from gradwatch.rules.evidence.wording import capitalized, distance_text, name_text, ratio_text
 from gradwatch.rules.rule import require_positive
 
 LOSSES_AFTER_STEP = 4
@@ -196,7 +196,8 @@ class Divergence:
         message = (
             f"The loss is {now:.3g}, {_times(abs(now) / first)} the largest of "
             f"{first_steps(history, self.first_records)} ({first:.3g}), right after the learning rate jumped to "
-            f"{jump.rate:.3g}, {_times(jump.ratio)} that of the step before{_overwritten(history, jump.back)}."
+            f"{jump.rate:.3g}, {_times(jump.ratio)} that of the {'measured ' * jump.after_gap}step before"
+            f"{_overwritten(history, jump.back)}."
         )
         value, text = abs(now) / first, jump.text
         return Finding(self.name, Severity.ERROR, TOTAL, (), value, limit, message, jump.remedy, jump.back, text)
@@ -218,9 +219,9 @@ class Divergence:
         growth, layer = float(ratios[-1, furthest]), layout.sites[layout.layers[furthest]].name
         names, went = layout.names(layout.layers[far[-1]]), f"from {levels[1]:.3g} to {levels[2]:.3g}"
         message = (
-            f"The weights of {name_text(names)} have grown {'up to ' * (len(names) > 1)}{growth:.2g} times in {ago[0]} "
-            f"steps, {f'those of layer {layer} most, ' * (len(names) > 1)}and the loss went back {went}: the steps "
-            f"carry the weights away{rate_text(history, back=back)}."
+            f"The weights of {name_text(names)} have grown {'up to ' * (len(names) > 1)}{growth:.2g} times in "
+            f"{distance_text(history, 1 + int(ago[0]))}, {f'those of layer {layer} most, ' * (len(names) > 1)}and the "
+            f"loss went back {went}: the steps carry the weights away{rate_text(history, back=back)}."
         )
         headline, remedy = f"the weights grew {growth:.2g} times, the loss went {went}", better_rate(history, back=back)
         return Finding(self.name, Severity.ERROR, layer, names, growth, self.growth, message, remedy, back, headline)
@@ -351,8 +352,8 @@ def _cause(history: History, back: int, *, records: int) -> tuple[str, str, str,
     """
     jump, overwritten = last_jump(history, rate=back, gradient=back, records=records), _overwritten(history, back)
     if isinstance(jump, RateJump):
-        ago = jump.back - back
-        when = f", {ago} step{'s' * (ago > 1)} before" if ago else ""
+        ago = distance_text(history, jump.back, until=back)
+        when = f", {'at least ' * jump.after_gap}{ago} before" if jump.back > back else ""
         return f"{capitalized(jump.text)}{when}{overwritten}.", jump.remedy, jump.text, jump.back
     if jump is not None:
         since = back - 1 if jump.back == back > 1 else back  # that batch itself is a spike

@@ -18,7 +18,7 @@ from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.records import number_of, row_of
 from gradwatch.rules.evidence.samples import RECENT_RECORDS, forward_order, sampled, still_in_model, streak_lengths
 from gradwatch.rules.evidence.weights import update_samples, zeroed_by_interventions
-from gradwatch.rules.evidence.wording import capitalized, name_text
+from gradwatch.rules.evidence.wording import capitalized, name_text, steps_text
 from gradwatch.rules.rule import require_positive
 
 NO_OPTIMIZER = int(Missing.NO_OPTIMIZER)
@@ -160,8 +160,9 @@ class Frozen:
             return []
         names, all_named, first_named = _named(layout, sites)
         have, their = ("has", "its") if len(names) == 1 else ("have", "their")
+        for_long = steps_text(history, int(steps.min()))
         message = (
-            f"{capitalized(all_named)} {have} not changed at all in {steps.min()} steps, in spite of a gradient and "
+            f"{capitalized(all_named)} {have} not changed at all in {for_long}, in spite of a gradient and "
             f"while others train. Most often the learning rate of {their} parameter group is 0, or so small that "
             "rounding swallows every update."
         )
@@ -170,7 +171,7 @@ class Frozen:
         remedy = f"{better} for the parameter group of {first_named} in configure_optimizers."
         severity = Severity.NOTICE if self._scheduled(history, parameters[moving]) else Severity.WARNING
         back = 1 + int(since.max())
-        headline = f"not changed in {steps.min()} steps, in spite of a gradient"
+        headline = f"not changed in {for_long}, in spite of a gradient"
         value, limit = float(steps.min()), float(self.still_records)
         return [Finding(self.name, severity, names[0], names, value, limit, message, remedy, back, headline)]
 

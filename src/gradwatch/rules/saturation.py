@@ -26,6 +26,7 @@ from gradwatch.rules.evidence.samples import (
     samples,
     streak_starts,
 )
+from gradwatch.rules.evidence.wording import steps_text
 from gradwatch.rules.rule import require_positive
 
 UNSCALED_INPUT_RMS = 10.0
@@ -92,8 +93,8 @@ class Saturation:
         how = beginning(history, back)
         message = (
             f"{100 * share:.0f} % of the outputs of the {activation.module} {activation.name} after layer {layer} lie "
-            f"in its flat part, where less than 5 % of a gradient passes, for {self.records} steps or more."
-            f"{how.began}{how.sentence}"
+            f"in its flat part, where less than 5 % of a gradient passes, for "
+            f"{steps_text(history, self.records)} or more.{how.began}{how.sentence}"
         )
         headline = f"{100 * share:.0f} % of its {activation.module} outputs lie in the flat part{how.headline}"
         cause, remedy = _cause(history, site, back)

@@ -19,7 +19,7 @@ from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.records import is_alone, is_own, number_of
 from gradwatch.rules.evidence.samples import FIRST_SAMPLES
 from gradwatch.rules.evidence.weights import relative_updates, update_samples
-from gradwatch.rules.evidence.wording import batch_text, capitalized, name_text, ratio_text
+from gradwatch.rules.evidence.wording import batch_text, capitalized, name_text, ratio_text, steps_text
 from gradwatch.rules.rule import require_positive
 
 QUICK_CHECK_RECORDS = 8
@@ -198,9 +198,10 @@ class Spike:
             who = f"The gradient of {name_text(names)}"
         whose = "its norm" if whole or len(names) == 1 else f"that of layer {layer}"
         times = ratio_text(jumps[shown])
+        normal = [steps_text(history, count, back=back, kind="normal ") for count in counts.tolist()]
         message = (
             f"{who} jumped{batch_text(history, back=back)}, {whose} to {now[sites[shown]]:.2g}, {times} "
-            f"times the highest of its last {counts[shown]} normal steps, in {len(layers)} of {measured} layers. "
+            f"times the highest of its last {normal[shown]}, in {len(layers)} of {measured} layers. "
         )
         # the gradient of a record was there before that record's rate moved anything
         if (jump := rate_jump(history, back=back + 1)) is not None:
@@ -208,10 +209,10 @@ class Spike:
             remedy, headline = jump.remedy, jump.text
         else:
             message += _loss(history, self.window, back, returned=returned)
-            highest = f"the highest norm of the layer in {counts[worst]} normal steps"
+            highest = f"the highest norm of the layer in {normal[worst]}"
             of_layer = f'interventions=[Clip({ceiling[worst]:.2g}, layers="{layer}")], {highest}.'
             remedy = _clipping(history, self.window, back, of_layer)
-            headline = jump_text(batch_text(history, back=back), jumps[shown], f"{counts[shown]} normal steps")
+            headline = jump_text(batch_text(history, back=back), jumps[shown], normal[shown])
         height = float(jumps[worst])
         matters = sites[0] == 0 or np.linalg.norm(now[layers]) >= self.total_share * now[0]
         matters &= not now[0] < self.opening_share * _lowest_of_opening(history)
@@ -264,7 +265,7 @@ def _clipping(history: History, window: int, back: int, of_layer: str) -> str:
         return "Trainer(gradient_clip_val=...), with the usual norm of the gradient."
     if norms[-back, 0] <= highest:
         return of_layer
-    steps = f"{len(normal)} normal steps"
+    steps = steps_text(history, len(normal), back=back, kind="normal ")
     return f"Trainer(gradient_clip_val={highest:.2g}), the highest norm of the whole model in {steps}."
 
 

@@ -63,8 +63,9 @@ class StaleGrad:
         is known; `times`: the number of those.
         """
         ratio = ratio_text(np.log10(stale))
+        in_a_row = f"at {times} measured steps" if history.has_gaps(back) else f"{times} times"
         message = (
-            f"Gradients are not cleared between steps: {times} times in a row, those already used were still there "
+            f"Gradients are not cleared between steps: {in_a_row} in a row, those already used were still there "
             f"when new ones were added to them. The old ones are {ratio} times as large as the new ones now. Each step "
             "follows old batches again."
         )

@@ -17,7 +17,7 @@ from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.records import is_own
 from gradwatch.rules.evidence.samples import RECENT_RECORDS, sampled
 from gradwatch.rules.evidence.weights import relative_updates, update_is_new, update_samples, zeroed_by_interventions
-from gradwatch.rules.evidence.wording import name_text, ratio_text
+from gradwatch.rules.evidence.wording import name_text, ratio_text, steps_text
 from gradwatch.rules.rule import require_positive
 
 ROUNDING_STEPS = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
@@ -207,14 +207,15 @@ class Stalled:
             no_layer, no_weights = f"any layer but {name_text(movers)}", f"no weights but those of {name_text(movers)}"
         what = f"by more than {most:.1g} of their size" if most > 0 else "at all"
         cause, remedy = _cause(history, own, int(ago[-1]), most)
+        for_long = steps_text(history, steps)
         none = "none" if len(ago) >= steps else f"none of the {len(ago)} that were sampled"
         message = (
-            f"Gradients are there, but in {steps} steps {none} has changed the weights of {no_layer} {what}; "
+            f"Gradients are there, but in {for_long} {none} has changed the weights of {no_layer} {what}; "
             f"a thousandth is usual. {cause}"
         )
         alone = len(own) == min(len(history), RECENT_RECORDS)
         sites = () if alone else layout.names(layout.layers[pulled])
-        layer, headline = sites[0] if sites else TOTAL, f"in {steps} steps {no_weights} have moved {what}"
+        layer, headline = sites[0] if sites else TOTAL, f"in {for_long} {no_weights} have moved {what}"
         return Finding(self.name, Severity.WARNING, layer, sites, most, limit, message, remedy, back, headline)
 
 

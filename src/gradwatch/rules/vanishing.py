@@ -40,7 +40,7 @@ from gradwatch.rules.evidence.records import is_alone
 from gradwatch.rules.evidence.recurrent_gradients import faded_through_time, fades_are_due
 from gradwatch.rules.evidence.samples import forward_order
 from gradwatch.rules.evidence.weights import has_norm_layers, sensitivity, starts_from_zero
-from gradwatch.rules.evidence.wording import name_text, ratio_text
+from gradwatch.rules.evidence.wording import name_text, ratio_text, steps_text
 from gradwatch.rules.rule import require_positive
 
 SMALL_RATIO = 0.8
@@ -249,12 +249,13 @@ class Vanishing:
         if not loss[1] > loss[0] - self.stuck_share * abs(loss[0]):
             return None
         back = streak(history, norms == 0)
+        for_long = steps_text(history, back)
         message = (
-            f"The gradient of every layer has been exactly 0 for {back} steps, and the loss is {loss[1]:.3g} "
+            f"The gradient of every layer has been exactly 0 for {for_long}, and the loss is {loss[1]:.3g} "
             f"({loss[0]:.3g} at first): the model stopped learning. Most often a ReLU or clamp of its outputs gives "
             "one number only, or its units are saturated or dead, after too large a step."
         )
-        headline = f"every gradient has been exactly 0 for {back} steps"
+        headline = f"every gradient has been exactly 0 for {for_long}"
         remedy = "no ReLU or clamp after the last layer; or a smaller lr in configure_optimizers, with warm-up."
         sites, limit = history.layout.names(()), float(self.ended_records)
         return Finding(self.name, Severity.WARNING, TOTAL, sites, back, limit, message, remedy, back, headline)

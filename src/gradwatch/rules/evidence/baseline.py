@@ -107,8 +107,9 @@ def streak(history: History, far: Mask) -> int:
 
 def first_steps(history: History, records: int) -> str:
     """'its first 10 steps'; where the history has forgotten these, 'the 10 steps from step 230 on'."""
-    first = history.steps[0]
-    return f"its first {records} steps" if first == 0 else f"the {records} steps from step {first} on"
+    first, early = history.steps[0], min(OPENING, len(history))
+    steps = f"{records} {'measured ' * history.has_gaps(early, back=len(history) - early + 1)}steps"
+    return f"its first {steps}" if first == 0 else f"the {steps} from step {first} on"
 
 
 def was_learnt(history: History, *, back: int = 1) -> bool:

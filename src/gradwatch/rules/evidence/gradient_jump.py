@@ -9,7 +9,7 @@ import numpy as np
 from gradwatch.core.history import History
 from gradwatch.rules.evidence.applied_gradients import clipping_limit
 from gradwatch.rules.evidence.records import is_own, row_of
-from gradwatch.rules.evidence.wording import batch_text, ratio_text
+from gradwatch.rules.evidence.wording import batch_text, distance_text, ratio_text, steps_text
 
 EFFECT_RECORDS = 5
 """Records within which the effect of a gradient jump shows. Judgement."""
@@ -41,8 +41,11 @@ class GradientJump:
     ratio: float
     """The norm over `highest`."""
     highest: float
-    """The highest norm of the `records` before it."""
-    records: int
+    """The highest norm before it."""
+    before: str
+    """'20 steps': how many records before it `highest` is of."""
+    ago: str
+    """'7 steps', from it to the latest record; empty where it is that."""
     batch: str
     """' at batch 17 of epoch 2', as far as that is known."""
     threw: bool
@@ -53,22 +56,21 @@ class GradientJump:
     @property
     def text(self) -> str:
         """'the gradient at batch 17 of epoch 2 was 50 times the highest of the 20 steps before'."""
-        return jump_text(self.batch, float(np.log10(self.ratio)), f"{self.records} steps")
+        return jump_text(self.batch, float(np.log10(self.ratio)), self.before)
 
     @property
     def cause(self) -> str:
         """A sentence, without a capital."""
-        ago = self.back - 1
-        when = f"{self.batch}, {ago} step{'s' * (ago > 1)} before," if ago else self.batch
+        when = f"{self.batch}, {self.ago} before," if self.ago else self.batch
         times = ratio_text(np.log10(self.ratio))
-        jumped = f"the gradient{when} was {times} times the highest of the {self.records} steps until then"
+        jumped = f"the gradient{when} was {times} times the highest of the {self.before} until then"
         return f"{jumped}: that one batch threw the weights far off." if self.threw else f"{jumped}."
 
     @property
     def remedy(self) -> str:
         if self.limit is None:
             value = f"Trainer(gradient_clip_val={self.highest:.2g})"
-            return f"{value}, the highest norm of the {self.records} steps before it."
+            return f"{value}, the highest norm of the {self.before} before it."
         return batch_remedy(self.batch, self.limit)
 
 
@@ -104,12 +106,14 @@ def gradient_jump(history: History, *, back: int = 1) -> GradientJump | None:
         median = float(np.median(earlier))
         # a gradient that was growing before is no jump
         growing = highest > median * JUMP_RATIO or (earlier[-1] == highest and highest > median * GROWN_RATIO)
-        before, moved = (largest_update(history, int(backs[at])) for at in (place - 1, place))
-        if 0 < highest * JUMP_RATIO <= totals[place] and not growing and not before >= LARGE_UPDATE:
-            threw = moved >= LARGE_UPDATE > before
+        last, moved = (largest_update(history, int(backs[at])) for at in (place - 1, place))
+        if 0 < highest * JUMP_RATIO <= totals[place] and not growing and not last >= LARGE_UPDATE:
+            threw = moved >= LARGE_UPDATE > last
             gone, ratio = int(backs[place]), float(totals[place]) / highest
             batch, limit = batch_text(history, back=gone), clipping_limit(history)
-            return GradientJump(gone, ratio, highest, len(earlier), batch, threw, limit)
+            before = steps_text(history, len(earlier), back=gone)
+            ago = distance_text(history, gone) if gone > 1 else ""
+            return GradientJump(gone, ratio, highest, before, ago, batch, threw, limit)
     return None
 
 

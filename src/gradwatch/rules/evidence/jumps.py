@@ -50,4 +50,5 @@ def beginning(history: History, back: int) -> Beginning:
     # clipping was there, and did not help
     clipped = isinstance(jump, GradientJump) and jump.limit is not None
     remedy = "a smaller lr in configure_optimizers." if clipped else jump.remedy
-    return Beginning(began, f" At step {history.steps[-jump.back]}, {jump.text}.", f": {jump.text}", remedy)
+    when = "By" if isinstance(jump, RateJump) and jump.after_gap else "At"
+    return Beginning(began, f" {when} step {history.steps[-jump.back]}, {jump.text}.", f": {jump.text}", remedy)

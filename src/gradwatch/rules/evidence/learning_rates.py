@@ -12,7 +12,7 @@ from gradwatch.rules.evidence.gradient_jump import EFFECT_RECORDS
 from gradwatch.rules.evidence.records import is_own, number_of, own_records
 from gradwatch.rules.evidence.samples import RECENT_RECORDS
 from gradwatch.rules.evidence.weights import relative_updates, update_samples
-from gradwatch.rules.evidence.wording import ratio_text
+from gradwatch.rules.evidence.wording import distance_text, ratio_text
 
 RATE_JUMP_RATIO = 5.0
 """Ratio to the rate of the step before from which it is a jump: a warm-up may double the rate. Judgement."""
@@ -40,6 +40,8 @@ class RateJump:
     """The rate of the step before."""
     back: int
     """The position of its record from the end of the history; 1 is the latest."""
+    after_gap: bool
+    """Whether the step before was not measured: the rate is that of the last that was, and rose somewhere between."""
 
     @property
     def ratio(self) -> float:
@@ -70,7 +72,9 @@ def rate_jump(history: History, *, back: int = 1, records: int = EFFECT_RECORDS)
     if not (ratios >= RATE_JUMP_RATIO).any():
         return None
     place = int(np.nanargmax(ratios))
-    return RateJump(float(known[place + 1]), float(known[place]), int(own[place + 1]))
+    since, there = own[place : place + 2].tolist()
+    after_gap = history.has_gaps(since - there + 1, back=there)
+    return RateJump(float(known[place + 1]), float(known[place]), there, after_gap)
 
 
 def rate_text(history: History, *, back: int = 1) -> str:
@@ -83,8 +87,9 @@ def rate_text(history: History, *, back: int = 1) -> str:
     if (jump := rate_jump(history, back=back)) is not None and jump.rate > rates[-1]:
         said += f", after lr={jump.rate:.3g}, {ratio_text(np.log10(jump.ratio))} times the rate before it"
     elif rates[-1] > RATE_JUMP_RATIO * lowest > 0:
-        ago = len(rates) - 1 - int(np.flatnonzero(rates == lowest)[-1])
-        said += f", {ratio_text(np.log10(rates[-1] / lowest))} times that of {ago} step{'s' * (ago > 1)} before"
+        then = back + len(rates) - 1 - int(np.flatnonzero(rates == lowest)[-1])
+        ago = distance_text(history, then, until=back)
+        said += f", {ratio_text(np.log10(rates[-1] / lowest))} times that of {ago} before"
     if momentum >= LONG_MOMENTUM:
         summed = f"the gradients of {1 / (1 - momentum):.0f} steps" if momentum < 1 else "all gradients since the first"
         said += f", momentum={momentum:.4g}, which adds up {summed}"

@@ -1,4 +1,4 @@
-"""How alerts word a ratio, a batch and names."""
+"""How alerts word a ratio, a number of steps, a batch and names."""
 
 from __future__ import annotations
 
@@ -14,6 +14,20 @@ def ratio_text(dex: float) -> str:
     """A ratio for a sentence, from its log10."""
     ratio = 10.0**dex
     return f"{ratio:.0f}" if 10 <= ratio < 10_000 else f"{ratio:.2g}"
+
+
+def steps_text(history: History, count: int, *, back: int = 1, kind: str = "") -> str:
+    """'20 steps', of as many records up to the one `back` from the end; '20 measured steps' where steps between these
+    were not measured. `kind`: 'normal ', for '20 normal steps'.
+    """
+    return f"{count} {kind}{'measured ' * history.has_gaps(count, back=back)}steps"
+
+
+def distance_text(history: History, back: int, *, until: int = 1) -> str:
+    """'7 steps', from the record `back` from the end to the one `until` from it, whether measured or not."""
+    steps = history.steps
+    count = steps[-until] - steps[-back]
+    return f"{count} step{'s' * (count != 1)}"
 
 
 def batch_text(history: History, *, back: int = 1) -> str:
