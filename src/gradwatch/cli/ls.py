@@ -84,7 +84,8 @@ def run(options: argparse.Namespace) -> int:
         rules = [*dict.fromkeys(alert.rule for alert in loud(incidents))]
         more = " ..." * (len(rules) > MAX_FAULTS)
         alerts = Text(printable(", ".join(rules[:MAX_FAULTS]) or "-") + more)
-        cells = [Text(printable(name)), Text(f"{run.verdict.steps:,}"), state, alerts, Text(moment(run.began))]
+        steps = f"{run.verdict.run_steps or run.verdict.steps:,}"
+        cells = [Text(printable(name)), Text(steps), state, alerts, Text(moment(run.began))]
         table.add_row(*cells[: len(table.columns)])
     for message in unread:
         complain("ls", message)

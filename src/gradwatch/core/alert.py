@@ -255,6 +255,8 @@ class Verdict:
     """The level of the loss at first and at last, medians of ten; None where unknown, or too early to tell."""
     ended: bool = True
     """False of a recorded run that was cut off, or is still under way."""
+    run_steps: int | None = None
+    """Number of optimizer steps of the run, where some were not measured; None where all were, or it is not known."""
 
     @property
     def healthy(self) -> bool:
@@ -298,11 +300,14 @@ class Verdict:
         if not self.ended:
             return f"GradWatch: nothing found so far. {what}"
         if self.stuck:
-            return f"GradWatch: nothing found in {self.steps} steps; {self.stuck}. {what}"
+            measured = "measured " * (self.run_steps is not None)
+            return f"GradWatch: nothing found in {self.steps} {measured}steps; {self.stuck}. {what}"
         return f"GradWatch: healthy. {what}"
 
     def _lines(self, incidents: Iterable[Alert]) -> list[str]:
-        watched = f"{self.layers} layer{'s' * (self.layers != 1)} over {self.steps} step{'s' * (self.steps != 1)}"
+        steps = self.steps if self.run_steps is None else self.run_steps
+        watched = f"{self.layers} layer{'s' * (self.layers != 1)} over {steps} step{'s' * (steps != 1)}"
+        watched += f", {self.steps} of them measured" * (self.run_steps is not None)
         what = f"{watched}, overhead {100 * self.overhead:.1f} %"
         serious = [alert for alert in self.incidents if alert.severity is not Severity.NOTICE]
         if serious:

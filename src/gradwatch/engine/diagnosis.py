@@ -68,6 +68,8 @@ class Diagnosis:
         self.notes: list[str] = []
         self.intervention_summaries: Callable[[], tuple[str, ...]] = tuple
         """The lines about interventions in the verdict."""
+        self.run_steps: Callable[[], int] = int
+        """The number of optimizer steps so far, where some are not measured; 0 where all are."""
         self.on_incidents: Callable[[Sequence[Alert], Sequence[Alert], int], None] | None = None
         """Called when the rules have judged a step, with the open incidents of this fit, those that were already open
         in a checkpoint, and the step."""
@@ -223,6 +225,7 @@ class Diagnosis:
             tuple(self.notes),
             self.intervention_summaries(),
             self._losses.levels,
+            run_steps=steps if (steps := self.run_steps()) > self._recorded > 0 else None,
         )
 
     def note(self, note: str, *, error: Exception | None = None, log: bool = True) -> None:

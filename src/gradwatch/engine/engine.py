@@ -90,6 +90,8 @@ class Engine:
         self._reader: GradientReader | None = None
         self._samples = SampledStep(options.signals, options.activations)
         self._optimizers = OptimizerSteps(self._before_step, self._after_step)
+        if not self.schedule.every_step:
+            self.diagnosis.run_steps = self._optimizers.total
         self.queue = StepQueue(
             self.diagnosis, self.blocks, self.overhead, judging=self._judging, unseen=self._unseen, fail=self.fail
         )

@@ -93,6 +93,10 @@ class OptimizerSteps:
         self._in_a_row += 1
         return number, index
 
+    def total(self) -> int:
+        """Steps begun, of all optimizers."""
+        return sum(self.begun)
+
     def next_index(self) -> int:
         """How many steps the optimizer of the coming step has begun, if they take turns as they did the last time."""
         following = self._following()

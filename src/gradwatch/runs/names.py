@@ -37,6 +37,13 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
+def extent_of(steps: int, run_steps: int | None) -> str:
+    """'1,000 steps', or '1,000 steps, 100 of them measured'; the numbers as of a verdict."""
+    if run_steps is None:
+        return counted(steps, "step")
+    return f"{counted(run_steps, 'step')}, {steps:,} of them measured"
+
+
 def moment(seconds: float) -> str:
     """A time in seconds since the epoch, to the minute."""
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))

@@ -65,7 +65,7 @@ class Outcome:
     def _end(self, verdict: Mapping[str, Any]) -> None:
         last = verdict_of(verdict)
         if self.steps > last.steps and self.meta.get("started") != self.began:  # it knows nothing of sessions before
-            last = replace(last, steps=self.steps, layers=self.layers, loss=self._losses.levels)
+            last = replace(last, steps=self.steps, layers=self.layers, loss=self._losses.levels, run_steps=None)
         self._add_alerts(verdict["incidents"])
         self.finished, self._last_verdict = float(verdict["finished"]), last
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gradwatch.core.printable import printable
-from gradwatch.runs.names import counted
+from gradwatch.runs.names import counted, extent_of
 from gradwatch.runs.report.run_data import RunData
 from gradwatch.sinks.colormap import palette, scale_of
 from gradwatch.sinks.downsampling import Logs
@@ -63,8 +63,11 @@ def _head(data: RunData, name: str, width: int) -> list[Text | str]:
     loud = data.loud
     state = "ended" if data.ended else "under way, or cut off"
     recorded = f"{data.summary.steps:,} of " * (data.summary.steps < verdict.steps)
-    here = " recorded here" * bool(recorded)
-    extent = f"{counted(verdict.layers, 'layer')}, {recorded}{counted(verdict.steps, 'step')}{here}"
+    steps = extent_of(verdict.steps, verdict.run_steps)
+    if recorded:
+        measured = "measured " * (verdict.run_steps is not None)
+        steps = f"{recorded}{counted(verdict.steps, f'{measured}step')} recorded here"
+    extent = f"{counted(verdict.layers, 'layer')}, {steps}"
     facts = f"{extent}, {state}: {printable(name)}"
     style = STYLES[loud[0].severity] if loud else "bold green"
     found: list[Text | str] = [_cut(Text(facts, style="dim"), width)]

@@ -40,7 +40,7 @@ def run_text(source: TensorBoardData, run: str, listing: RunTags, record: Callab
         if several and record().steps > verdict["steps"]:  # it knows nothing of the sessions before
             levels = record().losses().levels
             own = levels and dict(zip(("first", "last"), levels, strict=True))
-            verdict = {**verdict, "steps": record().steps, "loss": own}
+            verdict = {**verdict, "steps": record().steps, "loss": own, "run_steps": None}
         verdict = {**verdict, "stuck": _stuck(verdict)}
     return {"meta": meta, "verdict": verdict, "alerts": stand, "health": _health(stand, verdict)}
 

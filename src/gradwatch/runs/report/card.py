@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 
-from gradwatch.runs.names import counted, shortened, visible
+from gradwatch.runs.names import counted, extent_of, shortened, visible
 from gradwatch.runs.pages import render
 from gradwatch.runs.report.heatmap import small_map
 from gradwatch.runs.report.loss_curve import path_of
@@ -40,7 +40,7 @@ def card(data: RunData, *, source: str) -> str:
     loss, extent = path_of(data.loss, course) if measured and len(data.loss) else ("", "")
     top = 34 + 24 * len(lines) + 24
     map_height, loss_height = MAP_HEIGHT if picture else 0, LOSS_HEIGHT if loss else 0
-    size = [counted(verdict.layers, "layer"), counted(verdict.steps, "step")]
+    size = [counted(verdict.layers, "layer"), extent_of(verdict.steps, verdict.run_steps)]
     facts = [*size, f"overhead {100 * verdict.overhead:.1f} %"]
     model = data.meta.get("about", {}).get("model", "")
     return render(

@@ -40,7 +40,8 @@ class RunLine:
     found: str
     steps: int
     recorded: int
-    """Steps that the loss and the picture are of: fewer than `steps` where the run was resumed in another folder."""
+    """Steps that the loss and the picture are of: fewer than `steps` where the run was resumed in another folder, or
+    not every step was measured."""
     began: float
     """Seconds since the epoch; 0 where it is not known."""
     loss: str
@@ -66,7 +67,7 @@ def line_of(data: RunData, path: Path, name: str, rates: tuple[float, float, flo
         name,
         health_of(verdict, ended=data.ended),
         data.status.partition(": ")[2] if loud else verdict.stuck or "none",
-        verdict.steps,
+        verdict.run_steps or verdict.steps,
         data.summary.steps,
         data.meta.get("started", 0.0),
         loss,

@@ -52,7 +52,8 @@ def page(data: RunData, *, source: str = "") -> str:
     serious = [alert for alert in alerts if alert["severity"] != str(Severity.NOTICE)]
     started = data.meta.get("started")
     facts = {
-        "steps": f"{verdict.steps:,}",
+        "steps": f"{verdict.run_steps or verdict.steps:,}",
+        "measured steps": f"{verdict.steps:,}" * (verdict.run_steps is not None),
         "layers": f"{verdict.layers:,}",
         "overhead": f"{100 * verdict.overhead:.1f} %",
         "took": _duration(data.meta),

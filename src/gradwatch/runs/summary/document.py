@@ -111,6 +111,7 @@ def _document(run: RunArrays, limits: Limits) -> dict[str, Any]:
         "source": _cut(str(run.path), limits.name),
         "run": {
             "steps": int(verdict.steps),
+            "run_steps": verdict.run_steps,
             "layers": int(verdict.layers),
             "overhead": number(verdict.overhead),
             "ended": run.ended,

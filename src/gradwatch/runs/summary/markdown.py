@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gradwatch.core.printable import printable
-from gradwatch.runs.names import counted
+from gradwatch.runs.names import counted, extent_of
 from gradwatch.runs.summary.document import MAX_BYTES
 from gradwatch.sinks.terminal.layer_table import select_rows
 
@@ -33,7 +33,7 @@ def markdown(found: Mapping[str, Any]) -> str:
 def _text(found: Mapping[str, Any], rows: Sequence[Sequence[Any]]) -> str:
     run, verdict = found["run"], found["verdict"]
     lines = [f"# {_plain(verdict['headline'])}", ""]
-    extent = f"{counted(run['layers'], 'layer')} over {counted(run['steps'], 'step')}"
+    extent = f"{counted(run['layers'], 'layer')} over {extent_of(run['steps'], run['run_steps'])}"
     lines += [f"`{_code(found['source'])}`: {extent}" + ("" if run["ended"] else "; the record has no end"), ""]
     for name, course in (("Loss", found["loss"]), ("Learning rate", found["learning_rate"])):
         if course is not None:

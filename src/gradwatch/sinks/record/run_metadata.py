@@ -12,7 +12,8 @@ the `alerts` of all sessions by (`rule`, `step`); later ones replace earlier one
                 parameters, about: {what the Trainer says: text}, environment: {package or place: text}}
     alerts     {version, alerts: [alert]}
     verdict    {version, finished, healthy, steps, layers, overhead, untrained: {parameter: reason}, notes: [text],
-                interventions: [text], incidents: [alert], worst first, loss: {first, last} or null}
+                interventions: [text], incidents: [alert], worst first, loss: {first, last} or null,
+                run_steps: steps of the run, where some were not measured; else null, or not there}
     alert      {rule, severity, layer, sites: [name], step, noticed, axis, noticed_axis, value, threshold, message,
                 remedy, closed_step, closed_axis, times, headline, effects: [{rule, sites: [name]}]}
 
@@ -95,6 +96,7 @@ def verdict_text(verdict: Verdict, axes: Axes) -> str:
         loss=None
         if verdict.loss is None
         else dict(zip(("first", "last"), map(_json_number, verdict.loss), strict=True)),
+        run_steps=verdict.run_steps,
     )
 
 
@@ -124,6 +126,7 @@ def verdict_of(fields: Mapping[str, Any]) -> Verdict:
         tuple(fields["notes"]),
         tuple(fields["interventions"]),
         loss=None if fields["loss"] is None else (float(fields["loss"]["first"]), float(fields["loss"]["last"])),
+        run_steps=fields["run_steps"],
     )
 
 
@@ -168,17 +171,21 @@ TEXTS: Mapping[str, schema.Check] = {
         environment=schema.mapping_of(schema.text, schema.STATISTICS_MAX),
     ),
     "alerts": schema.fields(alerts=schema.list_of(ALERT, schema.ALERTS_MAX)),
-    "verdict": schema.fields(
-        finished=schema.moment,
-        healthy=schema.of_type(bool, "true or false"),
-        steps=schema.step,
-        layers=schema.step,
-        overhead=_checked_number,
-        untrained=schema.mapping_of(schema.text, schema.PARAMETERS_MAX),
-        notes=schema.list_of(schema.text, schema.ALERTS_MAX),
-        interventions=schema.list_of(schema.text, schema.ALERTS_MAX),
-        incidents=schema.list_of(ALERT, schema.ALERTS_MAX),
-        loss=schema.maybe(schema.fields(first=_checked_number, last=_checked_number)),
+    "verdict": schema.with_defaults(
+        schema.fields(
+            finished=schema.moment,
+            healthy=schema.of_type(bool, "true or false"),
+            steps=schema.step,
+            layers=schema.step,
+            overhead=_checked_number,
+            untrained=schema.mapping_of(schema.text, schema.PARAMETERS_MAX),
+            notes=schema.list_of(schema.text, schema.ALERTS_MAX),
+            interventions=schema.list_of(schema.text, schema.ALERTS_MAX),
+            incidents=schema.list_of(ALERT, schema.ALERTS_MAX),
+            loss=schema.maybe(schema.fields(first=_checked_number, last=_checked_number)),
+            run_steps=schema.maybe(schema.step),
+        ),
+        run_steps=None,
     ),
 }
 """Kind -> what its text has to be."""

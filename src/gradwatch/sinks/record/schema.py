@@ -208,6 +208,11 @@ def fields(**inner: Check) -> Check:
     return check
 
 
+def with_defaults(check: Check, **defaults: Any) -> Check:
+    """What `check` takes, where an object may lack these keys: an older GradWatch did not write them."""
+    return lambda value, where: check({**defaults, **value} if isinstance(value, Mapping) else value, where)
+
+
 def in_words(value: Any) -> str:
     """What was read, for a message."""
     if isinstance(value, list | dict):

@@ -79,7 +79,8 @@ class Console:
             if (column != "zero" or not np.isnan(summary.zeros).all()) and (column != "size" or width >= BAR_FROM)
         ]
         if summary.steps < verdict.steps:
-            notes.append(f"numbers: of the {summary.steps:,} steps since the run was resumed")
+            measured = "measured " * (verdict.run_steps is not None)
+            notes.append(f"numbers: of the {summary.steps:,} {measured}steps since the run was resumed")
         if of := summary.grad_norm.median_of:
             notes.insert(1, f"median: {of}")
         if len(shown) < len(layers):

@@ -35,8 +35,12 @@ export function verdictOf(run, jump) {
   const { verdict, health: kind } = run;
   const layers = plural(run.names.length - run.totals.length, "layer");
   const resumed = verdict && !run.lost && run.rows < verdict.steps; // in another folder than it began
+  const some = Boolean(verdict?.run_steps); // not every step was measured
+  let steps = verdict && plural(verdict.steps, some && resumed ? "measured step" : "step");
+  if (resumed) steps = `${count(run.rows)} of ${steps} recorded here`;
+  else if (some) steps = `${plural(verdict.run_steps, "step")}, ${count(verdict.steps)} of them measured`;
   const extent = verdict
-    ? `${layers} over ${resumed ? `${count(run.rows)} of ` : ""}${plural(verdict.steps, "step")}${resumed ? " recorded here" : ""}, overhead ${percent(Number(verdict.overhead))}`
+    ? `${layers} over ${steps}, overhead ${percent(Number(verdict.overhead))}`
     : `${layers}, so far up to step ${count(run.last)}: under way, or cut off`;
   let headline = kind === "stuck" ? `Nothing found; ${verdict.stuck}` : WORDS[kind];
   if (loud.length) headline += `: ${lineOf(loud[0])}`;

@@ -1,0 +1,58 @@
+"""How long a run was, where not every step was measured: in the verdict, and in what reads its record."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import gradwatch
+from gradwatch import Watch
+from gradwatch.core.alert import Verdict
+from gradwatch.runs.report.card import card
+from gradwatch.runs.report.page import page
+from gradwatch.runs.report.run_data import read_run_data
+from gradwatch.runs.summary.document import document
+from gradwatch.runs.summary.markdown import markdown
+from gradwatch.runs.terminal_view import view
+from gradwatch.sinks.record.recorder import Recorder
+from gradwatch.sinks.record.run_metadata import read_text, verdict_of, verdict_text
+from training import train
+
+
+def recorded(folder: Path, *, every: int) -> Verdict:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    watch = Watch(model, every_n_steps=every, sinks=[Recorder(folder=folder)])
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    train(optimizer, lambda step: model(torch.full((2, 4), 1.0 + step % 3)).square().mean(), watch, steps=103)
+    return watch.verdict
+
+
+@pytest.mark.parametrize(
+    ("every", "steps", "run_steps", "extent"),
+    [(5, 21, 103, "103 steps, 21 of them measured"), (1, 103, None, "103 steps")],
+)
+def test_a_run_had_so_many_steps(every: int, steps: int, run_steps: int | None, extent: str, tmp_path: Path) -> None:
+    verdict = recorded(tmp_path, every=every)
+    assert (verdict.steps, verdict.run_steps) == (steps, run_steps)
+    assert f"1 layer over {extent}, overhead" in verdict.lines[0]
+    run, data = gradwatch.load_run(tmp_path), read_run_data(tmp_path)
+    assert (run.verdict.steps, run.verdict.run_steps) == (steps, run_steps)
+    assert f": 1 layer over {extent}\n" in markdown(document(run))
+    assert f"1 layer, {extent}, ended" in view(data, name="run", width=120, height=20).plain
+    assert f"  ·  {extent}  ·  " in card(data, source="run")
+    assert ("measured steps" in page(data)) == (run_steps is not None)
+
+
+def test_nothing_is_found_in_measured_steps() -> None:
+    verdict = Verdict((), 20, 3, 0.01, {}, loss=(2.0, 2.1), run_steps=100)
+    assert "nothing found in 20 measured steps; loss 2 -> 2.1" in str(verdict)
+
+
+def test_a_verdict_of_an_older_version_has_no_such_number() -> None:
+    fields = json.loads(verdict_text(Verdict((), 20, 3, 0.01, {}, run_steps=100), {}))
+    assert verdict_of(read_text("verdict", json.dumps(fields))).run_steps == 100
+    del fields["run_steps"]
+    assert verdict_of(read_text("verdict", json.dumps(fields))).run_steps is None
