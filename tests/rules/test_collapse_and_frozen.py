@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn import functional as F
 
 from gradwatch import Watch
 from gradwatch.core.alert import Finding, Severity
@@ -20,6 +21,7 @@ from gradwatch.rules import Collapse, Divergence, Frozen, Rule, Stalled
 from gradwatch.rules.collapse import _codes_of
 from quick import examples
 from synthetic_history import INF, NAN, USUAL, findings, judge_steps, jump, layout, net, only, silent, steps, still
+from training import train
 
 # ---- collapse
 
@@ -171,6 +173,32 @@ def test_weights_that_something_else_wrote() -> None:
 def test_a_step_that_takes_nearly_all_weights_is_the_optimizers() -> None:
     after = [{"weights": 0.05 * USUAL, "updates": 1e-3}] * 2
     assert findings(judge_steps(Collapse(), net(4), [*steps(10), *steps(1, updates=0.95), *after]))
+
+
+def test_small_outputs_are_said_to_be_small_and_no_more() -> None:
+    """Here they differ from example to example: their term in the loss normalizes them, and a penalty shrinks them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4), nn.Linear(4, 1))
+    optimizer, inputs, directions = torch.optim.SGD(model.parameters(), lr=0.05), torch.randn(64, 8), torch.randn(64, 4)
+
+    def loss(_: int) -> torch.Tensor:
+        outputs = model[:3](inputs)
+        apart = (F.normalize(outputs, dim=1) - F.normalize(directions, dim=1)).square().mean()
+        return apart + 5 * outputs.square().mean() + model[3](outputs).square().mean()
+
+    watch = Watch(model, sinks=())
+    train(optimizer, loss, watch, steps=200)
+    with torch.no_grad():
+        outputs = model[:3](inputs)
+    assert outputs.var(0).sum() > 0.9 * outputs.square().sum(1).mean()
+    (alert,) = watch.alerts
+    assert alert.message == (
+        "The outputs of layer 2, which have a term of their own in the loss and are what layer 3 gets, have shrunk to "
+        f"a root mean square of {alert.value:.2g}. If they are the mean and the logarithm of the variance of a "
+        "posterior, it has collapsed onto its prior, and says next to nothing about the input. If what follows "
+        "normalizes them, their size does not matter."
+    )
+    assert alert.remedy.startswith("for a posterior, a smaller weight for that term (the divergence), raised from 0")
 
 
 # ---- frozen

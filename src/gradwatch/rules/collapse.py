@@ -112,13 +112,13 @@ class Collapse:
             names, rms = layout.names(group), float(outputs[-1])
             message = (
                 f"The outputs of {name_text(names)}, which have a term of their own in the loss and are what layer "
-                f"{layout.sites[after].name} gets, have a root mean square of {rms:.2g}: they are nearly the same for "
-                "every example. If they are the mean and the logarithm of the variance of a posterior, it has "
-                "collapsed onto its prior, and says nothing about the input."
+                f"{layout.sites[after].name} gets, have shrunk to a root mean square of {rms:.2g}. If they are "
+                "the mean and the logarithm of the variance of a posterior, it has collapsed onto its prior, and says "
+                "next to nothing about the input. If what follows normalizes them, their size does not matter."
             )
             remedy = (
-                "a smaller weight for that term (the divergence), raised from 0 over the first epochs; and the "
-                "reconstruction summed over elements as the divergence is, not averaged."
+                "for a posterior, a smaller weight for that term (the divergence), raised from 0 over the first "
+                "epochs; and the reconstruction summed over elements as the divergence is, not averaged."
             )
             headline = (
                 f"outputs with a term of their own in the loss have shrunk to {rms:.2g}: a posterior collapses so"
