@@ -14,7 +14,7 @@ from gradwatch.core.history import History
 from gradwatch.core.record import Missing
 from gradwatch.rules import Disconnected, Frozen
 from models import module_of
-from synthetic_history import NAN, judge_rows, layout, net, only, silent
+from synthetic_history import NAN, judge_rows, judge_steps, layout, net, only, silent
 from training import fit, train
 
 GONE = {"fc1": Missing.NO_GRADIENT}
@@ -271,11 +271,14 @@ def test_a_layer_in_no_optimizer() -> None:
     found = only(outcome[9])
     assert (found.severity, found.sites) == (Severity.WARNING, ("fc0",))
     assert found.message == (
-        "Layer fc0 is trainable (requires_grad is True) but in no optimizer, and keeps its initial values: "
-        "the optimizer's list of parameters does not hold them."
+        "Layer fc0 is trainable (requires_grad is True) but in no optimizer that GradWatch has seen, and keeps its "
+        "values unless something else changes them."
     )
-    assert (found.back, found.headline) == (10, "it is trainable, but in no optimizer")
-    assert found.remedy.startswith("pass self.parameters() to the optimizer in configure_optimizers")
+    assert (found.back, found.headline) == (10, "it is trainable, but in no known optimizer")
+    assert found.remedy == (
+        "pass self.parameters() to the optimizer in configure_optimizers; or requires_grad_(False) where no gradient "
+        "is meant to change it, as in a teacher that is an average."
+    )
 
 
 @pytest.mark.parametrize("step", [1, 17, 90])
@@ -283,7 +286,7 @@ def test_what_left_its_optimizer_had_learnt(step: int) -> None:
     rows = [{"signals": 1.0}] * step + [{"codes": OUTSIDE, "signals": 1.0}] * 12
     outcome = judge_rows(Frozen(), net(3), rows)
     assert [one[0].back for one in outcome if one] == [10, 11, 12]
-    assert "and keeps its values: the" in only(outcome[-1]).message
+    assert "and keeps its values unless something else changes them." in only(outcome[-1]).message
 
 
 def test_an_optimizer_that_becomes_known_late() -> None:
@@ -292,6 +295,62 @@ def test_an_optimizer_that_becomes_known_late() -> None:
     outcome = judge_rows(Frozen(), net(3), [*[outside] * 9, *[inside] * 15])
     assert silent(outcome)
     assert outcome[10:] == [[]] * 14
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_what_an_optimizer_holds_now_is_over_between_samples(kept: bool) -> None:
+    """Where nothing was seen to stand still, there is nothing to wait for."""
+    outside = [{"codes": OUTSIDE, "signals": 1.0, "updates": [NAN, 1e-3, 0.0 if kept else 1e-3]}] * 40
+    outcome = judge_steps(Frozen(), net(3), [*outside, *[{}] * 30])
+    assert outcome[39]
+    assert outcome[42:] == [None if kept else []] * 28
+
+
+def watched(*, extra: bool = False, by_hand: bool = False, turns: bool = False) -> Watch:
+    """Of a plain loop of 200 steps, in which the optimizer of the body alone is known at first.
+
+    The head is trained by an `extra` optimizer that GradWatch never sees, or `by_hand`, or by one that takes `turns`
+    with the other, 50 steps each.
+    """
+    torch.manual_seed(0)
+    body, head = nn.Linear(8, 8), nn.Linear(8, 1)
+    model, start = nn.Sequential(body, nn.Tanh(), head), head.weight.detach().clone()
+    first, second = (torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (body, head))
+    with Watch(model, sinks=()) as watch:
+        for step in range(200):
+            model.zero_grad()
+            inputs = torch.randn(16, 8)
+            (loss := (model(inputs) - inputs.sum(1, keepdim=True)).square().mean()).backward()
+            optimizer = second if turns and step // 50 % 2 else first
+            watch.step(optimizer, loss=loss)
+            optimizer.step()
+            if extra:
+                second.step()
+            if by_hand:
+                with torch.no_grad():
+                    for parameter in head.parameters():
+                        parameter -= 0.1 * parameter.grad
+    assert not torch.equal(head.weight, start)
+    return watch
+
+
+@pytest.mark.parametrize("how", ["extra", "by_hand"])
+def test_nothing_is_said_of_weights_that_something_else_may_change(how: str) -> None:
+    (alert,) = watched(**{how: True}).alerts
+    assert (alert.rule, alert.sites) == ("frozen", ("2",))
+    assert alert.message == (
+        "Layer 2 is trainable (requires_grad is True) but in no optimizer that GradWatch has seen, and keeps its "
+        "values unless something else changes them."
+    )
+    assert alert.remedy == (
+        "pass model.parameters() to the optimizer, and every optimizer to watch.step(); or requires_grad_(False) "
+        "where no gradient is meant to change it, as in a teacher that is an average."
+    )
+
+
+def test_it_is_over_once_another_optimizer_trains_it() -> None:
+    (alert,) = watched(turns=True).alerts
+    assert (alert.rule, alert.sites, alert.noticed, alert.closed_step) == ("frozen", ("2",), 9, 49)
 
 
 def test_a_parameter_in_no_optimizer() -> None:

@@ -81,8 +81,9 @@ class Frozen:
             return None
         still = self._still(history)
         found = [*self._unowned(history), *self._outside(history), *(still or ()), *self._off(history)]
-        nothing_stood = len(history) < self.still_records
-        return found if found or still is not None or nothing_stood else None
+        if found or still is not None or len(history) < self.still_records:
+            return found
+        return None if _stood_at_a_sample(history) else []
 
     def _unowned(self, history: History) -> Sequence[Finding]:
         """The loss depends on layers that no module owns: in no optimizer, and not in the model's file either."""
@@ -118,21 +119,20 @@ class Frozen:
             return []
         names, all_named, first_named = _named(layout, parameters)
         verb, keep = ("is", "keeps its") if len(names) == 1 else ("are", "keep their")
-        trained = history.steps[0] > 0 or (history.codes(len(history))[:, parameters] == MEASURED).any()
         message = (
-            f"{capitalized(all_named)} {verb} trainable (requires_grad is True) but in no optimizer, "
-            f"and {keep} {'' if trained else 'initial '}values: the optimizer's list of parameters does not hold them."
+            f"{capitalized(all_named)} {verb} trainable (requires_grad is True) but in no optimizer that GradWatch has "
+            f"seen, and {keep} values unless something else changes them."
         )
         back, late = _outside_since(history, parameters)
         remedy = (
             f"put in {first_named} before configure_optimizers runs, in __init__ or configure_model, for example."
             if late
-            else "pass self.parameters() to the optimizer in configure_optimizers, or requires_grad_(False) if it is "
-            "meant."
+            else "pass self.parameters() to the optimizer in configure_optimizers; or requires_grad_(False) where no "
+            "gradient is meant to change it, as in a teacher that is an average."
         )
         # without signals a target network looks the same
         severity = Severity.WARNING if known else Severity.NOTICE
-        headline = "it is trainable, but in no optimizer" + ", which holds what it has replaced" * late
+        headline = "it is trainable, but in no known optimizer" + ": what it has replaced is in one" * late
         limit = float(self.records)
         return [Finding(self.name, severity, names[0], names, limit, limit, message, remedy, back, headline)]
 
@@ -265,6 +265,12 @@ def _streak(history: History, sites: Sites, code: int) -> int:
     latest, at the site for which that is earliest.
     """
     return int(streak_lengths(history.codes(len(history))[:, sites] == code).max())
+
+
+def _stood_at_a_sample(history: History) -> bool:
+    """Whether any parameter has stood still at a sample, in spite of a gradient: between samples it may do so still."""
+    (updates, ago), parameters = history.samples("update_ratio", RECENT_RECORDS), history.layout.parameters
+    return bool(((updates == 0) & (history.at("grad_norm", ago) > 0))[:, parameters].any())
 
 
 def _is_reached(history: History, layers: Sites) -> Mask:

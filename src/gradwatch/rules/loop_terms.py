@@ -32,6 +32,8 @@ _TERMS: dict[LoopKind, dict[str, str]] = {
         "Trainer(detect_anomaly=True)": "torch.autograd.set_detect_anomaly(True)",
         "configure_optimizers runs, in __init__ or configure_model, for example": "the optimizer is made",
         " in configure_optimizers": "",
+        "pass self.parameters() to the optimizer": "pass model.parameters() to the optimizer, and every optimizer to "
+        "watch.step()",
         "self.parameters()": "model.parameters()",
         "an optimizer_zero_grad that clears at each call": "optimizer.zero_grad() before every backward pass",
         "return the loss from training_step, or loss.backward()": "loss.backward()",
