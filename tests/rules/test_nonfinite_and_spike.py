@@ -37,14 +37,16 @@ def test_the_order_of_execution_says_where_it_was_born() -> None:
 @pytest.mark.parametrize(
     ("loss", "words"),
     [
-        (NAN, "No layer has a finite gradient; they came with the loss: a non-finite batch, or an overflow or a"),
-        (0.7, "No layer has a finite gradient; the loss is finite (0.7), so that its own backward pass made them."),
+        ({"loss": NAN, "loss_nan": 1.0}, "the loss is NaN already, most often by a batch that is not finite, or an"),
+        ({"loss": INF}, "the loss is inf already, most often by a batch that is not finite, or an overflow or a"),
+        ({}, "most often the loss was not finite either, by a batch that is not finite, or an overflow or a division"),
+        ({"loss": 0.7}, "the loss is finite (0.7), so that NaN or infinity was made in its backward pass."),
     ],
 )
-def test_nonfinite_everywhere_came_with_the_loss(loss: float, words: str) -> None:
+def test_nonfinite_everywhere_came_with_the_loss(loss: dict[str, float], words: str) -> None:
     history = net(3)
-    found = only(judge_rows(Nonfinite(), history, [*noise(3, layers=3), {"gradients": NAN, "loss": loss}])[-1])
-    assert found.message.startswith(words)
+    found = only(judge_rows(Nonfinite(), history, [*noise(3, layers=3), {"gradients": NAN, "loss": NAN, **loss}])[-1])
+    assert found.message.startswith(f"No layer has a finite gradient; {words}")
     assert len(found.sites) == 3
 
 

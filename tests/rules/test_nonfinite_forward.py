@@ -125,6 +125,26 @@ def test_the_loss() -> None:
     )
 
 
+@pytest.mark.parametrize("where", ["in the loss", "in a backward pass"])
+def test_a_loss_that_is_not_told_is_not_said_to_be_infinite(where: str) -> None:
+    model = mlp(Apply(lambda x: x + (x * 0).sqrt()) if where == "in a backward pass" else None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with Watch(model, rules=(Nonfinite(),), sinks=()) as watch:
+        outputs = model(torch.randn(16, 4))
+        (outputs - outputs if where == "in the loss" else outputs).square().sum().sqrt().backward()
+        watch.step(optimizer)
+    (alert,) = watch.alerts
+    if where == "in the loss":
+        assert alert.message.startswith(
+            "No layer has a finite gradient; every output that was seen is finite, up to layer 4, "
+        )
+        assert alert.message.endswith(
+            " at most: what is not is made after layer 4, by a logarithm, root or division, or an overflow there."
+        )
+    else:
+        assert "it was made in the backward pass between layer 3, whose gradient is finite, and layer" in alert.message
+
+
 def test_a_loss_of_outputs_that_explode_with_depth() -> None:
     model = mlp()
     for layer in (model[2], model[4]):
@@ -138,7 +158,7 @@ def test_a_loss_of_outputs_that_explode_with_depth() -> None:
 def test_the_backward_pass_of_the_loss() -> None:
     alert = alert_of_training(mlp(), loss_of=lambda y: (y - y).square().sum().sqrt())
     assert alert.layer == "4"
-    assert "the loss is finite (0), so that its own backward pass made them." in alert.message
+    assert "the loss is finite (0), so that NaN or infinity was made in its backward pass." in alert.message
 
 
 def test_the_backward_pass_between_two_layers() -> None:
@@ -177,8 +197,9 @@ def test_between_samples_it_names_no_layer(bad: int) -> None:
     alert = alert_of_training(mlp(), bad=bad, steps=40)
     assert (alert.layer, alert.step, len(alert.sites)) == ("total", bad, 3)
     assert alert.message == (
-        "No layer has a finite gradient; they came with the loss: a non-finite batch, or an overflow or a division by "
-        "0 in the forward pass. Outputs were not sampled at this step, and so do not tell where."
+        "No layer has a finite gradient; the loss is NaN already, most often by a batch that is not finite, or an "
+        "overflow or a division by 0 in the forward pass. Outputs were not sampled at this step, and so do not tell "
+        "where."
     )
     assert alert.remedy == (  # an infinite number alone is no anomaly to torch
         "torch.isfinite on this batch, and its largest number; then torch.autograd.set_detect_anomaly(True), which "

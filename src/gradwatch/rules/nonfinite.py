@@ -88,14 +88,17 @@ class Nonfinite:
             return None
         unhealthy, healthy = layers[bad], layers[measured & ~bad]
         # outputs and signals are this rank's
-        forward = (
-            None if _elsewhere(history) else first_nonfinite_output(history, records=self._spoiled(history), loss=loss)
-        )
+        forward = None
+        if not _elsewhere(history):
+            records = self._spoiled(history)
+            forward = first_nonfinite_output(history, records=records, loss=loss, bad_loss=bad_loss)
+            if forward is not None and forward.site == TOTAL and len(healthy) and not bad_loss:
+                forward = None  # of an infinite loss mostly all gradients are so
         if history.nonfinite_origin is not None:
             forward = from_replay(history, history.nonfinite_origin)
         if bad.any():
-            return [self._gradients(history, unhealthy, healthy, loss, forward)]
-        what = f"The loss is {'NaN' if np.isnan(loss) else loss}{batch_text(history)}, while every gradient is finite"
+            return [self._gradients(history, unhealthy, healthy, loss, bad_loss, forward)]
+        what = f"The loss is {_number(loss)}{batch_text(history)}, while every gradient is finite"
         severity = Severity.WARNING if np.isnan(loss) else Severity.ERROR  # an average over nothing harms no weight
         site, cause, remedy = (
             TOTAL,
@@ -106,13 +109,20 @@ class Nonfinite:
             site, cause, remedy = forward.site, forward.cause, forward.remedy
         cause, remedy = self._cause(history, forward, cause, remedy)
         text, back = f"{what}; {uncapitalized(cause)}", self._streak(history)
-        headline = f"the loss is {'NaN' if np.isnan(loss) else loss}{batch_text(history)}"
+        headline = f"the loss is {_number(loss)}{batch_text(history)}"
         alone = forward is not None and forward.in_batch
         return [Finding(self.name, severity, site, (), 1.0, 0.0, text, remedy, back, headline, independent=alone)]
 
     def _gradients(
-        self, history: History, unhealthy: Sites, healthy: Sites, loss: float, forward: NonfiniteForward | None
+        self,
+        history: History,
+        unhealthy: Sites,
+        healthy: Sites,
+        loss: float,
+        bad_loss: bool,
+        forward: NonfiniteForward | None,
     ) -> Finding:
+        """`bad_loss`: whether the loss is known not to be finite."""
         names, taps = (
             history.layout.names(unhealthy),
             () if _elsewhere(history) else _first_tap(history, len(healthy) > 0),
@@ -127,12 +137,14 @@ class Nonfinite:
             origin, cause, remedy = _backward(history, unhealthy, healthy)
         elif np.isfinite(loss):
             origin = _border(history, unhealthy, healthy)[0]
-            cause = f"the loss is finite ({loss:.3g}), so that its own backward pass made them."
+            cause = f"the loss is finite ({loss:.3g}), so that NaN or infinity was made in its backward pass."
             remedy = "Trainer(detect_anomaly=True) for this batch: it names the operation of the loss."
         else:
             origin = TOTAL
+            already = f"the loss is {_number(loss)} already, most often by"
             cause = (
-                "they came with the loss: a non-finite batch, or an overflow or a division by 0 in the forward pass. "
+                f"{already if bad_loss else 'most often the loss was not finite either, by'} a batch that is not "
+                "finite, or an overflow or a division by 0 in the forward pass. "
                 f"Outputs were not sampled {'there' if _elsewhere(history) else 'at this step'}, and so do not tell "
                 "where."
             )
@@ -216,6 +228,10 @@ class Nonfinite:
             f"it exploded: the total gradient norm had grown from {lowest:.2g}, the least of {since}, to {last:.2g}."
         )
         return grown, better_rate(history, back=2)
+
+
+def _number(loss: float) -> str:
+    return "NaN" if np.isnan(loss) else str(loss)
 
 
 def _elsewhere(history: History) -> bool:

@@ -38,10 +38,10 @@ class NonfiniteForward:
     """Whether the batch had it: then no other fault has made it."""
 
 
-def first_nonfinite_output(history: History, *, records: int, loss: float) -> NonfiniteForward | None:
+def first_nonfinite_output(history: History, *, records: int, loss: float, bad_loss: bool) -> NonfiniteForward | None:
     """What the newest forward statistics of the last `records` say; None where there are none.
 
-    `loss` is that of the latest record, NaN where it is not known.
+    `loss` is that of the latest record, NaN where it is not known; `bad_loss`: whether it is known not to be finite.
     """
     back = history.age("output_max") + 1
     if back > records:
@@ -55,7 +55,7 @@ def first_nonfinite_output(history: History, *, records: int, loss: float) -> No
         return None
     spoiled = np.flatnonzero(np.isinf(largest[ran]))
     if not len(spoiled):
-        return None if np.isfinite(loss) else _of_loss(layout, ran, largest)
+        return None if np.isfinite(loss) else _of_loss(layout, ran, largest, bad_loss=bad_loss)
     place = int(spoiled[0])
     if np.isinf(row_of(history, "input_max", back=back)[ran[place]]):
         return _of_batch(history, int(ran[place]))
@@ -140,17 +140,19 @@ def _of_batch(history: History, site: int) -> NonfiniteForward:
     )
 
 
-def _of_loss(layout: Layout, ran: Sites, largest: Floats) -> NonfiniteForward:
+def _of_loss(layout: Layout, ran: Sites, largest: Floats, *, bad_loss: bool) -> NonfiniteForward:
     """`ran`: the sites in the order of execution, all of whose outputs are finite."""
     after = _kind(layout, int(ran[-1]))
-    cause = f"Every output that was seen is finite, up to {after}, {largest[ran[-1]]:.3g} at most, and the loss is not"
+    cause = f"Every output that was seen is finite, up to {after}, {largest[ran[-1]]:.3g} at most"
+    cause += ", and the loss is not" * bad_loss
     if grown := _grown(largest, ran):
         return NonfiniteForward(TOTAL, f"{cause}: {grown}.", SMALLER_START_REMEDY)
     if any("CTCLoss" in name for name in layout.modules):
         cause += ": CTC has no alignment where a target is longer than its input."
         remedy = "nn.CTCLoss(zero_infinity=True), or inputs that are at least as long as their targets."
         return NonfiniteForward(TOTAL, cause, remedy)
-    cause += f": it is made after {after}, by a logarithm, root or division, or an overflow there."
+    cause += f": {'it' if bad_loss else 'what is not'} is made after {after}, by a logarithm, root or division, or an "
+    cause += "overflow there."
     return NonfiniteForward(TOTAL, cause, f"torch.isfinite on what is computed after {after}, up to the loss.")
 
 
