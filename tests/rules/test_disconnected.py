@@ -9,12 +9,12 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from gradwatch import GradWatch, Watch
-from gradwatch.core.alert import Severity
+from gradwatch.core.alert import Alert, Severity
 from gradwatch.core.history import History
 from gradwatch.core.record import Missing
 from gradwatch.rules import Disconnected, Frozen
 from models import module_of
-from synthetic_history import NAN, judge_rows, judge_steps, layout, net, only, silent
+from synthetic_history import INF, NAN, judge_rows, judge_steps, layout, net, only, silent
 from training import fit, train
 
 GONE = {"fc1": Missing.NO_GRADIENT}
@@ -224,7 +224,8 @@ def test_a_deep_model_whose_gradients_fade_to_zero_has_one_alert() -> None:
 def test_a_loss_that_is_always_zero() -> None:
     found = only(judge_rows(Disconnected(), net(2), [{"gradients": 0.0, "loss": 0.0}] * 20)[-1])
     assert "at each of 20 steps, and the loss is exactly 0: a loss weight of 0, a mask or padding" in found.message
-    assert found.remedy == "a loss weight above 0; and a look at targets, masks and lengths of a batch."
+    assert "nothing, no reward yet, a margin that nothing violates, or targets that CTC cannot align" in found.message
+    assert found.remedy == "a loss weight above 0; and a look at targets, rewards, masks and lengths of a batch."
     found = only(judge_rows(Disconnected(), net(2), [{"gradients": [0.0, 1.0], "loss": 0.0}] * 20)[-1])
     assert "the loss is exactly 0" not in found.message
 
@@ -233,11 +234,77 @@ def test_a_gradient_that_was_always_zero() -> None:
     outcome = judge_rows(Disconnected(), net(3), [{"gradients": [0, 1, 1]}] * 20)
     assert silent(outcome[:19])
     found = only(outcome[19])
-    assert found.message.startswith(
-        "The gradient of layer fc0 was exactly 0 at each of 20 steps: a loss weight of 0, a mask or padding that leaves"
+    assert found.message == (
+        "The gradient of layer fc0 was exactly 0 at each of 20 steps: a loss weight of 0, a mask or padding that "
+        "leaves nothing, a hook that makes it 0, an operation without a slope (round, sign, a comparison, a clamp or an "
+        "activation in its flat part, a softmax or norm of one number), or units that are dead from the start."
     )
-    assert found.message.endswith("or units that are dead from the start.")
+    assert found.remedy == (
+        "a weight above 0 for the loss of layer fc0, no clamp of its outputs, or straight through: "
+        "x + (round(x) - x).detach()."
+    )
     assert (found.back, found.headline) == (20, "its gradient was exactly 0 at each of 20 steps")
+
+
+@pytest.mark.parametrize(
+    ("signals", "inside"),
+    [
+        ([1.0, 1.0, 1.0], True),
+        ([0.0, 1.0, 1.0], False),
+        ([1e-9, 1.0, 1.0], False),  # too small for float16, say
+        ([INF, 1.0, 1.0], False),
+    ],
+)
+def test_a_gradient_of_zero_to_which_something_flows_back(signals: list[float], inside: bool) -> None:
+    rows = [{"gradients": [0, 1, 1], "signals": signals}] * 10 + [{"gradients": [0, 1, 1]}] * 10
+    found = only(judge_rows(Disconnected(), net(3), rows)[-1])
+    assert (", while what flowed back to its output was not: a hook that makes it 0, inputs" in found.message) == inside
+
+
+def zero_gradients_of(model: nn.Sequential, loss_of: Any = lambda y: y.square().mean()) -> Alert:
+    """The alert of a training in which some have no gradient above 0."""
+    watch = Watch(model, rules=[Disconnected()], sinks=())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train(optimizer, lambda step: loss_of(model(torch.randn(16, 8))), watch, steps=30)
+    (alert,) = watch.alerts
+    return alert
+
+
+def test_a_hook_that_makes_all_gradients_of_a_layer_0() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+    for parameter in model[2].parameters():
+        parameter.register_hook(lambda gradient: gradient * 0)
+    alert = zero_gradients_of(model)
+    assert alert.message == (
+        "The gradient of layer 2 was exactly 0 at each of 20 steps, while what flowed back to its output was not: a "
+        "hook that makes it 0, inputs that are all 0 or padding, or an operation without a slope inside the layer."
+    )
+    assert alert.remedy == (
+        "without the register_hook or register_post_accumulate_grad_hook on layer 2, or inputs that are not all 0."
+    )
+    assert alert.headline == "its gradient was exactly 0 at each of 20 steps, unlike what flows back to it"
+
+
+def test_an_activation_in_its_flat_part_comes_first_among_the_causes() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4), nn.Sigmoid())
+    model[2].bias.data.fill_(40.0)
+    alert = zero_gradients_of(model)
+    assert alert.message.startswith(
+        "The gradient of layers 0, 2 was exactly 0 at each of 20 steps: the Sigmoid 3, 100 % of whose outputs lie in "
+        "its flat part; or a loss weight of 0, a mask"
+    )
+    assert alert.remedy.startswith("nn.LayerNorm after layer 2, before the Sigmoid; or a weight above 0 for")
+
+
+def test_outputs_that_are_clamped() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+    model[2].bias.data.fill_(9.0)
+    alert = zero_gradients_of(model, lambda y: (y.clamp(0, 1) - 0.5).square().mean())
+    assert "a clamp or an activation in its flat part, a softmax or norm of one number" in alert.message
+    assert "no clamp of its outputs, or straight through" in alert.remedy
 
 
 @pytest.mark.parametrize(

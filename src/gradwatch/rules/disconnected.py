@@ -16,11 +16,18 @@ from gradwatch.core.record import MEASURED, Codes, Floats, Layout, Mask, Missing
 from gradwatch.rules.evidence.depth import faded
 from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.records import is_alone, own_losses, row_of
-from gradwatch.rules.evidence.samples import forward_order
+from gradwatch.rules.evidence.samples import forward_order, layer_before, own_samples
 from gradwatch.rules.evidence.wording import capitalized, name_text, steps_text
 from gradwatch.rules.rule import require_positive
 
 NO_GRADIENT = int(Missing.NO_GRADIENT)
+
+FLAT_SHARE = 0.9
+"""Share of the outputs of an activation in its flat part from which that is named. As in `Saturation`."""
+
+FADED_SHARE = 1e-3
+"""Share of the least signal of the layers that have a gradient, under which one may have been rounded to 0. Judgement:
+layers differ less in how their inputs make a gradient of a signal."""
 
 _Wording = tuple[str, str, str]
 """Headline, message and remedy."""
@@ -154,9 +161,11 @@ class Disconnected:
         ever, cleared = history.steps[0] > 0 or bool((norms > 0).any()), self._arrived(history, layers)
         losses = own_losses(history, self.zero_records)
         nothing = history.total == 0 and len(losses) and not losses.any()
-        no_slope = _no_loss if nothing else partial(_no_slope, ever=ever)
-        found = []
-        for kind, text in ((cleared, _cleared), (~cleared, no_slope)):
+        records = int(zeros.min())
+        flat = _flat_activation(history, layers, records)
+        no_slope = _no_loss if nothing else partial(_no_slope, ever=ever, flat=flat)
+        found, inside = [], ~cleared & _has_signal(history, layers, records)
+        for kind, text in ((cleared, _cleared), (inside, _no_slope_inside), (~cleared & ~inside, no_slope)):
             if kind.any():
                 names, counts = history.layout.names(_as_they_run(history.layout, layers[kind])), zeros[kind]
                 back = _begun(norms[:, kind] > 0, norms[:, kind] == 0, codes[:, kind])
@@ -240,14 +249,64 @@ def _stopped(names: Sequence[str], steps: str, *, before: str) -> _Wording:
     return (f"no gradient any more, in {steps}", message, remedy)
 
 
-def _no_slope(names: Sequence[str], steps: str, *, ever: bool) -> _Wording:
+def _has_signal(history: History, layers: Sites, records: int) -> Mask:
+    """To which of `layers` something flows back at the newest sample of the last `records`: no less than to others that
+    have a gradient, so that rounding has not made it 0.
+    """
+    ago = own_samples(history, "signal_norm", sites=layers)
+    if not len(ago) or ago[-1] >= records:
+        return np.zeros(len(layers), dtype=bool)
+    signals, gradients = (history.at(name, ago[-1:])[0] for name in ("signal_norm", "grad_norm"))
+    others = signals[history.layout.layers][gradients[history.layout.layers] > 0]
+    least = float(np.fmin.reduce(others[others > 0], initial=np.inf))
+    return np.asarray((signals[layers] >= FADED_SHARE * least) & (signals[layers] < np.inf))
+
+
+def _flat_activation(history: History, layers: Sites, records: int) -> tuple[str, str]:
+    """The last activation after one of `layers` whose outputs lay in its flat part at the newest sample of the last
+    `records`, as a cause, and what to change; empty without one.
+    """
+    shares, ago = history.samples("saturated", records)
+    if not len(ago):
+        return "", ""
+    layout = history.layout
+    flat = layout.activations[shares[-1, layout.activations] >= FLAT_SHARE]
+    before = np.array([layer_before(history, int(site)) for site in flat], dtype=np.intp)
+    flat, before = flat[np.isin(before, layers)], before[np.isin(before, layers)]
+    if not len(flat):
+        return "", ""
+    site, share = layout.sites[flat[-1]], 100 * float(shares[-1, flat[-1]])
+    cause = f"the {site.module} {site.name}, {share:.0f} % of whose outputs lie in its flat part; or "
+    return cause, f"nn.LayerNorm after layer {layout.sites[before[-1]].name}, before the {site.module}; or "
+
+
+def _no_slope_inside(names: Sequence[str], steps: str) -> _Wording:
+    headline = f"its gradient was exactly 0 at each of {steps}, unlike what flows back to it"
+    message = (
+        f"The gradient of {name_text(names)} was exactly 0 at each of {steps}, while what flowed back to "
+        f"{'its output' if len(names) == 1 else 'their outputs'} was not: a hook that makes it 0, inputs that are all "
+        "0 or padding, or an operation without a slope inside the layer."
+    )
+    remedy = (
+        f"without the register_hook or register_post_accumulate_grad_hook on layer {names[-1]}, or inputs that are not "
+        "all 0."
+    )
+    return headline, message, remedy
+
+
+def _no_slope(names: Sequence[str], steps: str, *, ever: bool, flat: tuple[str, str]) -> _Wording:
+    """`flat`: as `_flat_activation` gives it."""
     headline = f"its gradient was exactly 0 at each of {steps}"
     message = (
-        f"The gradient of {name_text(names)} was exactly 0 at each of {steps}: a loss weight of 0, a mask "
-        "or padding that leaves nothing, an operation without a slope (round, sign, a comparison, a softmax or norm of "
-        f"one number), a hook that makes it 0, or units that are dead{'' if ever else ' from the start'}."
+        f"The gradient of {name_text(names)} was exactly 0 at each of {steps}: {flat[0]}a loss weight of 0, a "
+        "mask or padding that leaves nothing, a hook that makes it 0, an operation without a slope (round, sign, a "
+        "comparison, a clamp or an activation in its flat part, a softmax or norm of one number), or units that are "
+        f"dead{'' if ever else ' from the start'}."
     )
-    remedy = f"a weight above 0 for the loss of layer {names[-1]}, or straight through: x + (round(x) - x).detach()."
+    remedy = (
+        f"{flat[1]}a weight above 0 for the loss of layer {names[-1]}, no clamp of its outputs, or straight through: "
+        "x + (round(x) - x).detach()."
+    )
     return headline, message, remedy
 
 
@@ -255,10 +314,10 @@ def _no_loss(names: Sequence[str], steps: str) -> _Wording:
     headline = f"its gradient was exactly 0 at each of {steps}, and the loss is 0"
     message = (
         f"The gradient of {name_text(names)} was exactly 0 at each of {steps}, and the loss is exactly 0: a "
-        "loss weight of 0, a mask or padding that leaves nothing, a margin that nothing violates, or targets that CTC "
-        "cannot align, with zero_infinity=True."
+        "loss weight of 0, a mask or padding that leaves nothing, no reward yet, a margin that nothing violates, or "
+        "targets that CTC cannot align, with zero_infinity=True."
     )
-    return headline, message, "a loss weight above 0; and a look at targets, masks and lengths of a batch."
+    return headline, message, "a loss weight above 0; and a look at targets, rewards, masks and lengths of a batch."
 
 
 def _without_gradients(names: Sequence[str], steps: str) -> _Wording:
