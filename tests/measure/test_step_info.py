@@ -31,6 +31,15 @@ def test_a_scheduler_that_begins_at_0_makes_its_group_wait() -> None:
     assert learning_rate(optimizer) == {"lr": 0.0, "lr_waits": 1.0}
 
 
+@pytest.mark.parametrize(("first", "second"), [(True, True), (True, False), (False, False)])
+def test_an_optimizer_goes_up_the_loss_if_all_its_groups_do(first: bool, second: bool) -> None:
+    groups: list[dict[str, Any]] = [
+        {"params": [torch.zeros(1, requires_grad=True)], "maximize": upwards} for upwards in (first, second)
+    ]
+    numbers = learning_rate(torch.optim.SGD(groups, lr=0.1))
+    assert numbers == {"lr": 0.1} | ({"maximize": 1.0} if first and second else {})
+
+
 @pytest.mark.parametrize(("kind", "within"), [("Adam", True), ("NAdam", True), ("AdamW", False), ("SGD", False)])
 def test_a_decay_that_adam_divides_by_the_size_of_the_gradient(kind: str, within: bool) -> None:
     optimizer = getattr(torch.optim, kind)([torch.zeros(1, requires_grad=True)], lr=0.1, weight_decay=0.01)

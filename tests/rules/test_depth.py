@@ -300,6 +300,10 @@ def test_a_gradient_that_grew_with_its_loss(loss: float, severity: Severity | No
     assert found.remedy == (
         "a smaller lr in configure_optimizers, or Trainer(gradient_clip_val=2.4), the usual norm before."
     )
+    upwards = [{**row, "maximize": 1.0} for row in dying([1.0] * 20 + [loss] * 20, [1.0] * 20 + [3e3] * 20)]
+    found = only(judge_rows(Exploding(), net(), upwards)[-1])
+    assert found.message.endswith(": the optimizer goes up the loss, not down (maximize=True).")
+    assert found.remedy == "maximize=False in configure_optimizers, or a loss with the other sign."
 
 
 @pytest.mark.parametrize(

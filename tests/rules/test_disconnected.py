@@ -236,8 +236,8 @@ def test_a_gradient_that_was_always_zero() -> None:
     found = only(outcome[19])
     assert found.message == (
         "The gradient of layer fc0 was exactly 0 at each of 20 steps: a loss weight of 0, a mask or padding that "
-        "leaves nothing, a hook that makes it 0, an operation without a slope (round, sign, a comparison, a clamp or an "
-        "activation in its flat part, a softmax or norm of one number), or units that are dead from the start."
+        "leaves nothing, a hook that makes it 0, an operation without a slope (round, sign, a comparison, a clamp or "
+        "an activation in its flat part, a softmax or norm of one number), or units that are dead from the start."
     )
     assert found.remedy == (
         "a weight above 0 for the loss of layer fc0, no clamp of its outputs, or straight through: "

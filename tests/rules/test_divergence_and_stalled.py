@@ -313,9 +313,24 @@ def test_a_loss_that_falls_without_bound() -> None:
     assert found.message == (
         "The loss falls without bound, to -80, in size 80 times the largest of its first 10 steps (1), and the "
         "gradient is 200 times its first level: what is minimised has no minimum. Most often the sign of the loss is "
-        "wrong."
+        "wrong, or nll_loss gets logits without a log_softmax."
     )
-    assert found.remedy.startswith("return the loss, not its negative, from training_step;")
+    assert found.remedy == (
+        "return the loss, not its negative, from training_step; a reward or a log-likelihood needs the minus, and "
+        "nll_loss a log_softmax before it."
+    )
+
+
+def test_an_optimizer_that_goes_up_the_loss() -> None:
+    rows = [{**row, "maximize": 1.0} for row in jump()]
+    found = only(judge_steps(Divergence(), net(2), rows)[-1])
+    assert found.message == (
+        "The loss is 40, 40 times the largest of its first 10 steps (1), and the gradient is 20 times its first level: "
+        "the optimizer goes up the loss, not down (maximize=True)."
+    )
+    assert found.remedy == "maximize=False in configure_optimizers, or a loss with the other sign."
+    falls = [{**row, "maximize": 1.0} for row in jump(loss=-80.0, gradients=200.0)]
+    assert "without bound" not in only(judge_steps(Divergence(), net(2), falls)[-1]).message
 
 
 def test_a_loss_that_was_negative_at_first_is_said_to_be_so() -> None:

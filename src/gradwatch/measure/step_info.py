@@ -30,9 +30,9 @@ class StepInfo:
 
 def learning_rate(optimizer: Any) -> dict[str, float]:
     """`lr`, `momentum` and `weight_decay`, the first group's; `decay_in_gradient`, 1 where Adam adds that to the
-    gradient and divides by its size, as AdamW does not; `lr_highest`, where the groups differ; and `lr_waits`, 1 where
-    groups have a rate of 0 by a plan: a scheduler holds one there for now, or two or more have it, as in gradual
-    unfreezing. A rate mistaken is one group's.
+    gradient and divides by its size, as AdamW does not; `maximize`, 1 where all groups go up the loss; `lr_highest`,
+    where the groups differ; and `lr_waits`, 1 where groups have a rate of 0 by a plan: a scheduler holds one there for
+    now, or two or more have it, as in gradual unfreezing. A rate mistaken is one group's.
 
     Rates that are tensors are not read.
     """
@@ -52,6 +52,8 @@ def learning_rate(optimizer: Any) -> dict[str, float]:
     # Adam of torch 2.6 does not say so
     if "weight_decay" in numbers and groups[0].get("decoupled_weight_decay", type(optimizer) is not Adam) is False:
         numbers["decay_in_gradient"] = 1.0
+    if groups and all(group.get("maximize") is True for group in groups):
+        numbers["maximize"] = 1.0
     if len(groups) > 1:
         rates = [rate for group in groups if isinstance(rate := group.get("lr"), int | float)]
         if rates and max(rates) > min(rates):

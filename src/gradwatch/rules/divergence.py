@@ -15,7 +15,16 @@ from gradwatch.rules.evidence.applied_gradients import summed_passes
 from gradwatch.rules.evidence.baseline import LEVEL_RECORDS, first_steps, largest_first_loss, was_learnt
 from gradwatch.rules.evidence.gradient_jump import EFFECT_RECORDS
 from gradwatch.rules.evidence.jumps import last_jump
-from gradwatch.rules.evidence.learning_rates import RATE_JUMP_RATIO, RateJump, better_rate, rate_jump, rate_text
+from gradwatch.rules.evidence.learning_rates import (
+    MAXIMIZES,
+    MAXIMIZES_REMEDY,
+    RATE_JUMP_RATIO,
+    RateJump,
+    better_rate,
+    maximizes,
+    rate_jump,
+    rate_text,
+)
 from gradwatch.rules.evidence.recent_rows import ROUNDING, RecentRows
 from gradwatch.rules.evidence.records import is_own, number_of, own_losses, own_records
 from gradwatch.rules.evidence.samples import RECENT_RECORDS, own_samples
@@ -264,7 +273,9 @@ class Divergence:
         far = f"{size}{_times(value)} the largest of {first_steps(history, self.first_records)} ({start:.3g})"
         steeper_text = f"and the gradient is {_times(steeper)} its first level"
         headline = f"the loss went from {start:.3g} to {now:.3g}"
-        if now > 0:
+        if maximizes(history) and now > start:
+            message, remedy = f"The loss is {now:.3g}, {far}, {steeper_text}: {MAXIMIZES}", MAXIMIZES_REMEDY
+        elif now > 0 or maximizes(history):
             passes = summed_passes(history)
             cause = f"the steps are too large{rate_text(history, back=back)}"
             cause += ", or the loss is a sum where it should be a mean." if passes is None else f": {_adds_up(passes)}."
@@ -279,11 +290,12 @@ class Divergence:
         else:
             message = (
                 f"The loss falls without bound, to {now:.3g}, {far}, {steeper_text}: what is minimised has no minimum. "
-                "Most often the sign of the loss is wrong."
+                "Most often the sign of the loss is wrong, or nll_loss gets logits without a log_softmax."
             )
             headline = f"the loss falls without bound, to {now:.3g}"
             remedy = (
-                "return the loss, not its negative, from training_step; a reward or a log-likelihood needs the minus."
+                "return the loss, not its negative, from training_step; a reward or a log-likelihood needs the minus, "
+                "and nll_loss a log_softmax before it."
             )
         return [Finding(self.name, Severity.ERROR, TOTAL, (), value, self.loss, message, remedy, back, headline)]
 

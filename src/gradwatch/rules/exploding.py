@@ -29,7 +29,7 @@ from gradwatch.rules.evidence.layer_levels import (
     median_weight_change,
     weights_over_usual,
 )
-from gradwatch.rules.evidence.learning_rates import better_rate
+from gradwatch.rules.evidence.learning_rates import MAXIMIZES, MAXIMIZES_REMEDY, better_rate, maximizes
 from gradwatch.rules.evidence.onsets import is_first_record
 from gradwatch.rules.evidence.paths import NO_LAYER, Paths, paths
 from gradwatch.rules.evidence.recent_rows import RecentRows
@@ -312,10 +312,10 @@ class Exploding:
         back = streak(history, history.series("grad_norm") >= early * over)
         message = (
             f"The total gradient norm grew from {early:.2g} to {now:.2g} and the loss rose with it, from {loss[0]:.3g} "
-            f"to {loss[1]:.3g}: the steps are too large for this loss."
+            f"to {loss[1]:.3g}: {MAXIMIZES if maximizes(history) else 'the steps are too large for this loss.'}"
         )
         headline = f"the gradient norm grew from {early:.2g} to {now:.2g}"
-        remedy = better_rate(history, back=back)
+        remedy = MAXIMIZES_REMEDY if maximizes(history) else better_rate(history, back=back)
         return Finding(self.name, severity, TOTAL, (), growth, self.total_dex, message, remedy, back, headline)
 
 

@@ -31,6 +31,12 @@ LONG_MOMENTUM = 0.97
 """Momentum from which alerts name it: usual values go up to 0.95. Judgement."""
 
 
+MAXIMIZES = "the optimizer goes up the loss, not down (maximize=True)."
+"""The cause where the loss rises and `maximizes`."""
+
+MAXIMIZES_REMEDY = "maximize=False in configure_optimizers, or a loss with the other sign."
+
+
 @dataclass(frozen=True, slots=True)
 class RateJump:
     """A learning rate many times that of the step before."""
@@ -75,6 +81,11 @@ def rate_jump(history: History, *, back: int = 1, records: int = EFFECT_RECORDS)
     since, there = own[place : place + 2].tolist()
     after_gap = history.has_gaps(since - there + 1, back=there)
     return RateJump(float(known[place + 1]), float(known[place]), there, after_gap)
+
+
+def maximizes(history: History) -> bool:
+    """Whether the optimizer of the latest record is meant to raise the loss."""
+    return number_of(history, "maximize") == 1
 
 
 def rate_text(history: History, *, back: int = 1) -> str:
