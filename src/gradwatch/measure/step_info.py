@@ -52,7 +52,7 @@ def learning_rate(optimizer: Any) -> dict[str, float]:
     # Adam of torch 2.6 does not say so
     if "weight_decay" in numbers and groups[0].get("decoupled_weight_decay", type(optimizer) is not Adam) is False:
         numbers["decay_in_gradient"] = 1.0
-    if groups and all(group.get("maximize") is True for group in groups):
+    if groups and groups[0].get("maximize") is True and all(group.get("maximize") is True for group in groups[1:]):
         numbers["maximize"] = 1.0
     if len(groups) > 1:
         rates = [rate for group in groups if isinstance(rate := group.get("lr"), int | float)]
