@@ -177,7 +177,7 @@ def test_one_batch_that_throws_the_weights() -> None:
     rows = [*steps(30), *steps(1, gradients=50.0, updates=4.0, batch=30.0), *steps(1, loss=7.0)]
     found = only(judge_steps(Divergence(), net(2), rows)[-1])
     assert found.message.endswith(
-        "The gradient at batch 30, 1 step before, was 50 times the highest of the 20 steps until then: that one batch "
+        "The gradient at batch 30, at step 30, was 50 times the highest of the 20 steps until then: that one batch "
         "threw the weights far off."
     )
     assert found.remedy == "Trainer(gradient_clip_val=1.4), the highest norm of the 20 steps before it."
@@ -189,7 +189,7 @@ def test_a_jump_of_the_gradient_that_is_known_to_do_no_more_is_not_blamed() -> N
     far = {"loss": 40.0, "gradients": 50.0, "lr": 0.1}
     found = only(judge_steps(Divergence(), net(2), [*steps(30), large_step, *[far] * 4])[-1])
     assert found.message.endswith(
-        "the gradient at batch 30 of epoch 2, 4 steps before, was 50 times the highest of the 20 steps until then."
+        "the gradient at batch 30 of epoch 2, at step 30, was 50 times the highest of the 20 steps until then."
     )
     assert found.headline == "the gradient at batch 30 of epoch 2 was 50 times the highest of the 20 steps before"
     rows = [*steps(29), *steps(1, updates=0.5), large_step, *[far] * 4]

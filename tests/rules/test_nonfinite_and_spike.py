@@ -76,7 +76,7 @@ def test_nonfinite_after_a_jolt_or_a_jump_of_the_rate_says_so() -> None:
         judge_rows(Nonfinite(), net(3), [*noise(30, layers=3, dex=0), large_step, {"gradients": 2.0}, end])[-1]
     )
     assert found.message == (
-        "No layer has a finite gradient at batch 32; it exploded: the gradient at batch 30, 2 steps before, was 50 "
+        "No layer has a finite gradient at batch 32; it exploded: the gradient at batch 30, at step 30, was 50 "
         "times the highest of the 20 steps until then."
     )
     assert found.remedy == "Trainer(gradient_clip_val=1.7), the highest norm of the 20 steps before it."

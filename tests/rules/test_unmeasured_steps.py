@@ -86,10 +86,10 @@ def test_a_lower_rate_was_so_many_steps_before() -> None:
     assert rate_text(history) == f" (lr=0.9, 9 times that of {8 * EVERY} steps before)"
 
 
-def test_a_gradient_jumped_so_many_steps_before() -> None:
+def test_a_gradient_jumped_at_that_step() -> None:
     found = gradient_jump(played((30, {}), (1, {"gradients": 100.0}), (4, {})))
     assert found is not None
-    assert "20 steps before, was 100 times the highest of the 20 measured steps until then" in found.cause
+    assert f"at step {30 * EVERY} was 100 times the highest of the 20 measured steps until then" in found.cause
     assert found.text.endswith("the highest of the 20 measured steps before")
     assert found.remedy.endswith("the highest norm of the 20 measured steps before it.")
 

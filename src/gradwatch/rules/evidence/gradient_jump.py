@@ -9,7 +9,7 @@ import numpy as np
 from gradwatch.core.history import History
 from gradwatch.rules.evidence.applied_gradients import clipping_limit
 from gradwatch.rules.evidence.records import is_own, row_of
-from gradwatch.rules.evidence.wording import batch_text, distance_text, ratio_text, steps_text
+from gradwatch.rules.evidence.wording import batch_text, ratio_text, steps_text
 
 EFFECT_RECORDS = 5
 """Records within which the effect of a gradient jump shows. Judgement."""
@@ -44,8 +44,8 @@ class GradientJump:
     """The highest norm before it."""
     before: str
     """'20 steps': how many records before it `highest` is of."""
-    ago: str
-    """'7 steps', from it to the latest record; empty where it is that."""
+    step: int | None
+    """The step at which it was; None for the latest record, which an alert is about anyway."""
     batch: str
     """' at batch 17 of epoch 2', as far as that is known."""
     threw: bool
@@ -61,7 +61,9 @@ class GradientJump:
     @property
     def cause(self) -> str:
         """A sentence, without a capital."""
-        when = f"{self.batch}, {self.ago} before," if self.ago else self.batch
+        when = self.batch
+        if self.step is not None:
+            when = f"{when}, at step {self.step}," if when else f" at step {self.step}"
         times = ratio_text(np.log10(self.ratio))
         jumped = f"the gradient{when} was {times} times the highest of the {self.before} until then"
         return f"{jumped}: that one batch threw the weights far off." if self.threw else f"{jumped}."
@@ -112,8 +114,8 @@ def gradient_jump(history: History, *, back: int = 1) -> GradientJump | None:
             gone, ratio = int(backs[place]), float(totals[place]) / highest
             batch, limit = batch_text(history, back=gone), clipping_limit(history)
             before = steps_text(history, len(earlier), back=gone)
-            ago = distance_text(history, gone) if gone > 1 else ""
-            return GradientJump(gone, ratio, highest, before, ago, batch, threw, limit)
+            step = history.steps[-gone] if gone > 1 else None
+            return GradientJump(gone, ratio, highest, before, step, batch, threw, limit)
     return None
 
 
