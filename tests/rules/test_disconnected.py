@@ -164,6 +164,29 @@ def test_a_layer_whose_gradient_stops() -> None:
         )
 
 
+@pytest.mark.parametrize("history", [net(3), History(layout(["fc0", "fc1", "fc2"]), capacity=256)], ids=["all", "few"])
+def test_a_gradient_that_has_stopped_is_reported_for_as_long_as_it_is_away(history: History) -> None:
+    """Also when the history no longer has the records with a gradient."""
+    outcome = judge_rows(Disconnected(), history, [{}] * 60 + [{"codes": GONE}] * 1100)
+    assert silent(outcome[:159])
+    assert all(outcome[159:])
+    assert all(found.sites == ("fc1",) for found in map(only, outcome[159:]))
+
+
+def test_a_parameter_whose_gradient_stops() -> None:
+    found = only(
+        judge_rows(Disconnected(), net(3), [{}] * 50 + [{"codes": {"fc1.bias": Missing.NO_GRADIENT}}] * 100)[-1]
+    )
+    assert found.message.startswith("Parameter fc1.bias had a gradient at each of 50 steps, and none in the 100 steps")
+    assert found.remedy.startswith("no detach() or no_grad() between parameter fc1.bias and the loss;")
+
+
+def test_heads_that_take_turns() -> None:
+    history = History(layout(["body", "heads.0", "heads.1"]))
+    away = [{"codes": {f"heads.{head}": Missing.NO_GRADIENT}} for head in (1, 0)]
+    assert silent(judge_rows(Disconnected(), history, [{}, *(away[row // 150 % 2] for row in range(900))]))
+
+
 def test_a_model_whose_gradients_stop() -> None:
     """As where training_step returns None for each loss that is not finite: nothing trains any more."""
     nothing = {"codes": dict.fromkeys(net(3).layout.index, Missing.NO_GRADIENT)}
@@ -173,6 +196,11 @@ def test_a_model_whose_gradients_stop() -> None:
     assert (found.sites, found.back, found.value) == (("fc0", "fc1", "fc2"), 20, 20.0)
     assert found.message.startswith("No watched layer got a gradient in 20 steps: backward() is not called before the")
     assert silent(judge_rows(Disconnected(), net(3), ([{}] * 7 + [nothing] * 19) * 10))
+    late = judge_rows(Disconnected(), net(3), [{}] * 5 + [{"codes": GONE}] * 40 + [nothing] * 20)
+    assert only(late[-1]).back == 20, "the model's, not that of the layer that was lost before"
+    lenient = judge_rows(Disconnected(unused_records=200), net(3), [{}] * 30 + [nothing] * 200)
+    assert silent(lenient[:-1])
+    assert "in 200 steps: backward() is not called" in only(lenient[-1]).message
 
 
 @pytest.mark.parametrize(

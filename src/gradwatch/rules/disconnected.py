@@ -16,7 +16,7 @@ from gradwatch.core.record import MEASURED, Codes, Floats, Layout, Mask, Missing
 from gradwatch.rules.evidence.depth import faded
 from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.records import is_alone, own_losses, row_of
-from gradwatch.rules.evidence.samples import forward_order, layer_before, own_samples
+from gradwatch.rules.evidence.samples import forward_order, in_run_order, layer_before, own_samples
 from gradwatch.rules.evidence.wording import capitalized, name_text, steps_text
 from gradwatch.rules.rule import require_positive
 
@@ -78,11 +78,11 @@ class Disconnected:
         ]
 
     def _without_gradient(self, history: History, sites: Sites) -> list[Finding]:
-        layout, found = history.layout, list[Finding]()
-        limit = self.unused_records if self._nowhere(history, self.unused_records) else self.lost_records
+        layout, found, lately = history.layout, list[Finding](), self._nowhere(history, self.unused_records)
+        limit = self.unused_records if lately else self.lost_records
         for records, shorter in zip(self._looks, (0, *self._looks), strict=False):
             if shorter <= limit < records:
-                found = self._no_longer(history, _without_parts(layout, sites)[0], limit)
+                found = self._no_longer(history, *_without_parts(layout, sites), limit=limit, nowhere=lately)
             sites = sites[~(history.codes(records)[:, sites] == MEASURED).any(axis=0)]
         sites, owners = _without_parts(layout, sites)
         whole = sites == owners
@@ -112,23 +112,38 @@ class Disconnected:
                 found.append(self._finding(names, counts, wanted[kind & unhealthy], wording, back))
         return found
 
-    def _no_longer(self, history: History, sites: Sites, limit: int) -> list[Finding]:
-        """What had a gradient at each of `steady_records`, or at any if no layer has one now; then none at `limit`."""
-        codes = history.codes(self.rare_records)[:, sites]
-        gradients, absent, place = codes == MEASURED, codes == NO_GRADIENT, np.arange(len(codes))[:, None]
-        last = np.where(gradients, place, -1).max(axis=0, initial=-1)
-        gap = np.where(absent & (place < last), place, -1).max(axis=0, initial=-1)
-        steady, counts = (gradients & (place > gap)).sum(axis=0), (absent & (place > last)).sum(axis=0)
-        nowhere = limit < self.lost_records
-        lost = (steady >= (1 if nowhere else self.steady_records)) & (counts >= limit)
-        if not lost.any():
+    def _no_longer(self, history: History, sites: Sites, owners: Sites, *, limit: int, nowhere: bool) -> list[Finding]:
+        """What had a gradient at each of `steady_records`, or at any if `nowhere` is one now, and then none at `limit`.
+        `owners`: the layers of `sites`.
+        """
+        codes = history.codes(self.rare_records)
+        there = (codes[:, sites] == MEASURED).any(axis=0)
+        if not nowhere:  # experts and heads may take turns
+            rests = _have_running_siblings(history, owners, self.unused_records) & ~_ran_lately(history, owners, limit)
+            there &= (owners != sites) | ~rests
+        if not there.any():
             return []
-        sites, counts = sites[lost], counts[lost]
-        codes, names = history.codes(len(history))[:, sites], history.layout.names(_as_they_run(history.layout, sites))
-        back, steps = _begun(codes == MEASURED, codes == NO_GRADIENT, codes), steps_text(history, int(counts.min()))
-        before = steps_text(history, self.steady_records, back=back + 1)
-        wording = _no_backward(names, steps) if nowhere else _stopped(names, steps, before=before)
-        return [self._finding(names, counts, np.full(len(counts), limit), wording, back)]
+        sites, owners, codes = sites[there], owners[there], codes[:, sites[there]]
+        gradients, absent, place = codes == MEASURED, codes == NO_GRADIENT, np.arange(len(codes))[:, None]
+        last = np.where(gradients, place, -1).max(axis=0)
+        gap = np.where(absent & (place < last), place, -1).max(axis=0)
+        steady, counts = (gradients & (place > gap)).sum(axis=0), (absent & (place > last)).sum(axis=0)
+        enough = np.full(len(sites), 1 if nowhere else self.steady_records)
+        if len(history) > len(codes) or not history.whole:  # the others may have been before these
+            enough = np.minimum(enough, (gradients | absent).sum(axis=0) - counts)
+        lost, found = (steady >= enough) & (counts >= limit), []
+        for chosen in (lost & (owners == sites), lost & (owners != sites)):
+            if not chosen.any():
+                continue
+            own, kind = sites[chosen], "layer" if (owners == sites)[chosen].all() else "parameter"
+            names, latest = history.layout.names(_as_they_run(history.layout, own)), own[counts[chosen].argmin()]
+            codes = history.codes(len(history))[:, [latest]]
+            back = _begun(codes == MEASURED, codes == NO_GRADIENT, codes)
+            steps = steps_text(history, int(counts[chosen].min()))
+            before = steps_text(history, min(self.steady_records, int(steady[chosen].min())), back=back + 1)
+            wording = _no_backward(names, steps) if nowhere else _stopped(names, steps, before=before, kind=kind)
+            found.append(self._finding(names, counts[chosen], np.full(len(own), limit), wording, back))
+        return found
 
     def _arrived(self, history: History, sites: Sites) -> Mask:
         """Which of `sites`, without a gradient at any step, had one in a backward pass. With several optimizers it may
@@ -164,8 +179,8 @@ class Disconnected:
         records = int(zeros.min())
         flat = _flat_activation(history, layers, records)
         no_slope = _no_loss if nothing else partial(_no_slope, ever=ever, flat=flat)
-        found, inside = [], ~cleared & _has_signal(history, layers, records)
-        for kind, text in ((cleared, _cleared), (inside, _no_slope_inside), (~cleared & ~inside, no_slope)):
+        found, inside = [], bool(_has_signal(history, layers, records)[~cleared].all())
+        for kind, text in ((cleared, _cleared), (~cleared, _no_slope_inside if inside else no_slope)):
             if kind.any():
                 names, counts = history.layout.names(_as_they_run(history.layout, layers[kind])), zeros[kind]
                 back = _begun(norms[:, kind] > 0, norms[:, kind] == 0, codes[:, kind])
@@ -206,6 +221,13 @@ def _begun(gradients: Mask, absent: Mask, codes: Codes) -> int:
     return n - int(later.argmax(axis=0).min())
 
 
+def _ran_lately(history: History, layers: Sites, records: int) -> Mask:
+    """Which of `layers` ran at the newest sample of the last `records`; none without one."""
+    if history.age("run_order") >= records:
+        return np.zeros(len(layers), dtype=bool)
+    return ~np.isnan(row_of(history, "run_order", back=history.age("run_order") + 1)[layers])
+
+
 def _ran_without_gradients(history: History, sites: Sites) -> Mask:
     """Which of `sites` ran at the newest sample of outputs, at which none of theirs had gradients enabled."""
     back = history.age("output_rms") + 1
@@ -237,13 +259,13 @@ def _no_backward(names: Sequence[str], steps: str) -> _Wording:
     return (f"no gradient in {steps}", message, remedy)
 
 
-def _stopped(names: Sequence[str], steps: str, *, before: str) -> _Wording:
+def _stopped(names: Sequence[str], steps: str, *, before: str, kind: str) -> _Wording:
     message = (
-        f"{capitalized(name_text(names))} had a gradient at each of {before}, and none in the {steps} since: "
+        f"{capitalized(name_text(names, kind))} had a gradient at each of {before}, and none in the {steps} since: "
         "detach(), torch.no_grad() or another branch of forward cuts the way to the loss."
     )
     remedy = (
-        f"no detach() or no_grad() between layer {names[-1]} and the loss; if its training is meant to end there, "
+        f"no detach() or no_grad() between {kind} {names[-1]} and the loss; if its training is meant to end there, "
         "requires_grad_(False)."
     )
     return (f"no gradient any more, in {steps}", message, remedy)
@@ -269,9 +291,9 @@ def _flat_activation(history: History, layers: Sites, records: int) -> tuple[str
     shares, ago = history.samples("saturated", records)
     if not len(ago):
         return "", ""
-    layout = history.layout
-    flat = layout.activations[shares[-1, layout.activations] >= FLAT_SHARE]
-    before = np.array([layer_before(history, int(site)) for site in flat], dtype=np.intp)
+    layout, back = history.layout, 1 + int(ago[-1])
+    flat = in_run_order(history, layout.activations[shares[-1, layout.activations] >= FLAT_SHARE], back=back)
+    before = np.array([layer_before(history, int(site), back=back) for site in flat], dtype=np.intp)
     flat, before = flat[np.isin(before, layers)], before[np.isin(before, layers)]
     if not len(flat):
         return "", ""

@@ -268,9 +268,14 @@ def _streak(history: History, sites: Sites, code: int) -> int:
 
 
 def _stood_at_a_sample(history: History) -> bool:
-    """Whether any parameter has stood still at a sample, in spite of a gradient: between samples it may do so still."""
+    """Whether any parameter stood still at its last sample, in spite of a gradient: since then it may do so still."""
     (updates, ago), parameters = history.samples("update_ratio", RECENT_RECORDS), history.layout.parameters
-    return bool(((updates == 0) & (history.at("grad_norm", ago) > 0))[:, parameters].any())
+    if not len(ago):
+        return False
+    known = ~np.isnan(updates := updates[:, parameters])
+    last = len(ago) - 1 - known[::-1].argmax(axis=0), np.arange(len(parameters))
+    gradients = history.at("grad_norm", ago)[:, parameters]
+    return bool(((updates[last] == 0) & (gradients[last] > 0)).any())
 
 
 def _is_reached(history: History, layers: Sites) -> Mask:

@@ -198,7 +198,7 @@ class Spike:
             who = f"The gradient of {name_text(names)}"
         whose = "its norm" if whole or len(names) == 1 else f"that of layer {layer}"
         times = ratio_text(jumps[shown])
-        normal = [steps_text(history, count, back=back, kind="normal ") for count in counts.tolist()]
+        normal = [steps_text(history, count, back=back + 1, kind="normal ") for count in counts.tolist()]
         message = (
             f"{who} jumped{batch_text(history, back=back)}, {whose} to {now[sites[shown]]:.2g}, {times} "
             f"times the highest of its last {normal[shown]}, in {len(layers)} of {measured} layers. "
@@ -265,7 +265,7 @@ def _clipping(history: History, window: int, back: int, of_layer: str) -> str:
         return "Trainer(gradient_clip_val=...), with the usual norm of the gradient."
     if norms[-back, 0] <= highest:
         return of_layer
-    steps = steps_text(history, len(normal), back=back, kind="normal ")
+    steps = steps_text(history, len(normal), back=back + 1, kind="normal ")
     return f"Trainer(gradient_clip_val={highest:.2g}), the highest norm of the whole model in {steps}."
 
 

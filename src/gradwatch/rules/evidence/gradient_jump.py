@@ -113,7 +113,7 @@ def gradient_jump(history: History, *, back: int = 1) -> GradientJump | None:
             threw = moved >= LARGE_UPDATE > last
             gone, ratio = int(backs[place]), float(totals[place]) / highest
             batch, limit = batch_text(history, back=gone), clipping_limit(history)
-            before = steps_text(history, len(earlier), back=gone)
+            before = steps_text(history, len(earlier), back=gone + 1)
             step = history.steps[-gone] if gone > 1 else None
             return GradientJump(gone, ratio, highest, before, step, batch, threw, limit)
     return None

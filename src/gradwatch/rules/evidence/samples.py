@@ -98,10 +98,12 @@ def in_run_order(history: History, sites: Sites, *, back: int = 1) -> Sites:
     return sites[np.argsort(places)][: np.count_nonzero(~np.isnan(places))]
 
 
-def layer_before(history: History, activation: int) -> int:
-    """Site index of the layer that ran last before `activation`; the one before it in the model while unknown."""
+def layer_before(history: History, activation: int, *, back: int = 1) -> int:
+    """Site index of the layer that ran last before `activation` at the record `back` from the end; the one before it in
+    the model while unknown.
+    """
     layout = history.layout
-    ran = in_run_order(history, np.append(layout.layers, activation))
+    ran = in_run_order(history, np.append(layout.layers, activation), back=back)
     at = np.flatnonzero(ran == activation)
     return int(ran[at[0] - 1]) if len(at) and at[0] else layout.sites[activation].layer
 

@@ -38,10 +38,8 @@ class RunLine:
     health: str
     """As `sinks.incident_line` has it."""
     found: str
-    steps: int
-    recorded: int
-    """Steps that the loss and the picture are of: fewer than `steps` where the run was resumed in another folder, or
-    not every step was measured."""
+    steps: str
+    """How many, and how many of them are recorded here where the run was resumed in another folder."""
     began: float
     """Seconds since the epoch; 0 where it is not known."""
     loss: str
@@ -50,6 +48,15 @@ class RunLine:
     """The learning rate: the first, the highest and the last."""
     settings: dict[str, str]
     picture: str
+
+
+def _steps(data: RunData) -> str:
+    verdict, recorded = data.verdict, data.summary.steps
+    if recorded < verdict.steps:
+        return f"{recorded:,} of {verdict.steps:,} recorded here"
+    if verdict.run_steps is not None:
+        return f"{verdict.run_steps:,}, {verdict.steps:,} of them measured"
+    return f"{verdict.steps:,}"
 
 
 def line_of(data: RunData, path: Path, name: str, rates: tuple[float, float, float] | None) -> RunLine:
@@ -67,8 +74,7 @@ def line_of(data: RunData, path: Path, name: str, rates: tuple[float, float, flo
         name,
         health_of(verdict, ended=data.ended),
         data.status.partition(": ")[2] if loud else verdict.stuck or "none",
-        verdict.run_steps or verdict.steps,
-        data.summary.steps,
+        _steps(data),
         data.meta.get("started", 0.0),
         loss,
         curve,

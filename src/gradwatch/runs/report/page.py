@@ -61,7 +61,8 @@ def page(data: RunData, *, source: str = "") -> str:
     notes = [f"Intervention: {text}" for text in verdict.interventions]
     notes += [f"Note: {text}" for text in (*verdict.notes, *data.notes)]
     if summary.steps < verdict.steps:
-        notes.append(f"Note: the pictures and the table are of the {summary.steps:,} steps that are recorded here")
+        steps = f"{'measured ' * (verdict.run_steps is not None)}steps"
+        notes.append(f"Note: the pictures and the table are of the {summary.steps:,} {steps} that are recorded here")
     headline = f"{len(serious)} incident{'s' * (len(serious) > 1)}" if serious else data.status
     return render(
         "report.html",
