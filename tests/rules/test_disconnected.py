@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -14,7 +15,7 @@ from gradwatch.core.history import History
 from gradwatch.core.record import Missing
 from gradwatch.rules import Disconnected, Frozen
 from models import module_of
-from synthetic_history import INF, NAN, judge_rows, judge_steps, layout, net, only, silent
+from synthetic_history import INF, NAN, append, judge_rows, judge_steps, layout, net, only, silent
 from training import fit, train
 
 GONE = {"fc1": Missing.NO_GRADIENT}
@@ -171,6 +172,14 @@ def test_a_gradient_that_has_stopped_is_reported_for_as_long_as_it_is_away(histo
     assert silent(outcome[:159])
     assert all(outcome[159:])
     assert all(found.sites == ("fc1",) for found in map(only, outcome[159:]))
+
+
+def test_what_was_before_the_history_is_no_gradient() -> None:
+    """Of a run that is resumed without its history."""
+    history = net(3)
+    sites = len(history.layout)
+    append(history, 500, values={"grad_norm": np.ones(sites)}, scalars={}, codes=np.zeros(sites, dtype=np.int8))
+    assert silent(judge_rows(Disconnected(), history, [{}] * 20 + [{"codes": GONE}] * 200))
 
 
 def test_a_parameter_whose_gradient_stops() -> None:

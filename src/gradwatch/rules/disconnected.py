@@ -129,7 +129,7 @@ class Disconnected:
         gap = np.where(absent & (place < last), place, -1).max(axis=0)
         steady, counts = (gradients & (place > gap)).sum(axis=0), (absent & (place > last)).sum(axis=0)
         enough = np.full(len(sites), 1 if nowhere else self.steady_records)
-        if len(history) > len(codes) or not history.whole:  # the others may have been before these
+        if len(codes) >= min(self.rare_records, history.capacity):  # the others may have been before these
             enough = np.minimum(enough, (gradients | absent).sum(axis=0) - counts)
         lost, found = (steady >= enough) & (counts >= limit), []
         for chosen in (lost & (owners == sites), lost & (owners != sites)):
