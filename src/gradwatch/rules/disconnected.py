@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -78,11 +78,8 @@ class Disconnected:
         ]
 
     def _without_gradient(self, history: History, sites: Sites) -> list[Finding]:
-        layout, found, lately = history.layout, list[Finding](), self._nowhere(history, self.unused_records)
-        limit = self.unused_records if lately else self.lost_records
-        for records, shorter in zip(self._looks, (0, *self._looks), strict=False):
-            if shorter <= limit < records:
-                found = self._no_longer(history, *_without_parts(layout, sites), limit=limit, nowhere=lately)
+        layout, found = history.layout, self._no_longer(history, sites)
+        for records in self._looks:
             sites = sites[~(history.codes(records)[:, sites] == MEASURED).any(axis=0)]
         sites, owners = _without_parts(layout, sites)
         whole = sites == owners
@@ -112,10 +109,14 @@ class Disconnected:
                 found.append(self._finding(names, counts, wanted[kind & unhealthy], wording, back))
         return found
 
-    def _no_longer(self, history: History, sites: Sites, owners: Sites, *, limit: int, nowhere: bool) -> list[Finding]:
-        """What had a gradient at each of `steady_records`, or at any if `nowhere` is one now, and then none at `limit`.
-        `owners`: the layers of `sites`.
+    def _no_longer(self, history: History, sites: Sites) -> list[Finding]:
+        """What of `sites` had a gradient at each of `steady_records`, then at none of `lost_records`. Where no layer has
+        one: at any, then at none of `unused_records`.
         """
+        nowhere = self._nowhere(history, self.unused_records)
+        limit = self.unused_records if nowhere else self.lost_records
+        sites = sites[~(history.codes(limit)[:, sites] == MEASURED).any(axis=0)]
+        sites, owners = _without_parts(history.layout, sites)
         codes = history.codes(self.rare_records)
         there = (codes[:, sites] == MEASURED).any(axis=0)
         if not nowhere:  # experts and heads may take turns
@@ -132,10 +133,10 @@ class Disconnected:
         if len(codes) >= min(self.rare_records, history.capacity):  # the others may have been before these
             enough = np.minimum(enough, (gradients | absent).sum(axis=0) - counts)
         lost, found = (steady >= enough) & (counts >= limit), []
-        for chosen in (lost & (owners == sites), lost & (owners != sites)):
+        for kind, chosen in (("layer", lost & (owners == sites)), ("parameter", lost & (owners != sites))):
             if not chosen.any():
                 continue
-            own, kind = sites[chosen], "layer" if (owners == sites)[chosen].all() else "parameter"
+            own = sites[chosen]
             names, latest = history.layout.names(_as_they_run(history.layout, own)), own[counts[chosen].argmin()]
             codes = history.codes(len(history))[:, [latest]]
             back = _begun(codes == MEASURED, codes == NO_GRADIENT, codes)
@@ -176,11 +177,14 @@ class Disconnected:
         ever, cleared = history.steps[0] > 0 or bool((norms > 0).any()), self._arrived(history, layers)
         losses = own_losses(history, self.zero_records)
         nothing = history.total == 0 and len(losses) and not losses.any()
-        records = int(zeros.min())
-        flat = _flat_activation(history, layers, records)
-        no_slope = _no_loss if nothing else partial(_no_slope, ever=ever, flat=flat)
-        found, inside = [], bool(_has_signal(history, layers, records)[~cleared].all())
-        for kind, text in ((cleared, _cleared), (~cleared, _no_slope_inside if inside else no_slope)):
+        records, found = int(zeros.min()), []
+        if _has_signal(history, layers, records)[~cleared].all():
+            why: Callable[[Sequence[str], str], _Wording] = _no_slope_inside
+        elif nothing:
+            why = _no_loss
+        else:
+            why = partial(_no_slope, ever=ever, flat=_flat_activation(history, layers, records))
+        for kind, text in ((cleared, _cleared), (~cleared, why)):
             if kind.any():
                 names, counts = history.layout.names(_as_they_run(history.layout, layers[kind])), zeros[kind]
                 back = _begun(norms[:, kind] > 0, norms[:, kind] == 0, codes[:, kind])
