@@ -300,8 +300,7 @@ class Verdict:
         if not self.ended:
             return f"GradWatch: nothing found so far. {what}"
         if self.stuck:
-            measured = "measured " * (self.run_steps is not None)
-            return f"GradWatch: nothing found in {self.steps} {measured}steps; {self.stuck}. {what}"
+            return f"GradWatch: nothing found in {self.steps} {step_word(self)}s; {self.stuck}. {what}"
         return f"GradWatch: healthy. {what}"
 
     def _lines(self, incidents: Iterable[Alert]) -> list[str]:
@@ -331,6 +330,11 @@ class Verdict:
         lines += [f"Not trained, {reason}: {short_list(names)}" for reason, names in self.untrained_by_reason.items()]
         lines += [f"Intervention: {effect}" for effect in self.interventions]
         return lines + [f"Note: {note}" for note in self.notes]
+
+
+def step_word(verdict: Verdict) -> str:
+    """'step', or 'measured step' where others of the run were not measured."""
+    return "step" if verdict.run_steps is None else "measured step"
 
 
 def wrapped(line: str, width: int) -> list[str]:

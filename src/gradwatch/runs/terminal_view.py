@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from gradwatch.core.alert import step_word
 from gradwatch.core.printable import printable
 from gradwatch.runs.names import counted, extent_of
 from gradwatch.runs.report.run_data import RunData
@@ -62,11 +63,9 @@ def _head(data: RunData, name: str, width: int) -> list[Text | str]:
     verdict = data.verdict
     loud = data.loud
     state = "ended" if data.ended else "under way, or cut off"
-    recorded = f"{data.summary.steps:,} of " * (data.summary.steps < verdict.steps)
     steps = extent_of(verdict.steps, verdict.run_steps)
-    if recorded:
-        measured = "measured " * (verdict.run_steps is not None)
-        steps = f"{recorded}{counted(verdict.steps, f'{measured}step')} recorded here"
+    if data.summary.steps < verdict.steps:
+        steps = f"{data.summary.steps:,} of {counted(verdict.steps, step_word(verdict))} recorded here"
     extent = f"{counted(verdict.layers, 'layer')}, {steps}"
     facts = f"{extent}, {state}: {printable(name)}"
     style = STYLES[loud[0].severity] if loud else "bold green"

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from gradwatch.core.alert import Alert, Severity, Verdict, short_list
+from gradwatch.core.alert import Alert, Severity, Verdict, short_list, step_word
 from gradwatch.core.record import Missing
 from gradwatch.core.statistics import CATALOGUE
 from gradwatch.runs.names import moment, with_short_names
@@ -61,8 +61,8 @@ def page(data: RunData, *, source: str = "") -> str:
     notes = [f"Intervention: {text}" for text in verdict.interventions]
     notes += [f"Note: {text}" for text in (*verdict.notes, *data.notes)]
     if summary.steps < verdict.steps:
-        steps = f"{'measured ' * (verdict.run_steps is not None)}steps"
-        notes.append(f"Note: the pictures and the table are of the {summary.steps:,} {steps} that are recorded here")
+        steps = f"{summary.steps:,} {step_word(verdict)}s"
+        notes.append(f"Note: the pictures and the table are of the {steps} that are recorded here")
     headline = f"{len(serious)} incident{'s' * (len(serious) > 1)}" if serious else data.status
     return render(
         "report.html",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gradwatch.core.alert import Alert, Severity, Verdict, wrapped
+from gradwatch.core.alert import Alert, Severity, Verdict, step_word, wrapped
 from gradwatch.core.arguments import check_whole
 from gradwatch.core.block import Block
 from gradwatch.core.printable import printable
@@ -79,8 +79,7 @@ class Console:
             if (column != "zero" or not np.isnan(summary.zeros).all()) and (column != "size" or width >= BAR_FROM)
         ]
         if summary.steps < verdict.steps:
-            measured = "measured " * (verdict.run_steps is not None)
-            notes.append(f"numbers: of the {summary.steps:,} {measured}steps since the run was resumed")
+            notes.append(f"numbers: of the {summary.steps:,} {step_word(verdict)}s since the run was resumed")
         if of := summary.grad_norm.median_of:
             notes.insert(1, f"median: {of}")
         if len(shown) < len(layers):
