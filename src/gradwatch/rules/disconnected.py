@@ -110,8 +110,8 @@ class Disconnected:
         return found
 
     def _no_longer(self, history: History, sites: Sites) -> list[Finding]:
-        """What of `sites` had a gradient at each of `steady_records`, then at none of `lost_records`. Where no layer has
-        one: at any, then at none of `unused_records`.
+        """What of `sites` had a gradient at each of `steady_records`, then none at `lost_records`; where no layer has
+        one: a gradient at any record, then none at `unused_records`.
         """
         nowhere = self._nowhere(history, self.unused_records)
         limit = self.unused_records if nowhere else self.lost_records
