@@ -88,7 +88,11 @@ def fit(folder: Path, kind: str, after: float, watched: bool) -> int:
         quiet_trainer(*watches, max_steps=1).fit(module, DataLoader(torch.randn(4, 4), batch_size=4))
     if hooks_on(module, *trainer.optimizers):
         return HOOKS_LEFT
-    if any("failed" in line for line in (*said, *(note for watch in watches for note in watch.verdict.notes))):
+    failures = [
+        line for line in (*said, *(note for watch in watches for note in watch.verdict.notes)) if "failed" in line
+    ]
+    if failures:
+        (folder / "failures").write_text("\n".join(failures), encoding="utf-8")
         return WE_FAILED
     return status
 

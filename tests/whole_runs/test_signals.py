@@ -37,7 +37,8 @@ def fits(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_fit_ends_as_without_us(fits: tuple[Path, dict[str, Any]], kind: str) -> None:
-    _, statuses = fits
+    folder, statuses = fits
+    assert [path.read_text() for path in folder.glob(f"{kind} watched */failures")] == []
     alone, watched = set(statuses[kind]["alone"]), set(statuses[kind]["watched"])
     assert watched <= alone | (SEVERAL if len(KINDS[kind]) > 1 else set())
     assert not watched & {None, 0, HOOKS_LEFT, WE_FAILED}
