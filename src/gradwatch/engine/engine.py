@@ -27,6 +27,7 @@ from gradwatch.engine.step import StepState, read, read_after
 from gradwatch.engine.step_queue import StepQueue
 from gradwatch.hooks.garbage_collector import no_collections
 from gradwatch.hooks.hook_set import HookSet, is_capturing
+from gradwatch.hooks.interrupts import interrupts_wait
 from gradwatch.measure.batch import cuda_devices_of
 from gradwatch.measure.device_buffer import ROWS
 from gradwatch.measure.devices import wait_for
@@ -143,6 +144,7 @@ class Engine:
         wait_for({parameter.device for parameter in self._reader.parameters})
         self.overhead.started = perf_counter()
 
+    @interrupts_wait()
     def detach(self, *, keep_interventions: bool = False) -> None:
         """Remove every hook and release the model; idempotent.
 

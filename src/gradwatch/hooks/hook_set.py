@@ -99,10 +99,13 @@ class HookSet:
         self._handles.append(handle)
 
     def remove(self) -> None:
+        # forgotten once it is off: an exception, as of Ctrl-C, may come in between, and then a second call goes on
         while self._handles:
-            self._handles.pop().remove()
+            self._handles[-1].remove()
+            self._handles.pop()
         while self._parameters:
-            _remove_empty_dicts(self._parameters.pop())
+            _remove_empty_dicts(self._parameters[-1])
+            self._parameters.pop()
 
     def on_gradient(
         self, parameter: nn.Parameter, hook: Callable[[Any], Tensor | None], *, accumulated: bool = False

@@ -71,7 +71,8 @@ class TensorHooks:
     def remove(self) -> None:
         self.closed = True
         while self._handles:
-            self._handles.pop().remove()
+            self._handles[-1].remove()  # forgotten once it is off: a second call goes on after Ctrl-C
+            self._handles.pop()
 
 
 def detached(tensor: Tensor) -> Tensor | None:

@@ -1,0 +1,137 @@
+"""Ctrl-C waits while hooks are removed: none stays on the model, wherever it comes."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gradwatch
+from gradwatch import Watch
+from gradwatch.engine.engine import Engine
+from gradwatch.hooks import interrupts
+from gradwatch.hooks.hook_set import HookSet
+from gradwatch.hooks.interrupts import interrupts_wait
+from gradwatch.interventions import Clip
+from reference import hooks_on
+
+HOME = gradwatch.__path__[0]
+
+
+@pytest.fixture(autouse=True)
+def ctrl_c() -> Iterator[None]:
+    """Raises KeyboardInterrupt, whatever started the tests."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_a_signal_waits_for_the_end() -> None:
+    seen = []
+    with pytest.raises(KeyboardInterrupt), interrupts_wait():
+        with interrupts_wait():
+            signal.raise_signal(signal.SIGINT)
+            seen.append("inner")
+        seen.append("outer")
+    assert seen == ["inner", "outer"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_error_is_not_replaced_without_a_signal() -> None:
+    with pytest.raises(ValueError, match="ours"), interrupts_wait():
+        raise ValueError("ours")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize("handler", [signal.SIG_IGN, signal.SIG_DFL])
+def test_handlers_that_are_not_pythons_stay(handler: Any) -> None:
+    signal.signal(signal.SIGINT, handler)
+    with interrupts_wait():
+        assert signal.getsignal(signal.SIGINT) is handler
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_another_thread_sets_no_handler() -> None:
+    seen: list[Any] = []
+
+    def other() -> None:
+        with interrupts_wait():
+            seen.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join()
+    assert seen == [signal.default_int_handler]
+
+
+def test_a_removal_that_was_interrupted_goes_on() -> None:
+    class Interrupted:
+        calls = 0
+
+        def remove(self) -> None:
+            self.calls += 1
+            if self.calls == 1:
+                raise KeyboardInterrupt
+
+    hooks, first, last = HookSet(), Interrupted(), Interrupted()
+    hooks.add(first)
+    hooks.add(last)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            hooks.remove()
+    hooks.remove()
+    assert (first.calls, last.calls, len(hooks)) == (2, 2, 0)
+
+
+def interrupted_at(place: int, model: nn.Module) -> bool:
+    """Whether Ctrl-C has come, at the so-many-th line that runs while a watch of `model` removes its hooks."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    watch = Watch(model, sinks=(), interventions=[Clip(1.0)])
+    count = 0
+
+    def on_call(frame: FrameType, event: str, argument: Any) -> Any:
+        path = frame.f_code.co_filename
+        return on_line if path.startswith(HOME) and path != interrupts.__file__ else None
+
+    def on_line(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal count
+        count += event == "line"
+        if count == place and event == "line":
+            signal.raise_signal(signal.SIGINT)
+        return on_line
+
+    def detach(engine: Engine, **options: Any) -> None:
+        sys.settrace(on_call)
+        try:
+            whole(engine, **options)
+        finally:
+            sys.settrace(None)
+
+    with pytest.MonkeyPatch.context() as patch:
+        whole, came = Engine.detach, False
+        patch.setattr(Engine, "detach", detach)
+        try:
+            with watch:
+                model(torch.ones(1, 2)).sum().backward()
+                watch.step(optimizer)
+                optimizer.step()
+                assert hooks_on(model, optimizer)
+        except KeyboardInterrupt:
+            came = True
+    assert hooks_on(model, optimizer) == []
+    return came
+
+
+def test_no_hook_stays_wherever_ctrl_c_comes() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    place = 1
+    while interrupted_at(place, model):
+        place += 7
+    assert place > 100, "fewer lines than there are"
