@@ -34,12 +34,20 @@ def ctrl_c() -> Iterator[None]:
 
 
 def test_a_signal_waits_for_the_end() -> None:
-    seen = []
-    with pytest.raises(KeyboardInterrupt), interrupts_wait():
-        with interrupts_wait():
-            signal.raise_signal(signal.SIGINT)
-            seen.append("inner")
+    seen: list[str] = []
+
+    @interrupts_wait()
+    def outer() -> None:
+        inner()
         seen.append("outer")
+
+    @interrupts_wait()
+    def inner() -> None:
+        signal.raise_signal(signal.SIGINT)
+        seen.append("inner")
+
+    with pytest.raises(KeyboardInterrupt):
+        outer()
     assert seen == ["inner", "outer"]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
