@@ -10,7 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch.utils.data import DataLoader
 
@@ -176,6 +176,24 @@ def test_clipping_and_accumulation_are_settings_of_the_run() -> None:
         "accumulate_grad_batches",
         "configure_gradient_clipping",
     }
+
+
+@pytest.mark.parametrize(
+    ("schedule", "norms", "setting"),
+    [
+        ({1: 3, 2: 2}, "gradient norms accumulated up to x3, before", "up to 3"),
+        ({0: 4}, "gradient norms accumulated x4, before", "4"),
+        ({0: 1}, "gradient norms before", None),
+    ],
+)
+def test_a_schedule_of_accumulation_is_said_as_it_is(
+    schedule: dict[int, int], norms: str, setting: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    with quiet(), caplog.at_level("INFO", logger="gradwatch"):
+        trainer = quiet_trainer(GradWatch(), GradientAccumulationScheduler(schedule))
+        trainer.fit(ModeModule(), LOADER)
+    assert norms in caplog.text
+    assert described(trainer).get("accumulate_grad_batches") == setting
 
 
 def described(trainer: Any) -> dict[str, str]:

@@ -17,7 +17,9 @@ class TrainingMode:
     """The settings of a training loop that decide what a measured gradient is."""
 
     accumulate: int = 1
-    """Micro-batches per optimizer step, N."""
+    """Micro-batches per optimizer step, N; the most of them where a schedule changes it."""
+    accumulate_scheduled: bool = False
+    """Whether a schedule changes `accumulate` from epoch to epoch."""
     ranks: int = 1
     """Processes that average their gradients, W."""
     rank: int = 0
@@ -44,7 +46,7 @@ class TrainingMode:
         """What a gradient norm of this run means, as text. `acting`: whether interventions follow the measurement."""
         later = ["interventions"] * acting + [f"clipping ({self.clipping})"] * bool(self.clipping)
         parts = [
-            f"accumulated x{self.accumulate}" if self.accumulate > 1 else "",
+            f"accumulated {'up to ' * self.accumulate_scheduled}x{self.accumulate}" if self.accumulate > 1 else "",
             "unscaled" if self.scaled else "",
             f"mean over {self.ranks} ranks" if self.ranks > 1 else "",
             "summed over shards" if sharded else "",

@@ -44,8 +44,10 @@ def training_mode_of(trainer: Any) -> TrainingMode:
     clipping = f"gradient_clip_val={limit}" if limit else ""
     if automatic and _clips_itself(trainer.lightning_module):
         clipping = "the model's configure_gradient_clipping"
+    schedule = _accumulation_schedule_of(trainer)
     return TrainingMode(
-        accumulate=trainer.accumulate_grad_batches if automatic else 1,
+        accumulate=max([trainer.accumulate_grad_batches, *schedule]) if automatic else 1,
+        accumulate_scheduled=len({*schedule}) > 1,
         ranks=trainer.world_size,
         rank=trainer.global_rank,
         scaled=scaler_of(trainer) is not None,
@@ -55,6 +57,14 @@ def training_mode_of(trainer: Any) -> TrainingMode:
         monitored=is_monitored(trainer),
         loop="automatic" if automatic else "manual",
     )
+
+
+def _accumulation_schedule_of(trainer: Any) -> tuple[int, ...]:
+    """The micro-batches per step that a GradientAccumulationScheduler, of either package, is going to set."""
+    for callback in trainer.callbacks:
+        if any(parent.__name__ == "GradientAccumulationScheduler" for parent in type(callback).__mro__):
+            return tuple(callback.scheduling.values())
+    return ()
 
 
 def _clips_itself(module: Any) -> bool:
@@ -169,6 +179,7 @@ def run_description(trainer: Any, mode: TrainingMode) -> dict[str, str]:
     """How a run trains, in words, and the model's hyperparameters that are one value. `mode`: that of `trainer`."""
     names = [type(optimizer).__name__ for optimizer in trainer.optimizers]
     own = trainer.lightning_module.hparams  # of `save_hyperparameters`, else empty
+    up_to = "up to " * mode.accumulate_scheduled
     values = [(name, value) for name, value in own.items() if isinstance(value, str | int | float)]
     return {
         "model": type(trainer.lightning_module).__name__,
@@ -177,7 +188,7 @@ def run_description(trainer: Any, mode: TrainingMode) -> dict[str, str]:
         "strategy": type(trainer.strategy).__name__,
         "devices": f"{trainer.world_size} x {type(trainer.accelerator).__name__.removesuffix('Accelerator')}",
         "optimization": mode.loop,
-        **({"accumulate_grad_batches": str(mode.accumulate)} if mode.accumulate > 1 else {}),
+        **({"accumulate_grad_batches": f"{up_to}{mode.accumulate}"} if mode.accumulate > 1 else {}),
         **({"gradient_clip_val": limit} if (limit := _clip_limit_of(trainer)) else {}),
         **({"configure_gradient_clipping": "the model's own"} if _clips_itself(trainer.lightning_module) else {}),
         **{f"hparams.{name}": str(value)[:LONGEST_VALUE] for name, value in values[:MAX_VALUES]},
