@@ -23,6 +23,7 @@ from gradwatch.core.block import Block
 from gradwatch.core.history import History
 from gradwatch.core.record import Record
 from gradwatch.engine import step_queue
+from gradwatch.engine.pending_actions import PendingActions
 from gradwatch.engine.step_queue import LONGEST_WAIT
 from gradwatch.measure.device_buffer import ROWS
 from gradwatch.sinks.memory import Memory
@@ -495,6 +496,27 @@ def test_ctrl_c_before_a_step_is_taken_lays_nothing_to_the_one_before(
         with pytest.raises(KeyboardInterrupt):
             training.step()
     assert [record.step for record in sink.records] == [*range(CALM)]
+    assert all("skipped" not in record.scalars for record in sink.records)
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_ctrl_c_while_a_block_is_made_lays_nothing_to_the_step_before(
+    steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sink = Memory()
+    training = Training(sinks=(sink,), interventions=[Clip(1e6)])
+
+    def interrupted(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    with training.watch:
+        for _ in range(steps):
+            training.step()
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(PendingActions, "then", interrupted)
+            training.step()
+    assert training.watch.verdict.notes == ()
+    assert [record.step for record in sink.records] == [*range(steps)]
     assert all("skipped" not in record.scalars for record in sink.records)
 
 

@@ -102,8 +102,7 @@ class StepQueue:
         try:
             self.pending.proceed(wait=wait)
         except BaseException:  # Ctrl-C, too
-            self.pending.cancel()  # later steps depend on what was not done
-            self._forget()
+            self._discard()
             raise
         finally:
             self._busy = False
@@ -141,8 +140,7 @@ class StepQueue:
                 self.work()
         except Exception as error:
             logger.debug("the waiting steps failed, too: %s", error, exc_info=error)
-        self.pending.cancel()
-        self._forget()
+        self._discard()
 
     def settle(self) -> None:
         """Complete waiting steps early; only in the thread that trains."""
@@ -158,13 +156,22 @@ class StepQueue:
         self.settle()
         return self._diagnosis
 
-    def _forget(self) -> None:
+    def _discard(self) -> None:
+        """Discard all steps that wait, and the one that has not ended: what comes next depends on what was not done."""
+        self.pending.cancel()
         self._open, self._ended, self._expected = [], 0, None
 
     def _close_block(self) -> None:
         """Make blocks of the open steps, and have them judged when their numbers have landed."""
         steps, ended = self._open, self._ended
         self._open, self._ended = [], 0
+        try:
+            self._make_blocks(steps, ended)
+        except BaseException:  # Ctrl-C, too
+            self._discard()
+            raise
+
+    def _make_blocks(self, steps: list[StepState], ended: int) -> None:
         first = 0
         shows = [step.flow is not None and self._shows_flow(step) for step in steps]
         for place in range(1, len(steps) + 1):
