@@ -326,6 +326,21 @@ def test_each_skip_is_logged_until_there_are_many(caplog: pytest.LogCaptureFixtu
     assert [line.rsplit("(", 1)[1] for line in lines[1:]] == [f"{n} steps so far)" for n in (2, 3, 4, 5, 8, 16, 32)]
 
 
+def test_the_line_of_a_skip_counts_the_steps_of_all_optimizers(caplog: pytest.LogCaptureFixture) -> None:
+    layers = nn.Linear(2, 2), nn.Linear(2, 1)
+    model, optimizers = nn.Sequential(*layers), [torch.optim.SGD(layer.parameters(), 0.1) for layer in layers]
+    with Watch(model, sinks=(), interventions=[SkipNonFinite(limit=None)]) as watch:
+        for step in range(4):
+            model.zero_grad()
+            (model(torch.ones(1, 2)).sum() * (float("inf") if step == 2 else 1.0)).backward()
+            for optimizer in optimizers:
+                watch.step(optimizer)
+                optimizer.step()
+    lines = [record.message for record in caplog.records if "was skipped" in record.message]
+    assert [line.split(" was ")[0] for line in lines] == ["GradWatch: step 4", "GradWatch: step 5"]
+    assert watch.alerts[0].step == 4
+
+
 def test_the_alert_says_that_the_step_was_skipped() -> None:
     watch, _ = train_with_bad_batches(OPTIMIZERS["SGD"], [SkipNonFinite()])
     (alert,) = (alert for alert in watch.alerts if alert.rule == "nonfinite")

@@ -31,6 +31,9 @@ class GateDecision:
     """Which of the user's interventions."""
     optimizer: int
     step: int
+    """The optimizer's steps before it."""
+    run_step: int
+    """Its number in the run: `Record.step`."""
     refused: bool | None
     """None if only the device knows; then it is in `host_copy`."""
     dry: bool
@@ -111,14 +114,15 @@ class Gates:
         present: Tensor,
         step: int,
         *,
+        run_step: int,
         optimizer: Any,
         scaled: bool,
         intact: Tensor | None,
     ) -> GateDecision:
         """Ask the gate whether `optimizer` may take its step, and keep it from the step if not.
 
-        `norms`, `present`, `step`: as of `Gate`. `scaled`: whether an fp16 scaler decides over the step. `intact`:
-        bool, 0-d, without which nothing is done.
+        `norms`, `present`, `step`: as of `Gate`. `run_step`: `Record.step`. `scaled`: whether an fp16 scaler decides
+        over the step. `intact`: bool, 0-d, without which nothing is done.
         """
         refused, dry = self._gates[number].refuse(norms, present, step), self._all[number].settings.dry_run
         if intact is not None:
@@ -132,13 +136,14 @@ class Gates:
                 self._skipped_step.set_found_inf(optimizer, refused)
             if not dry:
                 self.batchnorm.restore(refused)
-            return GateDecision(number, optimizer_number, step, None, dry, scaled, HostCopy(sent))
+            return GateDecision(number, optimizer_number, step, run_step, None, dry, scaled, HostCopy(sent))
         known = bool(HostCopy({"refused": sent["refused"]}).wait()["refused"][0])
         if known and not dry:
             self.batchnorm.restore(None)
             if not scaled:
                 self._skipped_step.remove_gradients(optimizer)
-        return GateDecision(number, optimizer_number, step, known, dry, scaled, HostCopy(sent) if known else None)
+        host_copy = HostCopy(sent) if known else None
+        return GateDecision(number, optimizer_number, step, run_step, known, dry, scaled, host_copy)
 
     def landed(self, decisions: Sequence[GateDecision]) -> None:
         """The decisions on a step are on the host: count them, log them, and end the training if a gate asks for it."""
@@ -198,7 +203,7 @@ class Gates:
         if count <= MAX_LOGGED or count & (count - 1) == 0:
             again = f" ({count} steps so far)" if count > 1 else ""
             what = "would have been skipped" if decision.dry else "was skipped"
-            self._log(f"step {decision.step} {what}: {refusal.why}{again}")
+            self._log(f"step {decision.run_step} {what}: {refusal.why}{again}")
         if refusal.end:
             self._end_training(decision.number, refusal.end)
 

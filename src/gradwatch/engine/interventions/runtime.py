@@ -207,6 +207,7 @@ class InterventionRuntime:
                         gradients.norms_of(active),
                         present,
                         step,
+                        run_step=info.step,
                         optimizer=optimizer,
                         scaled=info.scale is not None,
                         intact=gradients.intact,
