@@ -6,6 +6,7 @@ that are left have to do nothing, and to remove themselves at the next backward 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import nn
 from torch.utils.data import DataLoader
 
-from gradwatch import Clip, GradWatch
+from gradwatch import Clip, GradWatch, Watch
 from gradwatch.sinks.memory import Memory
 from modes import BATCHES, ModeModule, batch, quiet
 from reference import bits, hooks_on
@@ -107,3 +108,24 @@ def test_taken_out_in_the_middle_of_a_fit_that_fails() -> None:
     watch, module = GradWatch(sinks=()), Fails()
     trainer = fit(module, TakesOut(watch), watch)
     assert hooks_on(module, *trainer.optimizers) == []
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_overhead_of_a_fit_that_is_over_stays(fails: bool) -> None:
+    watch = GradWatch(sinks=())
+    fit(Fails() if fails else ModeModule(), watch)
+    at_the_end = watch.overhead
+    time.sleep(0.01)
+    assert 0 < watch.overhead == at_the_end
+
+
+def test_the_overhead_of_a_loop_that_is_over_stays() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with Watch(model, sinks=()) as watch:
+        model(torch.ones(1, 2)).sum().backward()
+        watch.step(optimizer)
+        optimizer.step()
+    at_the_end = watch.overhead
+    time.sleep(0.01)
+    assert 0 < watch.overhead == at_the_end

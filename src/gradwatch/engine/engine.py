@@ -150,6 +150,7 @@ class Engine:
 
         `keep_interventions`: let the interventions go on.
         """
+        self.overhead.stop()
         self._samples.unhook_modules()
         self.source.disarm()
         self._end_hooks.remove()
