@@ -222,19 +222,40 @@ def by_callback(make: Callable[[], Any]) -> Usage:
     return usage
 
 
+class LateRateFinder(LearningRateFinder):
+    """As in the example of its docstring: searches when some epochs begin, in place of before the first."""
+
+    def on_fit_start(self, *_: Any) -> None: ...
+
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        if trainer.current_epoch in (0, 1):
+            self.lr_find(trainer, module)
+
+
+class LateSizeFinder(BatchSizeFinder):
+    def on_fit_start(self, *_: Any) -> None: ...
+
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        if trainer.current_epoch in (0, 1):
+            self.scale_batch_size(trainer, module)
+
+
 SEARCHES = {
     "Tuner.lr_find": by_tuner("lr_find"),
     "Tuner.scale_batch_size by powers": by_tuner("power"),
     "Tuner.scale_batch_size by bisection": by_tuner("binsearch"),
     "LearningRateFinder": by_callback(lambda: LearningRateFinder(num_training_steps=12)),
     "BatchSizeFinder": by_callback(lambda: BatchSizeFinder(max_trials=2, init_val=2, steps_per_trial=2)),
+    "LearningRateFinder as epochs begin": by_callback(lambda: LateRateFinder(num_training_steps=12)),
+    "BatchSizeFinder as epochs begin": by_callback(lambda: LateSizeFinder(max_trials=2, init_val=2, steps_per_trial=2)),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("search", "place"), [*zip(SEARCHES, cycle((0, 1)), strict=False)])
-def test_searches(search: str, place: int, tmp_path: Path) -> None:
+def test_searches(search: str, place: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = same(SEARCHES[search], tmp_path, place)
+    assert "declined the state" not in caplog.text
     (watch,), (trainer,) = run.watches, run.trainers
     assert trainer.global_step > 0
     assert watch.history.steps == list(range(trainer.global_step)), "of the fit, and nothing of the search"

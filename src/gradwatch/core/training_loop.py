@@ -11,6 +11,9 @@ from typing import Any, Literal, Protocol
 LoopKind = Literal["automatic", "manual", "own"]
 """Who takes the optimizer's steps: Lightning, a LightningModule in manual optimization, or a loop of the user's own."""
 
+TrainingState = Literal["running", "suspended", "over"]
+"""Suspended: the model is trained on something else for a while, as in a search for a learning rate."""
+
 
 @dataclass(frozen=True, slots=True)
 class TrainingMode:

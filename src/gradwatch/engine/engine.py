@@ -16,7 +16,7 @@ from gradwatch.core.guard import UserFacingError, guard
 from gradwatch.core.overhead import Overhead
 from gradwatch.core.record import Run
 from gradwatch.core.schedule import FIRST_STEPS, SamplingSchedule
-from gradwatch.core.training_loop import TrainingMode
+from gradwatch.core.training_loop import TrainingMode, TrainingState
 from gradwatch.engine.batch_replay import STEPS_UNTIL_ON_HOST, BatchReplay
 from gradwatch.engine.block_builder import BlockBuilder
 from gradwatch.engine.diagnosis import Diagnosis
@@ -59,15 +59,16 @@ class Engine:
         mode: TrainingMode,
         *,
         replay: BatchReplay | None = None,
-        alive: Callable[[], bool] | None = None,
+        training: Callable[[], TrainingState] = lambda: "running",
     ) -> None:
         """`replay`: of a loop that calls `begin` and `end` around every batch: then nothing is measured in validation.
-        `alive`: whether the training goes on, where its end may come without `close`: the next backward pass asks.
+        `training`: what it does now. Its end may come without `close`: each backward pass that the loop has not
+        reported asks.
 
         Raises ValueError for a pattern that matches no layer, an intervention's too.
         """
         self.options, self.failed = options, False
-        self._mode, self._batches, self._alive = mode, replay is not None, alive
+        self._mode, self._batches, self._training = mode, replay is not None, training
         interventions, rules = tuple(options.interventions), options.chosen_rules()
         # without patterns, nothing can be wrong before they are attached
         layers = find_layers(model, options.patterns) if interventions or options.layers is not None else ()
@@ -81,7 +82,7 @@ class Engine:
             self.diagnosis,
             mode,
             end=self.alert_reaction.end,
-            alive=alive or (lambda: True),
+            alive=lambda: training() == "running",
             batches=self._batches,
         )
         self._run = Run(self.diagnosis.history.layout, "")
@@ -102,6 +103,8 @@ class Engine:
         """The step that was measured and has not ended."""
         self._measuring = self._sampling = self._everything = False
         """Whether the coming step is measured, whether it is sampled, and with what only some samples measure."""
+        self._suspended = False
+        """Whether the hooks are off until the next batch."""
         self._capture_noted = False
         """Whether it was said that captured steps are not measured."""
         self._ordinary = range(0)
@@ -130,8 +133,8 @@ class Engine:
         self._run = run or self._run
         self._reader = GradientReader(self._model, self.options.patterns)
         self._reader.tensor_taps.listen()
-        if self._alive is not None:
-            self._close_after_training(self._alive)
+        if self._batches:
+            self._close_after_training()
         urgent = self._mode.monitored or self.options.on_alert != "log" or bool(self.interventions.given)
         if (shards := self._reader.shards) is not None:
             urgent = shards.reducer.on_any_rank(urgent)
@@ -217,7 +220,11 @@ class Engine:
 
     @guard
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`. One that does not fit is declined with one line in the log, and changes nothing."""
+        """Continue from `state`, before the first step. One that does not fit is declined with one line in the log, and
+        changes nothing; one that is loaded later, as after a search for a learning rate in mid-fit, is ignored.
+        """
+        if self.source.step_count:
+            return
         before, steps, noise = self.schedule.state_dict(), self._optimizers.state_dict(), NoiseScale()
         try:
             self._optimizers.load_state_dict(state["optimizers"])
@@ -250,6 +257,9 @@ class Engine:
         if self.failed or self._reader is None:
             return
         self.overhead.started = begun = perf_counter()
+        if self._suspended:
+            self._suspended = False
+            self._arm(self._next)
         self.replay.begin(batch if self._measuring else None, index, epoch, accumulate)
         self._reader.tensor_taps.in_batch = True
         if self._sampling:
@@ -313,8 +323,10 @@ class Engine:
                 optimizer, index, info, self.source.passes, reader=self._reader, pending_actions=self.queue.pending
             )
 
-    def _close_after_training(self, alive: Callable[[], bool]) -> None:
-        """Have the first backward pass that comes after the end of the training close the watch."""
+    def _close_after_training(self) -> None:
+        """Have the first backward pass that comes after the end of the training close the watch, and one while it is
+        suspended take the hooks off.
+        """
         this = weakref.ref(self)
 
         def closes(gradient: Tensor | None) -> None:
@@ -323,13 +335,23 @@ class Engine:
                 return
             if engine._announced:
                 engine._announced = False
-            elif not alive():
+            elif (state := engine._training()) == "over":
                 engine.close()
+            elif state == "suspended":
+                engine._suspend()
 
         assert self._model is not None
         trained = (one for one in self._model.parameters() if one.requires_grad and not is_lazy(one))
         if (parameter := next(trained, None)) is not None:
             self._end_hooks.on_gradient(parameter, closes)
+
+    def _suspend(self) -> None:
+        """Measure nothing until the next batch begins."""
+        self._suspended = True
+        self._samples.unhook_modules()
+        self.source.disarm()
+        if self._reader is not None:
+            self._reader.disarm()
 
     def _read(self, optimizer: Any, info: StepInfo, loss: Tensor | None) -> None:
         begun, reader = perf_counter(), self._reader

@@ -20,6 +20,7 @@ from gradwatch.core.alert import Alert, AlertRaised, Verdict
 from gradwatch.core.guard import UserFacingError, guard
 from gradwatch.core.history import History
 from gradwatch.core.record import Layout, Run
+from gradwatch.core.training_loop import TrainingState
 from gradwatch.defaults import default_sinks
 from gradwatch.engine.batch_replay import BatchReplay
 from gradwatch.engine.engine import Engine
@@ -231,10 +232,11 @@ class GradWatch(PackageAware, Callback):
             sinks = tuple(sink for sink in sinks if isinstance(sink, Scalars | FlightRecorder))
             options = replace(options, on_alert="log")
         mode = training_mode_of(trainer)
-        self._scaled, alive = mode.scaled, partial(_is_alive, weakref.ref(trainer), weakref.ref(self))
+        self._scaled = mode.scaled
+        training = partial(_training_state, weakref.ref(trainer), weakref.ref(self), id(trainer.callbacks))
         keeps_data = any(isinstance(sink, FlightRecorder) and sink.keep_batch for sink in sinks)
         replay = BatchReplay(partial(ModelCopy, trainer, pl_module), keeps_data=keeps_data)
-        self._engine = Engine(pl_module, options, sinks, mode, replay=replay, alive=alive)
+        self._engine = Engine(pl_module, options, sinks, mode, replay=replay, training=training)
         if second:
             self._engine.diagnosis.note(_SECOND.format(self.state_key), log=trainer.is_global_zero)
         place = folder_of(trainer, log_dir) if trainer.is_global_zero else log_dir if trainer.loggers else None
@@ -385,12 +387,18 @@ class GradWatch(PackageAware, Callback):
         self._loss, self._metrics = None, {}
 
 
-def _is_alive(trainer: Callable[[], Any], watch: Callable[[], GradWatch | None]) -> bool:
-    """Whether `trainer` trains, and still has `watch`: no event says that it was taken out of the callbacks, or that
-    another callback has raised in `on_exception`.
+def _training_state(trainer: Callable[[], Any], watch: Callable[[], GradWatch | None], callbacks: int) -> TrainingState:
+    """What the fit does now; `callbacks`: identity of the Trainer's list of them.
+
+    No event says that `watch` was taken out of that list, or that another callback has raised in `on_exception`. A
+    search for a learning rate or a batch size in the middle of a fit trains with another list.
     """
     there = trainer()
-    return there is not None and there.state.status == "running" and watch() in there.callbacks
+    if there is None or there.state.status != "running":
+        return "over"
+    if watch() in there.callbacks:
+        return "running"
+    return "over" if id(there.callbacks) == callbacks else "suspended"
 
 
 def injected(*, every_n_steps: Any) -> GradWatch:
