@@ -20,6 +20,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
+from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.tuner import Tuner
 from torch import nn
 from torch.utils.data import DataLoader
@@ -259,6 +260,28 @@ def test_searches(search: str, place: int, tmp_path: Path, caplog: pytest.LogCap
     (watch,), (trainer,) = run.watches, run.trainers
     assert trainer.global_step > 0
     assert watch.history.steps == list(range(trainer.global_step)), "of the fit, and nothing of the search"
+
+
+# ---- steps that Lightning does not report
+
+
+@pytest.mark.parametrize("reported", [True, False])
+def test_steps_that_no_event_reports_are_named(reported: bool, caplog: pytest.LogCaptureFixture) -> None:
+    class Manual(BoringModel):
+        automatic_optimization = False
+
+        def training_step(self, batch: Any, index: int) -> None:
+            optimizer = self.optimizers(use_pl_optimizer=reported)
+            optimizer.zero_grad()
+            self.manual_backward(self.step(batch))
+            optimizer.step()
+
+    watch = GradWatch(sinks=())
+    with quiet():
+        quiet_trainer(watch, max_epochs=1, limit_train_batches=3, limit_val_batches=0).fit(Manual())
+    notes = [note for note in watch.verdict.notes if "use_pl_optimizer=False" in note]
+    assert (len(watch.history), len(notes)) == ((3, 0) if reported else (0, 1))
+    assert caplog.text.count("use_pl_optimizer=False") == len(notes)
 
 
 # ---- copies while the hooks are on
