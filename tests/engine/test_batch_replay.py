@@ -185,6 +185,24 @@ def test_a_loss_that_comes_out_otherwise_is_not_believed() -> None:
     assert traced(lambda net, x: net(x).mean(), seen=torch.tensor(float("nan"))) is None
 
 
+@pytest.mark.parametrize(
+    ("loss", "seen", "finite"),
+    [
+        (lambda net, x: net(x).square().mean(), 1.0, True),
+        (lambda net, x: net(x).square().mean(), 1.1, False),
+        (lambda net, x: net(x).square().mean(), None, False),
+        (lambda net, x: net(x).square().mean() * 1e30, 1e30, False),  # the norm of its gradients overflows
+        (lambda net, x: net(x).square().mean() + (net(x) * 0).sum().sqrt(), 1.0, False),
+    ],
+)
+def test_gradients_that_are_finite_again_were_changed(loss: Any, seen: float | None, finite: bool) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+    usual = net(torch.randn(4, 3)).square().mean().detach()
+    found = traced(loss, seen=None if seen is None else usual * seen)
+    assert (found is not None and found.source == "gradients") is finite
+
+
 def test_names_of_operations() -> None:
     names = [
         "torch.Tensor.__rtruediv__",
@@ -227,6 +245,28 @@ class TurnsNan(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.Adam(self.parameters())
+
+
+class DividesGradients(TurnsNan):
+    """Divides the gradients of `spoilt` by their norm of 0 before each step of the batches 7, in `where`."""
+
+    def __init__(self, where: str = "", spoilt: str = "") -> None:
+        super().__init__()
+        self.where, self.first = where, nn.Linear(3, 3)
+        self.spoilt = [p for name, p in self.named_parameters() if name.startswith(spoilt)]
+        self.batch = 0
+        if where == "hook":
+            for parameter in self.spoilt:
+                parameter.register_hook(lambda gradient: gradient * 0 / (self.batch != 7) ** 0.5)
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        self.batch = index
+        return self.layer(self.first(batch[0])).square().mean()
+
+    def on_after_backward(self) -> None:
+        if self.where == "on_after_backward" and self.batch == 7:
+            for parameter in self.spoilt:
+                parameter.grad.mul_(0).div_(parameter.grad.norm())
 
 
 class ByHand(TurnsNan):
@@ -273,6 +313,29 @@ def test_where_a_batch_cannot_be_run_again_the_alert_is_there_without(kind: type
     assert ("torch.log" in alert.message) is (kind is TurnsNan)
     assert "at batch 7" in alert.message
     assert watch.verdict.notes == ()
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("spoilt", ["", "layer."])
+@pytest.mark.parametrize("where", ["on_after_backward", "hook"])
+def test_gradients_that_the_users_code_spoils_are_not_laid_to_the_backward_pass(
+    where: str, spoilt: str, accumulate: int
+) -> None:
+    """Of several backward passes one that makes finite gradients tells nothing of the others."""
+    torch.manual_seed(0)
+    watch = GradWatch(sinks=[], budget=None)
+    trainer = quiet_trainer(watch, accumulate_grad_batches=accumulate)
+    trainer.fit(DividesGradients(where, spoilt), DataLoader(TensorDataset(torch.randn(40, 3)), batch_size=4))
+    (alert,) = [alert for alert in watch.alerts if alert.rule == "nonfinite"]
+    assert "at batch 7" in alert.message
+    said = (
+        "the same loss, which is finite, and finite gradients: so most often it comes from code that changes gradients"
+    )
+    assert (said in alert.message) is (accumulate == 1)
+    if accumulate == 1:
+        assert alert.layer == (spoilt.strip(".") or "total")
+        assert "backward pass" not in alert.message
+        assert "norm + 1e-6" in alert.remedy
 
 
 class RootOfZero(TurnsNan):

@@ -21,8 +21,8 @@ def test_nonfinite_on_the_input_side_was_born_in_the_backward_pass() -> None:
     found = only(judge_rows(Nonfinite(), history, [{"gradients": [NAN, INF, 1, 1], "loss": 1.0, "batch": 10}])[0])
     assert (found.severity, found.layer, found.sites) == (Severity.ERROR, "fc1", ("fc0", "fc1"))
     assert found.message == (
-        "The gradient of layers fc0, fc1 is not finite at batch 10; it was made in the backward pass between layer "
-        "fc2, whose gradient is finite, and layer fc1, most often by a root or norm of 0, or a division."
+        "The gradient of layers fc0, fc1 is not finite at batch 10; most often it was made in the backward pass "
+        "between layer fc2, whose gradient is finite, and layer fc1, by a root or norm of 0, or a division."
     )
     assert found.remedy == "an epsilon inside the square root, norm or division that follows layer fc1."
 
@@ -40,7 +40,7 @@ def test_the_order_of_execution_says_where_it_was_born() -> None:
         ({"loss": NAN, "loss_nan": 1.0}, "the loss is NaN already, most often by a batch that is not finite, or an"),
         ({"loss": INF}, "the loss is inf already, most often by a batch that is not finite, or an overflow or a"),
         ({}, "most often the loss was not finite either, by a batch that is not finite, or an overflow or a division"),
-        ({"loss": 0.7}, "the loss is finite (0.7), so that NaN or infinity was made in its backward pass."),
+        ({"loss": 0.7}, "the loss is finite (0.7), so that NaN or infinity was made in its backward pass, or by"),
     ],
 )
 def test_nonfinite_everywhere_came_with_the_loss(loss: dict[str, float], words: str) -> None:

@@ -188,7 +188,8 @@ def test_an_overflow_while_the_scale_is_sought_is_no_alert() -> None:
 def test_a_nan_ends_all_ranks_with_the_same_words() -> None:
     first, second = ranks.run(reacted, "raise", ("backward", 1), {})
     assert (
-        "on rank 1; it was made in the backward pass between layer model.4, whose gradient is finite" in first["said"]
+        "on rank 1; most often it was made in the backward pass between layer model.4, whose gradient is finite"
+        in first["said"]
     )
     (line,) = first["warnings"]
     assert line.startswith(f"GradWatch ERROR step {WHEN}: nonfinite in model.0, model.2: ")

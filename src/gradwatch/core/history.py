@@ -33,7 +33,8 @@ OPENING = 64
 class NonfiniteOrigin:
     """Where the first non-finite value was made, found by running the batch a second time."""
 
-    source: Literal["forward", "backward", "batch", "weights"]
+    source: Literal["forward", "backward", "batch", "weights", "gradients"]
+    """"gradients": the second run had the same loss, and finite gradients."""
     module: str
     """Dotted name of the innermost module that was running; empty for code of the LightningModule itself."""
     site: str

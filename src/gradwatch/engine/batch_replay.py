@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from gradwatch.core.history import NonfiniteOrigin
 from gradwatch.engine.nan_trace.call_recorder import CallRecorder
 from gradwatch.engine.nan_trace.origin import find_origin, origin_in_batch
+from gradwatch.engine.nan_trace.values import finiteness_of
 from gradwatch.engine.step import StepState
 from gradwatch.hooks.hook_set import disable_hooks
 from gradwatch.measure.batch import Batch, BatchRngStates, version_counters
@@ -33,6 +34,12 @@ STEPS_UNTIL_ON_HOST = 2
 LOSS_TOLERANCE = 0.01
 """Relative difference up to which the losses of the two runs count as the same. Kernels without a fixed order of
 addition differ by less. Judgement."""
+
+FINITE_AGAIN = (
+    "run again without hooks, the batch has the same loss, which is finite, and finite gradients: so most often "
+    "it comes from code that changes gradients, in a hook, on_after_backward or on_before_optimizer_step."
+)
+CHECK_HOOKS = "torch.isfinite(p.grad) before and after what changes gradients; norm + 1e-6 where it divides by a norm."
 
 
 class ReplayModel(Protocol):
@@ -64,7 +71,7 @@ class BatchReplay:
         self._copy, self._keeps_data, self._steps_waiting = copy, keeps_data, 0
         self._early: NonfiniteOrigin | None = None
         self._rng_states = BatchRngStates()
-        self._runs = 0
+        self._runs, self._accumulate = 0, 1
 
     def open(self, devices: tuple[torch.device, ...], *, steps_waiting: int) -> None:
         """The run begins. `devices`: the CUDA devices of the model; `steps_waiting`: steps that may wait for others."""
@@ -77,7 +84,7 @@ class BatchReplay:
 
     def begin(self, data: object, index: int, epoch: int, accumulate: int) -> None:
         """A batch begins; `data` is None where it need not be kept. `accumulate`: batches per step."""
-        self.batch = None
+        self.batch, self._accumulate = None, accumulate
         if data is None:
             return
         self.batch = Batch(index, epoch, data, self._rng_states.before_batch(self.devices), version_counters(data))
@@ -132,7 +139,10 @@ class BatchReplay:
                 torch.autograd.set_detect_anomaly(False),
             ):
                 warnings.simplefilter("ignore")
-                return run_again(self._copy(), batch, factor, self.loss)
+                found = run_again(self._copy(), batch, factor, self.loss)
+                # the gradients of other batches, and those times a scale, may not be finite
+                alone = self._accumulate == 1 and factor == 1
+                return found if alone or found is None or found.source != "gradients" else None
         except Exception as error:
             logger.debug("the batch cannot be run again: %s", error, exc_info=error)
             return None
@@ -151,9 +161,18 @@ def run_again(model: ReplayModel, batch: Batch, factor: float, seen: Tensor | No
             loss = model.loss(data, batch.index)
         if loss is None or (seen is not None and not _same(on_host(loss) * factor, on_host(seen))):
             return None
-        return find_origin(recorder, loss, factor, data)
+        found = find_origin(recorder, loss, factor, data)
+        if found is None and seen is not None and _has_finite_gradients(model.module):
+            return NonfiniteOrigin("gradients", "", "", "", "", FINITE_AGAIN, CHECK_HOOKS)
+        return found
     finally:
         recorder.close()
+
+
+def _has_finite_gradients(module: nn.Module) -> bool:
+    """Whether its parameters have gradients, and the norms of these are finite, which is what GradWatch measures."""
+    gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+    return bool(gradients) and all(not finiteness_of(torch.linalg.vector_norm(gradient)) for gradient in gradients)
 
 
 def _same(now: Any, then: Any) -> bool:

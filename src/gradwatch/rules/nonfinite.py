@@ -133,12 +133,18 @@ class Nonfinite:
             what = f"No layer has a finite gradient{batch_text(history)}"
         if forward is not None and (forward.traced or not (np.isfinite(loss) and len(healthy))):
             origin, cause, remedy = forward.site, forward.cause, forward.remedy
+            again = history.nonfinite_origin
+            if again is not None and again.source == "gradients" and len(healthy):
+                origin = names[0]
         elif len(healthy):
             origin, cause, remedy = _backward(history, unhealthy, healthy)
         elif np.isfinite(loss):
             origin = _border(history, unhealthy, healthy)[0]
-            cause = f"the loss is finite ({loss:.3g}), so that NaN or infinity was made in its backward pass."
-            remedy = "Trainer(detect_anomaly=True) for this batch: it names the operation of the loss."
+            cause = (
+                f"the loss is finite ({loss:.3g}), so that NaN or infinity was made in its backward pass, or by code "
+                "that changes gradients after it."
+            )
+            remedy = "Trainer(detect_anomaly=True) for this batch: it names the operation, if one made it."
         else:
             origin = TOTAL
             already = f"the loss is {_number(loss)} already, most often by"
@@ -249,7 +255,7 @@ def _backward(history: History, unhealthy: Sites, healthy: Sites) -> tuple[str, 
         where = f"between layer {after}, whose gradient is finite, and layer {origin}"
     else:
         where = f"of layer {origin}"
-    cause = f"it was made in the backward pass {where}, most often by a root or norm of 0, or a division."
+    cause = f"most often it was made in the backward pass {where}, by a root or norm of 0, or a division."
     return origin, cause, f"an epsilon inside the square root, norm or division that follows layer {origin}."
 
 
