@@ -247,6 +247,47 @@ def test_without_activations_it_goes_by_the_gradients() -> None:
     assert alert.remedy == "a smaller lr, with warm-up, or nn.LeakyReLU after layer b."
 
 
+@pytest.mark.parametrize("at", [10, 70])
+@pytest.mark.parametrize("act", [nn.Tanh, nn.Hardtanh])
+def test_what_comes_to_the_ends_of_a_bounded_activation_is_no_dead_unit(act: Callable[[], nn.Module], at: int) -> None:
+    """The samples of steps 16 and 32 come before it is noticed, and there is none from 64 to 128."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 16), act(), nn.Linear(16, 16), act(), nn.Linear(16, 1))
+
+    def batch(step: int) -> tuple[Tensor, Tensor]:
+        x = torch.randn(32, 8)
+        return x * (1 if step < at else 1e6), torch.sin(x.sum(1, keepdim=True))
+
+    alert = only(incidents_of(net, steps=at + 40, batch=batch, budget=0.001, rules=[Dead()]))
+    assert (alert.layer, alert.step) == ("0", at)
+    name = act().__class__.__name__
+    assert (
+        f"most often the outputs of the {name} 1 after layer 0 lie at its ends, where no gradient passes"
+        in alert.message
+    )
+    assert ("The inputs of layer 0 have a root mean square of" in alert.message) is (at == 10)
+    assert "biases" not in alert.message
+    assert alert.remedy == "inputs of mean 0 and standard deviation 1 for layer 0, or nn.LayerNorm after it."
+
+
+def test_outputs_of_the_time_before_are_not_said_to_be_those_of_dead_units() -> None:
+    """Of small inputs the biases made most of the outputs, until the weights drove all units below zero."""
+
+    def kill(step: int, optimizer: torch.optim.Optimizer) -> None:
+        if step == 70:
+            nn.init.constant_(model.a.weight, -1e5)
+
+    def batch(step: int) -> tuple[Tensor, Tensor]:
+        x = 1e-3 * torch.rand(32, 8)
+        return x, x.sum(1, keepdim=True)
+
+    model = Functional()
+    alert = only(incidents_of(model, steps=110, before=kill, batch=batch, budget=0.001, rules=[Dead()]))
+    assert (alert.layer, alert.step) == ("a", 70)
+    assert "no unit after layer a fires any more" in alert.message
+    assert "biases" not in alert.message
+
+
 class Padded(nn.Module):
     """Takes 16 examples; from the tenth batch on all are padding."""
 
@@ -402,6 +443,16 @@ def test_a_norm_takes_any_scale(first: bool) -> None:
 def test_one_batch_that_is_too_large_is_another_fault() -> None:
     batch = lambda step: (torch.randn(32, 8) * (1e5 if step == 3 else 1.0), torch.zeros(32, 1))  # noqa: E731
     assert [alert.rule for alert in incidents_of(mlp(), batch=batch, lr=1e-9)] == []
+
+
+def test_inputs_whose_scale_changes_in_mid_run() -> None:
+    """Three samples in a row are enough, however many came before, unless they are neighbours."""
+    sparse = [Row(inputs=2e3), *[Row(sampled=False)] * 49] * 3
+    found = play(InputScale(), [Row()] * 10 + sparse)
+    assert [step for step, one in enumerate(found) if one] == [10 + 100]
+    assert only(found[110]).back == 101
+    assert silent(play(InputScale(), [Row()] * 10 + [Row(inputs=2e3)] * 4))
+    assert silent(play(InputScale(), ([Row()] * 3 + sparse[:100]) * 3))
 
 
 def test_codes_have_no_scale() -> None:

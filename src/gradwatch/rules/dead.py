@@ -12,7 +12,14 @@ from gradwatch.core.alert import Effect, Finding, Severity
 from gradwatch.core.history import History
 from gradwatch.core.record import MEASURED, Floats, Mask, Site, Sites
 from gradwatch.rules.evidence.jumps import beginning
-from gradwatch.rules.evidence.layer_levels import bias_text, biases_of, latest, series_of, weights_of
+from gradwatch.rules.evidence.layer_levels import (
+    UNSCALED_INPUT_RMS,
+    bias_text,
+    biases_of,
+    latest,
+    series_of,
+    weights_of,
+)
 from gradwatch.rules.evidence.learning_rates import measured_remedy
 from gradwatch.rules.evidence.onsets import began_text, gradient_zero_since, is_first_record, unlearnt
 from gradwatch.rules.evidence.paths import paths
@@ -20,6 +27,7 @@ from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.records import is_own, own_records, row_of
 from gradwatch.rules.evidence.samples import (
     FIRST_SAMPLES,
+    RECENT_RECORDS,
     forward_order,
     in_run_order,
     lasted,
@@ -237,6 +245,8 @@ class Dead:
         name, after = death.layer, history.layout.sites[nearest].name
         too = f", and of {_before_text(history.layout.names(starved))}," if len(starved) else ""
         cause, remedy = f"most often no unit after layer {name} fires any more. {death.cause}", death.remedy
+        if (bounded := _bounded_after(history, site)) is not None:
+            cause, remedy = _at_its_ends(history, bounded, site, since)
         signals = history.window("signal_norm", since, sites=site)
         reached = signals is not None and bool((signals > 0).any())
         embeds = "Embedding" in history.layout.sites[site].module
@@ -316,7 +326,7 @@ def _reason(history: History, layer: int, back: int, biased: Sequence[str], *, f
     if latest(weights_of(history, layer)) == 0:
         remedy = f"nn.init.kaiming_uniform_ for the weights of layer {name}, which are all zero."
         return f" The weights of layer {name} are all zero.", remedy
-    made, leaky = bias_text(history, layer), f"nn.LeakyReLU after layer {name}."
+    made, leaky = bias_text(history, layer, back=back), f"nn.LeakyReLU after layer {name}."
     if not from_start and layer in in_run_order(history, history.layout.layers)[-1:]:
         leaky = f"no ReLU after layer {name}, the last one: it gives no negative number."
     if from_start and made:
@@ -329,6 +339,33 @@ def _reason(history: History, layer: int, back: int, biased: Sequence[str], *, f
     if bias >= BIAS_GROWTH * before:
         made = f" The biases of layer {name} grew meanwhile, from a root mean square of {before:.2g} to {bias:.2g}."
     return made, measured_remedy(history, back) or f"a smaller lr in configure_optimizers, with warm-up, or {leaky}"
+
+
+def _bounded_after(history: History, layer: int) -> Site | None:
+    """The Tanh, Sigmoid or the like that ran next after `layer`, when such outputs were last sampled."""
+    (shares, ago), layout = history.samples("saturated", RECENT_RECORDS), history.layout
+    if not len(ago):
+        return None
+    bounded = layout.activations[~np.isnan(shares[-1, layout.activations])].tolist()
+    after = (site for site in bounded if layer_before(history, site, back=int(ago[-1]) + 1) == layer)
+    return next((layout.sites[site] for site in after), None)
+
+
+def _at_its_ends(history: History, bounded: Site, layer: int, back: int) -> tuple[str, str]:
+    """Why no gradient passes the activation `bounded` after `layer` (a site) since the record `back` from the end, as
+    far as samples since then tell, and what to change.
+    """
+    name, how = history.layout.sites[layer].name, beginning(history, back)
+    rms = latest(series_of(history, "input_rms", layer)[own_records(history) <= back])
+    inputs = f" The inputs of layer {name} have a root mean square of {rms:.3g}." if rms > UNSCALED_INPUT_RMS else ""
+    cause = (
+        f"most often the outputs of the {bounded.module} {bounded.name} after layer {name} lie at its ends, where no "
+        f"gradient passes.{how.began}{how.sentence}{inputs}{unlearnt(history)}"
+    )
+    if inputs or layer == forward_order(history.layout)[0]:
+        normal = f"inputs of mean 0 and standard deviation 1 for layer {name}"
+        return cause, f"{normal}, or {how.remedy or 'nn.LayerNorm after it.'}"
+    return cause, f"nn.LayerNorm after layer {name}, or {how.remedy or 'a smaller lr in configure_optimizers.'}"
 
 
 def _dead_since(history: History, layer: int, silent: int, loud: int | None) -> int:

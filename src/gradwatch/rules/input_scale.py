@@ -13,7 +13,7 @@ from gradwatch.core.history import OPENING, History
 from gradwatch.core.record import Floats, Layout, Mask, Sites
 from gradwatch.rules.evidence.recent_rows import ROUNDING, RecentRows
 from gradwatch.rules.evidence.records import row_of
-from gradwatch.rules.evidence.samples import RECENT_RECORDS, in_run_order, samples, streak_starts
+from gradwatch.rules.evidence.samples import RECENT_RECORDS, in_run_order, lasted, samples, streak_starts
 from gradwatch.rules.evidence.wording import name_text
 from gradwatch.rules.rule import require_positive
 
@@ -49,6 +49,11 @@ class InputScale:
     """Samples in a row in which all inputs are zero. Judgement: a run begins with as many samples."""
     samples: int = 2
     """Samples with such an input, at least; and they must be most of those checked. Prototype: one batch may be bad."""
+    samples_in_a_row: int = 3
+    """The latest samples with such an input that are enough if they span `records_in_a_row`, whatever was before.
+    Judgement: of single bad batches, one in ten, 1 % of the samples are the third in a row."""
+    records_in_a_row: int = 100
+    """Records that they span, at least. Judgement: dense samples may all lie in one bad stretch of the data."""
     window: int = 10
     """Number of latest samples that are checked. Judgement."""
 
@@ -91,7 +96,7 @@ class InputScale:
         # infinite: that is `nonfinite`'s
         known = np.isfinite(levels)
         huge = (levels > limit) & known
-        wide = huge[-1] & self._often(huge, known)
+        wide = huge[-1] & self._often(huge, known, ago[-self.window :])
         sites = self._sensitive(history, layout.layers[wide[layout.layers]])
         if not len(sites):
             return []
@@ -125,10 +130,11 @@ class InputScale:
         headline = "its inputs are exactly 0"
         return [Finding(self.name, Severity.WARNING, layer, (layer,), 0.0, 0.0, message, remedy, back, headline)]
 
-    def _often(self, huge: Mask, known: Mask) -> Mask:
-        """Whether it is so for enough of the samples, and for most of those that are known."""
+    def _often(self, huge: Mask, known: Mask, ago: Sites) -> Mask:
+        """Whether it is so for enough of the samples, and for most of those that are known, or for the latest."""
         times = huge.sum(axis=0)
-        return np.asarray((times >= self.samples) & (2 * times > known.sum(axis=0)))
+        now = lasted(huge, ago, samples=self.samples_in_a_row, records=self.records_in_a_row)
+        return np.asarray((times >= self.samples) & (2 * times > known.sum(axis=0)) | now)
 
     def _targets(self, history: History) -> Sequence[Finding] | None:
         found, ran = samples(history, "output_rms"), in_run_order(history, history.layout.layers)
@@ -138,7 +144,7 @@ class InputScale:
         missing = _residuals(history, head, ago)
         outputs = found[0][-self.window :, head]
         huge = (missing > self.rms) & (missing >= self.beyond * outputs)
-        if not huge[-1] or not self._often(huge[:, None], np.isfinite(missing)[:, None]).all():
+        if not huge[-1] or not self._often(huge[:, None], np.isfinite(missing)[:, None], ago).all():
             return []
         layer, value = history.layout.sites[head].name, float(missing[-1])
         message = (

@@ -13,7 +13,14 @@ from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
 from gradwatch.core.record import Floats, Mask, Sites
 from gradwatch.rules.evidence.jumps import beginning
-from gradwatch.rules.evidence.layer_levels import LARGE_RATIO, bias_text, latest, series_of, weights_over_usual
+from gradwatch.rules.evidence.layer_levels import (
+    LARGE_RATIO,
+    UNSCALED_INPUT_RMS,
+    bias_text,
+    latest,
+    series_of,
+    weights_over_usual,
+)
 from gradwatch.rules.evidence.onsets import is_first_record
 from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.records import row_of
@@ -28,9 +35,6 @@ from gradwatch.rules.evidence.samples import (
 )
 from gradwatch.rules.evidence.wording import steps_text
 from gradwatch.rules.rule import require_positive
-
-UNSCALED_INPUT_RMS = 10.0
-"""Root mean square of a layer's input from which it, rather than the weights, is named as the cause. Judgement."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,9 @@ from gradwatch.rules.evidence.records import own_records
 BIAS_RATIO = 0.5
 """Root mean square of a layer's biases over that of its outputs from which the biases make the outputs. Judgement."""
 
+UNSCALED_INPUT_RMS = 10.0
+"""Root mean square of a layer's input from which it, rather than the weights, is named as the cause. Judgement."""
+
 LARGE_RATIO = 3.0
 """Norm of a layer's weights over the usual one for their number from which they are large. Judgement: PyTorch's own
 initial weights have 0.3 to 1.4."""
@@ -66,9 +69,13 @@ def median_weight_change(history: History, layers: Sites, back: int) -> float:
     return float(median(changes))
 
 
-def bias_text(history: History, layer: int) -> str:
-    """' The biases of layer fc1 make most of its outputs: ...', empty where they do not, or it is not known."""
-    bias, outputs = latest(biases_of(history, layer)), latest(series_of(history, "output_rms", layer))
+def bias_text(history: History, layer: int, *, back: int | None = None) -> str:
+    """' The biases of layer fc1 make most of its outputs: ...', empty where they do not, or it is not known.
+
+    `back`: the position, from the end, of the oldest record that counts; all do by default.
+    """
+    late = own_records(history) <= (len(history) if back is None else back)
+    bias, outputs = latest(biases_of(history, layer)[late]), latest(series_of(history, "output_rms", layer)[late])
     if not (bias > 0 and bias >= BIAS_RATIO * outputs):
         return ""
     return (
