@@ -6,12 +6,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
+import lightning as L
 import quick
+from gradwatch import GradWatch
 from gradwatch.core.alert import Alert, Severity
 from gradwatch.rules import Collapse, Divergence, Exploding, Frozen, Rule, Stalled
 from gradwatch.watch import Watch
-from training import train
+from training import quiet_trainer, train
 
 Make = Callable[[nn.Module], Any]
 
@@ -55,6 +58,70 @@ def incidents_of(
             if schedule is not None:
                 schedule.step()
     return {alert.rule: alert for alert in watch.alerts}
+
+
+class ByHand(L.LightningModule):
+    """Two optimizers, of which the second steps where `steps` of the global step says so."""
+
+    def __init__(self, steps: Callable[[int], bool], *, detached: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.automatic_optimization, self.steps, self.detached, self.batches = False, steps, detached, 0
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 1)
+
+    def training_step(self, batch: Any, index: int) -> None:
+        one, other = self.optimizers()  # type: ignore[misc] # two of them
+        one.zero_grad()
+        other.zero_grad()
+        hidden = torch.tanh(self.first(batch[0]))
+        loss = hidden.square().mean() if self.detached else nn.functional.mse_loss(self.second(hidden), batch[1])
+        self.manual_backward(loss)
+        one.step()
+        if self.steps(self.batches):
+            other.step()
+        self.batches += 1
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(part.parameters(), lr=0.01) for part in (self.first, self.second)]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("steps", "options", "severity"),
+    [
+        (lambda batch: False, {}, Severity.WARNING),
+        (lambda batch: False, {"signals": "off"}, Severity.NOTICE),
+        (lambda batch: batch % 10 == 9, {}, None),
+        (lambda batch: batch >= 120, {}, None),  # from the second epoch on
+    ],
+)
+def test_an_optimizer_that_never_steps(steps: Callable[[int], bool], options: Any, severity: Severity | None) -> None:
+    data = [pair for inputs, targets in points(8) for pair in zip(inputs, targets, strict=True)]
+    watch = GradWatch(rules=[Frozen()], sinks=[], **options)
+    trainer = quiet_trainer(watch, max_epochs=3, limit_train_batches=120)
+    trainer.fit(ByHand(steps, detached=False), DataLoader(data * 10, batch_size=16))
+    assert [alert.severity for alert in watch.alerts] == ([] if severity is None else [severity])
+    if severity is None:
+        assert watch.verdict.untrained == {}
+        return
+    alert = watch.alerts[0]
+    assert (alert.layer, alert.sites, alert.step, alert.noticed) == ("second", ("second",), 0, 219)
+    assert alert.message == (
+        "Layer second is in an optimizer that was not seen to step in 220 steps of others, and keeps its values unless "
+        "something else changes them."
+    )
+    assert alert.remedy == "optimizer.step() for the optimizer of layer second, in training_step."
+    assert alert.closed_step is None
+    assert set(watch.verdict.untrained.values()) == {"in an optimizer that was not seen to step"}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_optimizer_that_has_nothing_to_do_need_not_step() -> None:
+    data = [pair for inputs, targets in points(8) for pair in zip(inputs, targets, strict=True)]
+    watch = GradWatch(rules=[Frozen()], sinks=[])
+    trainer = quiet_trainer(watch, max_epochs=3, limit_train_batches=120)
+    trainer.fit(ByHand(lambda batch: False, detached=True), DataLoader(data * 10, batch_size=16))
+    assert watch.alerts == ()
 
 
 @pytest.fixture(autouse=True)

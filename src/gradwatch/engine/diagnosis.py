@@ -326,11 +326,23 @@ class Diagnosis:
         return history.nonfinite_origin is not None
 
     def _untrained(self) -> dict[str, str]:
-        """Parameters of the model that never got a gradient, with the reason of the last record."""
+        """Parameters of the model that never got a gradient, with the reason of the last record at which their
+        optimizer stepped.
+        """
         if not len(self._reached) or not len(self.history):
             return {}
         layout, codes = self.history.layout, self.history.codes(1)[-1]
+        sites = layout.parameters
+        others = sites[(codes[sites] == Missing.OTHER_OPTIMIZER) & ~self._reached[sites]]
+        if len(others):
+            every = self.history.codes(len(self.history))[:, others]
+            own = every != Missing.OTHER_OPTIMIZER
+            latest = len(every) - 1 - own[::-1].argmax(axis=0)
+            codes = codes.copy()
+            codes[others] = every[latest, np.arange(len(others))]
         executed = set(layout.order)
+        idle = "in an optimizer that was not seen to step"
+        idle += "" if self.history.whole else f" since step {self.history.steps[0]}"
         reasons: dict[str, str] = {}
         for place, owner in zip(layout.parameters, layout.owners, strict=True):
             if self._reached[place]:
@@ -338,7 +350,7 @@ class Diagnosis:
             code = Missing(int(codes[place]))
             if code is Missing.UNMEASURABLE:  # no longer part of the model
                 continue
-            reason = code.reason
+            reason = code.reason if code is not Missing.OTHER_OPTIMIZER else idle
             if code is Missing.NO_GRADIENT and executed:
                 reason = "although its layer runs" if int(owner) in executed else "unused (its layer never runs)"
             reasons[layout.sites[place].name] = reason

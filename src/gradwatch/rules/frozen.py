@@ -24,6 +24,7 @@ from gradwatch.rules.rule import require_positive
 NO_OPTIMIZER = int(Missing.NO_OPTIMIZER)
 FROZEN = int(Missing.FROZEN)
 NO_GRADIENT = int(Missing.NO_GRADIENT)
+OTHER_OPTIMIZER = int(Missing.OTHER_OPTIMIZER)
 
 NARROW_TYPES = frozenset({"float16", "bfloat16"})
 """Types in which an update may be lost in rounding: `Stalled` finds where that is a fault."""
@@ -42,7 +43,7 @@ SIGNAL_SAMPLES = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frozen:
-    """A parameter that no optimizer holds, that no step moves, or that is switched off amid its like."""
+    """A parameter that no optimizer holds, or one that never steps, that no step moves, or that is off amid its like."""
 
     name: ClassVar[str] = "frozen"
     needs: ClassVar[frozenset[str]] = frozenset(
@@ -58,6 +59,10 @@ class Frozen:
     """Update relative to its size, at the rate of the others, below which rounding may hide the movement. Judgement:
     float32 resolves 1e-7."""
 
+    idle_records: int = 100
+    """Records of other optimizers after the first epoch, or ten times as many in all, in which its own never stepped.
+    Judgement: a critic steps more often, and what starts later mostly starts with an epoch."""
+
     def __post_init__(self) -> None:
         require_positive(self)
 
@@ -65,6 +70,8 @@ class Frozen:
         """A parameter is in no optimizer, the step before left one where it was, or layers amid others are off."""
         layout, codes = rows.layout, rows.block.codes
         suspected = np.asarray((codes == NO_OPTIMIZER).any(axis=1) | bool(layout.unowned))
+        if (codes[:, layout.parameters] == OTHER_OPTIMIZER).all(axis=0).any():
+            suspected |= rows.lengths >= self.idle_records
         if "update_ratio" in rows.fresh:
             updates, ago = rows.history.samples("update_ratio", rows.count + 1)
             stood = ago[(updates[:, layout.parameters] == 0).any(axis=1) & (ago > 0)]
@@ -79,8 +86,10 @@ class Frozen:
     def __call__(self, history: History) -> Sequence[Finding] | None:
         if len(history) < self.records:
             return None
-        still = self._still(history)
-        found = [*self._unowned(history), *self._outside(history), *(still or ()), *self._off(history)]
+        still, idle = self._still(history), self._idle(history)
+        found = [*self._unowned(history), *self._outside(history), *(idle or ()), *(still or ()), *self._off(history)]
+        if idle is None and not found:
+            return None
         if found or still is not None or len(history) < self.still_records:
             return found
         return None if _stood_at_a_sample(history) else []
@@ -135,6 +144,38 @@ class Frozen:
         headline = "it is trainable, but in no known optimizer" + ": what it has replaced is in one" * late
         limit = float(self.records)
         return [Finding(self.name, severity, names[0], names, limit, limit, message, remedy, back, headline)]
+
+    def _idle(self, history: History) -> Sequence[Finding] | None:
+        """Trainable, reached by the backward pass, and in an optimizer that has never stepped; None where the start of
+        the run is forgotten.
+        """
+        layout, recent = history.layout, history.codes(self.idle_records)
+        idle = (recent[:, layout.parameters] == OTHER_OPTIMIZER).all(axis=0)
+        if len(recent) < self.idle_records or not idle.any():
+            return []
+        count = len(history)
+        idle &= (history.codes(count)[:, layout.parameters] == OTHER_OPTIMIZER).all(axis=0)
+        epochs = (number_of(history, "epoch", back=back) for back in (self.idle_records, count))
+        if not idle.any() or not (next(epochs) > next(epochs) or count >= 10 * self.idle_records):
+            return []
+        if not history.whole:
+            return None
+        parameters, known = layout.parameters[idle], history.window("signal_norm", 1) is not None
+        if known:
+            parameters = parameters[_is_reached(history, layout.owners[idle])]
+        if not len(parameters):
+            return []
+        names, all_named, first_named = _named(layout, parameters)
+        verb, keep = ("is", "keeps its") if len(names) == 1 else ("are", "keep their")
+        message = (
+            f"{capitalized(all_named)} {verb} in an optimizer that was not seen to step in "
+            f"{steps_text(history, count)} of others, and {keep} values unless something else changes them."
+        )
+        remedy = f"optimizer.step() for the optimizer of {first_named}, in training_step."
+        severity = Severity.WARNING if known else Severity.NOTICE
+        headline = f"its optimizer has not stepped in {steps_text(history, count)} of others"
+        value, limit = float(count), float(self.idle_records)
+        return [Finding(self.name, severity, names[0], names, value, limit, message, remedy, count, headline)]
 
     def _still(self, history: History) -> Sequence[Finding] | None:
         """In an optimizer and with a gradient, and the very same after each step, while others move."""
