@@ -110,7 +110,7 @@ def test_an_optimizer_that_never_steps(steps: Callable[[int], bool], options: An
         "Layer second is in an optimizer that was not seen to step in 220 steps of others, and keeps its values unless "
         "something else changes them."
     )
-    assert alert.remedy == "optimizer.step() for the optimizer of layer second, in training_step."
+    assert alert.remedy == "optimizer.step() for the optimizer of layer second."
     assert alert.closed_step is None
     assert set(watch.verdict.untrained.values()) == {"in an optimizer that was not seen to step"}
 

@@ -43,7 +43,7 @@ SIGNAL_SAMPLES = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frozen:
-    """A parameter that no optimizer holds, or one that never steps, that no step moves, or that is off amid its like."""
+    """A parameter in no optimizer or one that never steps, that no step moves, or that is off amid its like."""
 
     name: ClassVar[str] = "frozen"
     needs: ClassVar[frozenset[str]] = frozenset(
@@ -171,7 +171,7 @@ class Frozen:
             f"{capitalized(all_named)} {verb} in an optimizer that was not seen to step in "
             f"{steps_text(history, count)} of others, and {keep} values unless something else changes them."
         )
-        remedy = f"optimizer.step() for the optimizer of {first_named}, in training_step."
+        remedy = f"optimizer.step() for the optimizer of {first_named}."
         severity = Severity.WARNING if known else Severity.NOTICE
         headline = f"its optimizer has not stepped in {steps_text(history, count)} of others"
         value, limit = float(count), float(self.idle_records)
