@@ -183,6 +183,20 @@ def test_one_batch_that_throws_the_weights() -> None:
     assert found.remedy == "Trainer(gradient_clip_val=1.4), the highest norm of the 20 steps before it."
 
 
+def test_a_loss_whose_scale_changes_is_said_to_grow_as_all_gradients_do() -> None:
+    summed = {"loss": 32.0, "gradients": 40.0, "lr": 0.1, "batch": 30.0}
+    found = only(judge_steps(Divergence(), net(2), [*steps(30), *[summed] * 5])[-1])
+    assert found.message.endswith(
+        "times the highest of the 20 steps until then, and the loss and the gradients of all layers grew by about the "
+        "same factor there, as where a sum replaces a mean in the loss or a weight of it changes."
+    )
+    assert found.remedy.startswith(
+        "the reduction and weights of the loss as before that batch, or Trainer(gradient_clip"
+    )
+    uneven = [summed | {"gradients": [40.0, 400.0]}] * 5
+    assert "same factor" not in only(judge_steps(Divergence(), net(2), [*steps(30), *uneven])[-1]).message
+
+
 def test_a_jump_of_the_gradient_that_is_known_to_do_no_more_is_not_blamed() -> None:
     """Weights that moved before it, or steps that are not known to have moved them after."""
     large_step = {"gradients": 50.0, "loss": 1.0, "lr": 0.1, "batch": 30.0, "epoch": 2.0}

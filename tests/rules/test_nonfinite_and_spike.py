@@ -110,6 +110,20 @@ def test_what_was_not_measured_is_not_nonfinite() -> None:
     assert silent(judge_rows(Nonfinite(), net(), [{"codes": codes}] * 60))
 
 
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        (200.0, "to 200, by about the same factor as the gradients of all layers: a sum in place of a mean or"),
+        (40.0, "to 40: a bad batch"),
+    ],
+)
+def test_a_loss_that_jumps_like_all_gradients_may_have_another_scale(loss: float, said: str) -> None:
+    found = only(judge_rows(Spike(), net(), [*noise(60, dex=0), {"gradients": 300.0, "loss": loss}])[-1])
+    assert f"The loss jumped too, from 1 {said}" in found.message
+    uneven = [*noise(60, dex=0), {"gradients": [300.0] * 5 + [30.0], "loss": loss}]
+    assert "same factor" not in only(judge_rows(Spike(), net(), uneven)[-1]).message
+
+
 def test_a_spike_of_the_whole_model() -> None:
     found = only(judge_rows(Spike(), net(), [*noise(60, dex=0), {"gradients": 300.0, "loss": 40.0, "batch": 60}])[-1])
     assert (found.severity, found.sites) == (Severity.WARNING, tuple(f"fc{i}" for i in range(6)))
@@ -235,20 +249,20 @@ def test_an_optimizer_that_comes_late_or_steps_rarely_switches_nothing_off(begin
 
 def test_a_spike_after_a_step_that_moved_the_weights_is_no_bad_batch() -> None:
     def after(moved: float, *, returned: bool) -> str:
-        rows = [*steps(60), *steps(1, updates=moved), {"gradients": 60.0, "loss": 40.0, "batch": 61, "epoch": 2}]
+        rows = [*steps(60), *steps(1, updates=moved), {"gradients": 60.0, "loss": 15.0, "batch": 61, "epoch": 2}]
         outcome = judge_steps(Spike(), net(2), [*rows, *steps(returned)])
         found = only(outcome[-1])
         assert found.back == 1 + returned
         return found.message + found.headline
 
     assert "weights by 0.8 times their size: steps are too large" in after(0.8, returned=False)
-    assert "40: a bad batch, wrong targets or a loss weight." in after(1e-3, returned=False)
+    assert "15: a bad batch, wrong targets or a loss weight." in after(1e-3, returned=False)
     jumped = "the gradient at batch 61 of epoch 2 was 60 times the highest of the 61 normal steps before"
     assert jumped in after(1e-3, returned=False)
 
 
 def test_a_spike_while_steps_are_large_may_be_theirs() -> None:
-    def said(moved: float, loss: float = 40.0) -> str:
+    def said(moved: float, loss: float = 15.0) -> str:
         rows = [
             *steps(60),
             *steps(1, updates=moved),
@@ -259,7 +273,7 @@ def test_a_spike_while_steps_are_large_may_be_theirs() -> None:
         return str(only(judge_steps(Spike(), net(2), rows)[-1]).message)
 
     assert "or steps that are too large. The last that was sampled moved the weights by 0.2 times" in said(0.2)
-    assert said(1e-3).endswith("40: a bad batch, wrong targets or a loss weight.")
+    assert said(1e-3).endswith("15: a bad batch, wrong targets or a loss weight.")
     assert "near 0 in the backward pass, or for steps that are too large. The last that" in said(0.2, loss=1.0)
     assert said(1e-3, loss=1.0).endswith("near 0 in the backward pass.")
 

@@ -13,7 +13,7 @@ from gradwatch.core.history import OPENING, History
 from gradwatch.core.record import MEASURED, TOTAL, Floats, Mask, Sites
 from gradwatch.rules.evidence.applied_gradients import summed_passes
 from gradwatch.rules.evidence.baseline import LEVEL_RECORDS, first_steps, largest_first_loss, was_learnt
-from gradwatch.rules.evidence.gradient_jump import EFFECT_RECORDS
+from gradwatch.rules.evidence.gradient_jump import EFFECT_RECORDS, grew_alike
 from gradwatch.rules.evidence.jumps import last_jump
 from gradwatch.rules.evidence.learning_rates import (
     MAXIMIZES,
@@ -286,6 +286,12 @@ class Divergence:
                 back = jump.back
             elif jump is not None:
                 cause, back = jump.cause, min(back, max(1, jump.back - 1))  # that batch itself is a spike
+                if not jump.threw and grew_alike(history, jump.back):
+                    cause = (
+                        f"{cause.rstrip('.')}, and the loss and the gradients of all layers grew by about the same "
+                        "factor there, as where a sum replaces a mean in the loss or a weight of it changes."
+                    )
+                    remedy = f"the reduction and weights of the loss as before that batch, or {remedy}"
             message = f"The loss is {now:.3g}, {far}, {steeper_text}: {cause}"
         else:
             message = (

@@ -13,7 +13,13 @@ from gradwatch.core.history import OPENING, History
 from gradwatch.core.record import Floats, Mask, Sites
 from gradwatch.rules.evidence.applied_gradients import clipping_limit
 from gradwatch.rules.evidence.baseline import largest_first_loss, median_and_spread, per_full_accumulation
-from gradwatch.rules.evidence.gradient_jump import LARGE_UPDATE, batch_remedy, jump_text, largest_update
+from gradwatch.rules.evidence.gradient_jump import (
+    LARGE_UPDATE,
+    batch_remedy,
+    grew_alike,
+    jump_text,
+    largest_update,
+)
 from gradwatch.rules.evidence.learning_rates import SANE_SHARE, rate_jump
 from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.records import is_alone, is_own, number_of
@@ -288,6 +294,9 @@ def _loss(history: History, window: int, back: int, *, returned: bool) -> str:
         return f"{jumped}, after a step that moved the weights by {moved:.2g} times their size: steps are too large."
     if last >= SANE_SHARE:
         return f"{jumped}: a bad batch, wrong targets, a loss weight, or steps that are too large. {sampled}"
+    if grew_alike(history, back):
+        jumped += ", by about the same factor as the gradients of all layers"
+        return f"{jumped}: a sum in place of a mean or another weight in the loss, a bad batch or wrong targets."
     if returned or moved < LARGE_UPDATE:
         return f"{jumped}: a bad batch, wrong targets or a loss weight."
     return f"{jumped}: a bad batch, wrong targets, a loss weight, or steps that are too large."

@@ -24,6 +24,10 @@ JUMP_RATIO = 10.0
 """Ratio to the highest gradient before from which a gradient is a jump. As in `Spike`."""
 
 
+COMMON_RATIO = 3.0
+"""Ratio up to which the growth of a layer's gradient is that of the loss, and from which the loss has jumped.
+Judgement: the norms of single batches differ by 2."""
+
 GROWN_RATIO = 2.0
 """Times the median before it from which a gradient that is the highest so far is growing already. Judgement."""
 
@@ -117,6 +121,28 @@ def gradient_jump(history: History, *, back: int = 1) -> GradientJump | None:
             step = history.steps[-gone] if gone > 1 else None
             return GradientJump(gone, ratio, highest, before, step, batch, threw, limit)
     return None
+
+
+def grew_alike(history: History, back: int) -> bool:
+    """Whether the loss and the gradient norm of every layer grew by about the same factor at the record `back` from the
+    end, compared with their medians before it: so they do where the scale of the loss changes.
+    """
+    n = BASELINE_RECORDS + back
+    losses, norms = history.scalar("loss", n), history.window("grad_norm", n)
+    if losses is None or norms is None or not np.isfinite(losses[-back]):
+        return False
+    own = is_own(history, n)[:-back]
+    numbers = np.column_stack([losses, norms[:, history.layout.layers]])
+    numbers = numbers[:, np.isfinite(numbers[-back])]
+    before = numbers[:-back][own]
+    before = before[np.isfinite(before).all(axis=1)]
+    if len(before) < BASELINE_RECORDS // 2 or numbers.shape[1] < 3:
+        return False
+    usual = np.median(before, axis=0)
+    if not (usual > 0).all() or numbers[-back, 0] < COMMON_RATIO * usual[0]:
+        return False
+    beside = numbers[-back] / usual / (numbers[-back, 0] / usual[0])
+    return bool((beside <= COMMON_RATIO).all() and (beside >= 1 / COMMON_RATIO).all())
 
 
 def largest_update(history: History, back: int) -> float:
