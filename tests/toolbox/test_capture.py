@@ -17,7 +17,8 @@ from torch.nn.parallel import DataParallel
 from torch.utils.checkpoint import checkpoint
 
 import quick
-from gradwatch import capture
+from gradwatch import backward_hook, capture
+from gradwatch.toolbox import graph_uses
 from gradwatch.toolbox.functions import EditedInPlace
 from reference import bits, hooks_on
 from torchvision_networks import FAMILIES, images, made
@@ -199,6 +200,58 @@ def test_outputs_made_of_one_another() -> None:
         return [p.grad for p in model.parameters()]
 
     assert all(map(torch.equal, run(captured=True), run(captured=False)))
+
+
+class Accumulator(nn.Module):
+    """Adds the scaled input to `state`, which it keeps."""
+
+    state: Tensor | float = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.state = 2 * x + self.state
+        return self.state
+
+
+def test_the_gradient_of_an_input_leaves_out_earlier_uses_of_the_same_tensor() -> None:
+    """They reach the output by the module's state: of an earlier call, or computed outside."""
+    x, module = torch.ones(1, requires_grad=True) * 1, Accumulator()
+    module.state = 10 * x
+    with capture(module, "(root)", "grad_input") as c:
+        module(x)
+        module(x).backward()
+    assert c["(root)"].grad_input == [torch.tensor([2.0]), torch.tensor([2.0])]
+
+
+def test_the_search_for_uses_of_an_input_stops_where_its_call_began(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module with a state is behind all its calls; a search to the first of them would take quadratic time."""
+    numbers = []
+    monkeypatch.setattr(graph_uses, "number_of", lambda node: numbers.append(node) or node._sequence_nr())
+    with capture(module := Accumulator(), "(root)", "grad_input"):
+        for _ in range(100):
+            module(torch.ones(1, requires_grad=True) * 1)
+    assert len(numbers) < 1000
+
+
+def test_the_gradient_of_an_input_is_that_through_the_output() -> None:
+    """What the module writes elsewhere is not found from its output; `backward_hook` has that too."""
+
+    class Auxiliary(nn.Module):
+        def forward(self, x: Tensor, losses: list[Tensor]) -> Tensor:
+            losses.append(10 * x)
+            return 2 * x
+
+    def run() -> None:
+        losses: list[Tensor] = []
+        y = module(torch.ones(1, requires_grad=True) * 1, losses)
+        (y + losses[0]).backward()
+
+    module, seen = Auxiliary(), []
+    with capture(module, "(root)", "grad_input") as c:
+        run()
+    with backward_hook(module, lambda _, grad_input, grad_output: seen.append(grad_input)):
+        run()
+    assert c["(root)"].grad_input == [torch.tensor([2.0])]
+    assert seen == [(torch.tensor([12.0]),)]
 
 
 def test_reduced_elsewhere_and_bounded() -> None:

@@ -20,6 +20,7 @@ import quick
 from gradwatch import backward_hook
 from gradwatch.hooks.hook_set import in_backward
 from gradwatch.toolbox.functions import EditedInPlace
+from gradwatch.toolbox.graph_uses import next_node_number, number_of
 from gradwatch.toolbox.nested_tensors import distinct
 from models import STRUCTURES, TwoOutputs
 from reference import bits, hooks_on
@@ -496,6 +497,22 @@ def test_that_a_backward_pass_is_noticed() -> None:
     y.backward()
     assert during == [True]
     assert not in_backward()
+
+
+def test_nodes_of_the_graph_are_numbered_in_order() -> None:
+    """By private functions of torch; there are no public ones."""
+
+    class Own(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 2
+
+    x = torch.ones(1, requires_grad=True)
+    y = x * 1
+    begun = next_node_number()
+    z = Own.apply(y)
+    assert number_of(y.grad_fn) < begun <= number_of(z.grad_fn) < number_of((z * 1).grad_fn)
+    assert number_of(y.grad_fn.next_functions[0][0]) > next_node_number()
 
 
 def test_gradients_of_gradients() -> None:

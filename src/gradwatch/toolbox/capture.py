@@ -178,8 +178,9 @@ class Captured:
 
     @property
     def grad_input(self) -> list[Entry]:
-        """dL/d(input) through this module alone, in the order of `input`: one entry per call, from its last backward
-        pass.
+        """dL/d(input) through the output of this call alone, in the order of `input`: one entry per call, from its last
+        backward pass. What the module keeps or writes elsewhere, such as an auxiliary loss in an attribute, is left
+        out; `backward_hook` counts that too.
         """
         return self._entries("grad_input")
 

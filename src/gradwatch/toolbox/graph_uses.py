@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
@@ -34,20 +35,33 @@ class InputUse:
         return cls(index, tensor, get_gradient_edge(tensor), root, root.grad_fn, version_of(tensor))
 
 
+next_node_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+"""Gives the number that the next node of the graph gets. Each thread counts its own.
+
+torch has no public function for it, nor for `number_of`; tests/toolbox/test_module_calls.py fails if one moves.
+"""
+
+
+def number_of(node: Node) -> int:
+    """The number of a node of the graph; the greatest one for a leaf's."""
+    number: int = node._sequence_nr()
+    return number
+
+
 def hook_uses(
     tensor_hooks: TensorHooks,
     uses: Sequence[InputUse],
     outputs: Sequence[Tensor],
+    begun: int,
     on_grad_input: Callable[..., object],
 ) -> None:
     """Call `on_grad_input(index, gradient, more=False)` with the sum of the gradients that each tensor gets from its
-    uses on the way to `outputs`.
+    uses on the way to `outputs`, in nodes from the number `begun` on.
     """
     sums = [GradientSum(partial(on_grad_input, use.index, more=False)) for use in uses]
     for use, total in zip(uses, sums, strict=True):
         hook_if_edited(tensor_hooks, use, outputs, total.set, total.fired)
-    edges = [use.edge for use in uses]
-    for node, gradient_index, use_index in consumers(outputs, edges, {edge.node for edge in edges}):
+    for node, gradient_index, use_index in consumers(outputs, [use.edge for use in uses], begun):
         tensor_hooks.hook_node(node, partial(sums[use_index].add, gradient_index))
 
 
@@ -71,28 +85,28 @@ def hook_if_edited(
     return False
 
 
-def inner_outputs(outputs: Sequence[Tensor], ends: Collection[Node | None]) -> set[int]:
-    """Ids of those `outputs` from which other outputs are computed: h of (h, f(h)). The search stops at `ends`."""
+def inner_outputs(outputs: Sequence[Tensor], begun: int) -> set[int]:
+    """Ids of those `outputs` from which others are computed, in nodes from the number `begun` on: h of (h, f(h))."""
     made = [tensor for tensor in outputs if tensor.requires_grad and not tensor.is_leaf]
     if len(made) < 2:
         return set()
     edges = [get_gradient_edge(tensor) for tensor in made]
-    return {id(made[index]) for _, _, index in consumers(made, edges, ends)}
+    return {id(made[index]) for _, _, index in consumers(made, edges, begun)}
 
 
-def consumers(
-    outputs: Sequence[Tensor], inputs: Sequence[GradientEdge], ends: Collection[Node | None]
-) -> Iterator[tuple[Node, int, int]]:
-    """(node, index of its gradient, index in `inputs`), for each use of `inputs` on the way to `outputs`.
+def consumers(outputs: Sequence[Tensor], inputs: Sequence[GradientEdge], begun: int) -> Iterator[tuple[Node, int, int]]:
+    """(node, index of its gradient, index in `inputs`), for each use of `inputs` on the way to `outputs` in nodes from
+    the number `begun` on. Older nodes lead to a module by its state, and behind a node of this thread all are older.
 
-    The search stops at `ends`.
+    A node that another thread has made, as CUDA's backward pass of a `torch.autograd.grad(create_graph=True)` inside
+    the module does, has a number of that thread's.
     """
     input_indices = {(edge.node, edge.output_nr): index for index, edge in enumerate(inputs)}
     waiting = [tensor.grad_fn for tensor in outputs]
     seen: set[Node] = set()
     while waiting:
         node = waiting.pop()
-        if node is None or node in seen or node in ends:
+        if node is None or node in seen or number_of(node) < begun:
             continue
         seen.add(node)
         for gradient_index, (source, output_nr) in enumerate(node.next_functions):

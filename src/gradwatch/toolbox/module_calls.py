@@ -10,12 +10,12 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node, register_multi_grad_hook
+from torch.autograd.graph import register_multi_grad_hook
 
 from gradwatch.hooks.graph_release import made_by, release_in_a_loop
 from gradwatch.hooks.hook_set import HookSet, Uncopied
 from gradwatch.measure.reductions import version_of
-from gradwatch.toolbox.graph_uses import InputUse, hook_if_edited, hook_uses, inner_outputs
+from gradwatch.toolbox.graph_uses import InputUse, hook_if_edited, hook_uses, inner_outputs, next_node_number
 from gradwatch.toolbox.nested_tensors import distinct, replaced, write_back
 from gradwatch.toolbox.tensor_hooks import TensorHooks, same_view
 
@@ -80,10 +80,12 @@ class _OpenCall:
     """A call that has begun; it is dropped when the module returns."""
 
     handler: CallHandler
-    given: dict[int, tuple[Tensor, int, Node | None]]
-    """By id, every input tensor, its version and its node at that time. The tensors are held, so that no other tensor
-    gets the same id during the call.
+    given: dict[int, tuple[Tensor, int]]
+    """By id, every input tensor and its version at that time. The tensors are held, so that no other tensor gets the
+    same id during the call.
     """
+    begun: int = 0
+    """The number of the first node that the module may put into the graph."""
     hooked: list[_HookedInput] = field(default_factory=list)
     uses: list[InputUse] = field(default_factory=list)
     """The inputs whose consumers in the graph are hooked, for handlers that only read; `hooked` is empty then."""
@@ -106,7 +108,7 @@ class _OpenCall:
         of the input's other uses too. With `gradients`, so would a hook on an output from which the module has computed
         another output.
         """
-        inner = inner_outputs(outputs, {node for _, _, node in self.given.values()}) if gradients else ()
+        inner = inner_outputs(outputs, self.begun) if gradients else ()
         return [
             same_view(tensor)
             if tensor.requires_grad and (tensor.is_leaf or id(tensor) in inner or self._is_input(tensor))
@@ -115,7 +117,7 @@ class _OpenCall:
         ]
 
     def _is_input(self, output: Tensor) -> bool:
-        _, version, _ = self.given.get(id(output), (None, -1, None))
+        _, version = self.given.get(id(output), (None, -1))
         return version == version_of(output) or any(output is one.alias.tensor for one in self.hooked)
 
 
@@ -174,13 +176,15 @@ class ModuleCalls:
         found = distinct((args, kwargs))
         inputs = list(handler.inputs(found))
         release_in_a_loop(*made_by((*found, *inputs)))
-        call = _OpenCall(handler, {id(t): (t, version_of(t), t.grad_fn) for t in (*found, *inputs)})
+        call = _OpenCall(handler, {id(t): (t, version_of(t)) for t in (*found, *inputs)})
         new = inputs
         if self.grad_input and torch.is_grad_enabled():
             if self.read_only:
                 call.uses = [InputUse.of(index, tensor) for index, tensor in enumerate(inputs) if tensor.requires_grad]
             else:
                 new = self._with_aliases(call, inputs)
+        # what is being compiled cannot ask for it
+        call.begun = 0 if torch.compiler.is_compiling() else next_node_number()
         stack[-1] = call
         changed: tuple[Any, Any] | None = replaced((args, kwargs), found, new, call.copies)
         if changed is not None:
@@ -202,7 +206,7 @@ class ModuleCalls:
             if self.grad_output or call.uses:
                 outputs = call.hookable(outputs, gradients=self.grad_output)
             if call.uses:
-                hook_uses(tensor_hooks, call.uses, outputs, handler.grad_input)
+                hook_uses(tensor_hooks, call.uses, outputs, call.begun, handler.grad_input)
             if self.grad_output:
                 live = [(n, tensor) for n, tensor in enumerate(outputs) if tensor.requires_grad and not tensor.is_leaf]
                 joint = cast(JointCallHandler, handler) if self.joint and not call.hooked else None
