@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DataParallel
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import quick
+import ranks
 from gradwatch import backward_hook, capture
 from gradwatch.toolbox import graph_uses
 from gradwatch.toolbox.functions import EditedInPlace
@@ -319,6 +320,55 @@ def test_gradients_of_parameters_are_as_backward_left_them() -> None:
     assert set(c["(root)"].grad) == {"0.weight", "0.bias", "1.weight", "1.bias"}
     for name, gradient in c["(root)"].grad.items():
         assert torch.equal(gradient, model.get_parameter(name).grad)
+    assert hooks_on(model) == []
+
+
+def averaged(view: bool) -> list[list[float]]:
+    """The gradient of a weight that DDP has averaged, as it is and as it was captured, at each of two passes."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1, bias=False))
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=view)
+    with capture(wrapped, "*", "grad") as c:
+        found = []
+        for _ in range(2):
+            wrapped(torch.full((1, 2), 1.0 + dist.get_rank())).sum().backward()
+            found += [p.grad.flatten().tolist() for p in model.parameters()]
+            found += [gradient.flatten().tolist() for gradient in c["(root)"].grad.values()]
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("view", [False, True])
+def test_gradients_of_parameters_are_as_ddp_has_averaged_them(view: bool) -> None:
+    first, second = ranks.run(averaged, view)
+    assert first == second
+    assert first[0:3] == first[3:6]
+    assert first[6:9] == first[9:12]
+
+
+def test_a_gradient_that_is_taken_away_in_the_backward_pass_is_captured() -> None:
+    """As by an optimizer that steps in a hook on each parameter."""
+    model = nn.Linear(2, 1)
+
+    def take(parameter: nn.Parameter) -> None:
+        parameter.grad = None
+
+    with capture(model, "(root)", "grad") as c:
+        handle = model.weight.register_post_accumulate_grad_hook(take)
+        model(torch.ones(1, 2)).sum().backward()
+    handle.remove()
+    assert c["(root)"].grad["weight"].tolist() == [[1.0, 1.0]]
+
+
+def test_gradients_of_two_contexts_at_the_same_parameters() -> None:
+    model = nn.Linear(2, 1)
+    with capture(model, "(root)", "grad") as outer, capture(model, "(root)", "grad") as inner:
+        model(torch.ones(1, 2)).sum().backward()
+    for c in (outer, inner):
+        assert torch.equal(c["(root)"].grad["weight"], model.weight.grad)
     assert hooks_on(model) == []
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from threading import Lock
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gradwatch.core.arguments import check_function, check_items, check_whole, shown, wrong
-from gradwatch.hooks.hook_set import HookSet, in_backward
+from gradwatch.hooks.hook_set import HookSet, after_backward, backward_pass, in_backward, is_hooked_by_others
 from gradwatch.toolbox.functions import call_function
 from gradwatch.toolbox.module_calls import ModuleCalls
 from gradwatch.toolbox.modules import NamedModule, find_modules, nearest, refuse_lazy, refuse_unhookable
@@ -92,12 +92,13 @@ class Capture(Mapping[str, "Captured"]):
         self._clear()
 
     def _clear(self) -> None:
-        self._grads: dict[int, Any] = {}
+        self._gradients = _ParameterGradients(self._copier)
         self._by_module: dict[int, Captured] = {}
         for key, named in {id(named.module): named for named in self._found.values()}.items():
             named_parameters = named.module.named_parameters() if "grad" in self._what else ()
             parameters = {name: id(parameter) for name, parameter in named_parameters}
-            self._by_module[key] = Captured(named.name, self._what, deque(maxlen=self._limit), parameters, self._grads)
+            calls, grads = deque[CapturedCall](maxlen=self._limit), self._gradients.kept
+            self._by_module[key] = Captured(named.name, self._what, calls, parameters, grads)
         self._captured = {name: self._by_module[id(named.module)] for name, named in self._found.items()}
 
     def __enter__(self) -> Capture:
@@ -118,6 +119,7 @@ class Capture(Mapping[str, "Captured"]):
         hooks, self._hooks = self._hooks, None
         if hooks is not None:
             hooks.remove()
+            self._gradients.waiting.clear()
 
     def __getitem__(self, name: str) -> Captured:
         if name not in self._captured:
@@ -149,8 +151,7 @@ class Capture(Mapping[str, "Captured"]):
                 if id(parameter) not in hooked:
                     hooked.add(id(parameter))
                     where = f"capture: reduce, for the gradient of {name} in module {named.name!r},"
-                    hook = partial(_accumulated, id(parameter), where, self._grads, copier)
-                    hooks.on_gradient(parameter, hook, accumulated=True)
+                    hooks.on_gradient(parameter, _AccumulatedHook(self._gradients, where), accumulated=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +192,7 @@ class Captured:
 
     @property
     def grad(self) -> dict[str, Any]:
-        """Parameter name within the module -> the parameter's `.grad` after the last `backward()`."""
+        """Name within the module -> the parameter's `.grad` after the last `backward()`; under DDP the ranks' mean."""
         self._check_requested("grad")
         return {name: self.grads[key] for name, key in self.parameters.items() if key in self.grads}
 
@@ -286,7 +287,47 @@ def _new_handler(captured: Captured, what: frozenset[str], copier: _TensorCopier
     return next((call for call in reversed(captured.calls) if not call.tracked), None)
 
 
-def _accumulated(key: int, where: str, grads: dict[int, Any], copier: _TensorCopier, parameter: nn.Parameter) -> None:
-    """The hook on a parameter. It holds no reference to the parameter, so that the model can be freed."""
-    if parameter.grad is not None:
-        grads[key] = copier.copy(parameter.grad, where)
+@dataclass(slots=True, eq=False)
+class _ParameterGradients:
+    """Stores the `.grad` of parameters at the end of each backward pass, which is when DDP has averaged them."""
+
+    copier: _TensorCopier
+    kept: dict[int, Any] = field(default_factory=dict)
+    """By id of the parameter."""
+    waiting: dict[int, dict[int, tuple[nn.Parameter, str]]] = field(default_factory=dict)
+    """By backward pass, the parameters whose gradients have come."""
+    lock: Lock = field(default_factory=Lock)
+    """The threads of several devices add gradients at the same time."""
+
+    def arrived(self, parameter: nn.Parameter, where: str) -> None:
+        if is_hooked_by_others(parameter):  # they may take the gradient away, as an optimizer in the backward pass does
+            self.store(parameter, where)
+            return
+        this_pass = backward_pass()
+        with self.lock:
+            if this_pass not in self.waiting:
+                self.waiting[this_pass] = {}
+                # asked for at the end of the pass, it comes after what DDP has asked for
+                after_backward(lambda: after_backward(lambda: self.finish(this_pass)))
+            self.waiting[this_pass][id(parameter)] = parameter, where
+
+    def finish(self, backward: int) -> None:
+        for parameter, where in self.waiting.pop(backward, {}).values():
+            self.store(parameter, where)
+
+    def store(self, parameter: nn.Parameter, where: str) -> None:
+        if parameter.grad is not None:
+            self.kept[id(parameter)] = self.copier.copy(parameter.grad, where)
+
+
+@dataclass(eq=False)
+class _AccumulatedHook:
+    """The hook on a parameter, called when a gradient has been added to its `.grad`. It holds no reference to the
+    parameter, so that the model can be freed.
+    """
+
+    gradients: _ParameterGradients
+    where: str
+
+    def __call__(self, parameter: nn.Parameter) -> None:
+        self.gradients.arrived(parameter, self.where)
