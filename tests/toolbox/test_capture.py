@@ -384,23 +384,53 @@ def test_without_gradients(mode: Any) -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("limit", [None, 2])
+@pytest.mark.parametrize("limit", [None, 4])
 def test_recomputing_a_checkpoint_is_no_call(reentrant: bool, limit: int | None) -> None:
     torch.manual_seed(0)
     block, x = nn.Sequential(nn.Linear(3, 3), nn.ReLU(inplace=True)), torch.randn(4, 3, requires_grad=True)
 
     def run(through: Callable[[Tensor], Tensor]) -> Any:
-        block.zero_grad()
         with capture(block, "*", limit=limit) as c:
-            through(through(x * 1) * 1).square().sum().backward()
+            for factor in (1, 2):
+                block.zero_grad()
+                through(x * factor).square().sum().backward()
+                block.eval()
+                with torch.no_grad():
+                    block(x)  # a validation
+                block.train()
         return c
 
     plain, again = run(block), run(lambda h: checkpoint(block, h, use_reentrant=reentrant))
     for name, mine in again.items():
         for what in ("input", "output", "grad_input", "grad_output"):
-            assert len(getattr(mine, what)) == 2
-            assert all(map(torch.equal, getattr(mine, what), getattr(plain[name], what))), (name, what)
+            assert len(getattr(mine, what)) == 4
+            for one, other in zip(getattr(mine, what), getattr(plain[name], what), strict=True):
+                assert one is other is None or torch.equal(one, other), (name, what)
         assert all(torch.equal(gradient, plain[name].grad[key]) for key, gradient in mine.grad.items())
+
+
+@pytest.mark.parametrize("limit", [None, 1])
+def test_a_call_in_a_reentrant_checkpoint_gets_no_gradient_of_another(limit: int | None) -> None:
+    """Nothing says which call is recomputed: of two micro-batches, or of a checkpoint's and one without gradients."""
+    module, x = nn.Linear(2, 2), torch.ones(1, 2, requires_grad=True)
+
+    def again(x: Tensor) -> Tensor:
+        return checkpoint(module, x * 1, use_reentrant=True).sum()
+
+    with capture(module, "(root)", limit=limit) as c:
+        first, second = again(x), again(2 * x)
+        first.backward()
+        second.backward()
+        assert set(c["(root)"].grad_output) == {None}
+        again(x).backward()
+        assert c["(root)"].grad_output[-1].tolist() == [[1.0, 1.0]]
+        third = again(x)
+        with torch.no_grad():
+            module(x)
+        third.backward()
+        assert c["(root)"].grad_output[-1] is None
+    if limit is None:
+        assert [gradient is None for gradient in c["(root)"].grad_output] == [True, True, False, True, True]
 
 
 def test_under_autocast() -> None:

@@ -53,7 +53,9 @@ def capture(
     `capture`, with one exception: with "grad_output" of a module that computes one output from another (h, f(h)), the
     gradient of h may be added in another order where it has three or more parts. A forward pass that is recomputed for
     a checkpoint is not stored as a call, nor is one that torch.export runs without strict mode. Under a loss scale
-    (float16) gradients are scaled. Gradients of several losses at once (`is_grads_batched`) are left out.
+    (float16) gradients are scaled. Gradients of several losses at once (`is_grads_batched`) are left out. In a
+    checkpoint with `use_reentrant=True` the gradients of a call are None where the module was called several times, or
+    without gradients too, before the backward pass: nothing says then which call is recomputed.
 
     Raises TypeError and ValueError for bad arguments, and for compiled modules, of which only "grad" can be captured.
     """
@@ -140,7 +142,7 @@ class Capture(Mapping[str, "Captured"]):
         captured, what, copier = self._by_module[id(named.module)], self._what, self._copier
         if what != {"grad"}:
             calls = ModuleCalls(
-                lambda: _new_handler(captured, what, copier),
+                _Calls(named.module, captured, copier).new_handler,
                 grad_input="grad_input" in what,
                 grad_output="grad_output" in what,
                 read_only=True,
@@ -238,8 +240,6 @@ class CapturedCall:
     where: str
     copier: _TensorCopier
     what: frozenset[str]
-    tracked: bool = False
-    """Whether the call has an autograd graph."""
     kept: dict[str, list[Any]] = field(default_factory=lambda: {what: [] for what in WHAT})
 
     def _copy(self, what: str, tensor: Tensor) -> Any:
@@ -247,9 +247,7 @@ class CapturedCall:
 
     def inputs(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         if in_backward():
-            self.tracked = True
             return tensors
-        self.tracked = torch.is_grad_enabled()
         self.kept["grad_input"] = [None] * len(tensors)
         if "input" in self.what:
             self.kept["input"] = [self._copy("input", tensor) for tensor in tensors]
@@ -275,16 +273,36 @@ class CapturedCall:
         row[index] = kept
 
 
-def _new_handler(captured: Captured, what: frozenset[str], copier: _TensorCopier) -> CapturedCall | None:
-    """The handler of a call that begins."""
-    if torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling():
-        return None  # torch.export runs it: its tensors have no values, and what reads them would be exported too
-    if not in_backward():
-        call = CapturedCall(captured.name, copier, what)
-        captured.calls.append(call)
+class _Calls:
+    """Makes the handler of each call of a module, and finds it again where the call is recomputed for a checkpoint.
+
+    With `use_reentrant=True` a checkpoint runs the module without gradients, and again in the backward pass. Nothing
+    says which call that repeats, so it is known only where there is one that it may be.
+    """
+
+    def __init__(self, module: nn.Module, captured: Captured, copier: _TensorCopier) -> None:
+        self.module = module
+        self.captured = captured
+        self.copier = copier
+        self.unmatched: dict[bool, tuple[int, CapturedCall | None]] = {}
+        """By the module's mode, in which validation differs: how many calls without gradients have not been repeated,
+        and the one that a recomputation repeats, where that is known.
+        """
+
+    def new_handler(self) -> CapturedCall | None:
+        """The handler of a call that begins."""
+        if torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling():
+            return None  # torch.export runs it: its tensors have no values, and what reads them would be exported too
+        training = self.module.training
+        number, only = self.unmatched.get(training, (0, None))
+        if in_backward():
+            self.unmatched[training] = max(0, number - 1), None
+            return only
+        call = CapturedCall(self.captured.name, self.copier, self.captured.what)
+        self.captured.calls.append(call)
+        if not torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
+            self.unmatched[training] = number + 1, None if number else call
         return call
-    # segments are recomputed in reverse order; where the first call has a graph, the second is not stored
-    return next((call for call in reversed(captured.calls) if not call.tracked), None)
 
 
 @dataclass(slots=True, eq=False)
