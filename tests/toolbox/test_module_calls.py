@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import quick
-from gradwatch import backward_hook
+from gradwatch import backward_hook, edit
 from gradwatch.hooks.hook_set import in_backward
 from gradwatch.toolbox.functions import EditedInPlace
 from gradwatch.toolbox.graph_uses import next_node_number, number_of
@@ -417,7 +417,7 @@ def test_no_input_needs_a_gradient() -> None:
     assert len(layer_seen) == 1
     with (
         backward_hook(module, lambda _, into, out: out[:1]),
-        pytest.raises(ValueError, match="a gradient for input 0, which needs none"),
+        pytest.raises(ValueError, match="a gradient for input 0, which has none"),
     ):
         module(torch.ones(2))[0].sum().backward()
 
@@ -430,6 +430,32 @@ def test_inputs_that_need_no_gradient_have_none() -> None:
     ((first, second),) = seen
     assert first is not None
     assert second is None
+
+
+@pytest.mark.parametrize("inputs", [1, 2])
+def test_a_custom_function_that_gives_its_inputs_no_gradient(inputs: int) -> None:
+    class NoGradient(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *tensors: Tensor) -> Tensor:
+            return torch.stack(tensors).sum(0)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
+            return (None,) * inputs
+
+    class Module(nn.Module):
+        def forward(self, *tensors: Tensor) -> Tensor:
+            return NoGradient.apply(*tensors)
+
+    module, seen = Module(), []
+    with backward_hook(module, lambda _, *gradients: seen.append(gradients)):
+        tensors = [torch.ones(2, requires_grad=True) * 1 for _ in range(inputs)]
+        (module(*tensors).sum() + sum(tensors).sum()).backward()
+    ((grad_input, grad_output),) = seen
+    assert grad_input == (None,) * inputs
+    assert same(grad_output, (torch.ones(2),))
+    with edit(module, "(root)", grad_input=lambda g: 2 * g):
+        module(*[torch.ones(2, requires_grad=True) * 1 for _ in range(inputs)]).sum().backward()
 
 
 def test_attention_still_sees_that_query_key_and_value_are_one() -> None:

@@ -110,6 +110,8 @@ class _HookedCall:
         self.needs_gradient: list[bool] = []
         """For each input."""
         self.grad_inputs: list[Tensor | None] = []
+        self.arrived: set[int] = set()
+        """Indices of the inputs whose `grad_input` has come in this backward pass; one may be None."""
         self.grad_outputs: list[Tensor | None] = []
         self.edited: set[int] = set()
         """Indices of the inputs that the module edits in place."""
@@ -128,12 +130,13 @@ class _HookedCall:
     def grad_output(self, index: int, gradient: Tensor) -> None:
         self.grad_outputs[index] = gradient
 
-    def grad_input(self, index: int, gradient: Tensor, *, more: bool) -> Tensor | None:
-        earlier = self.grad_inputs[index]
-        self.grad_inputs[index] = earlier + gradient if more and earlier is not None else gradient
+    def grad_input(self, index: int, gradient: Tensor | None, *, more: bool) -> Tensor | None:
+        earlier = self.grad_inputs[index] if more else None
+        self.grad_inputs[index] = gradient if earlier is None else earlier if gradient is None else earlier + gradient
+        self.arrived.add(index)
         # `new_grad_input` is not called by the hooks where one input needs a gradient, or where all are edited
         call_here = sum(self.needs_gradient) == max(1, len(self.edited))
-        last = all(g is not None for g, needed in zip(self.grad_inputs, self.needs_gradient, strict=True) if needed)
+        last = self.arrived.issuperset(index for index, needed in enumerate(self.needs_gradient) if needed)
         return self.new_grad_input(index) if call_here and last else None
 
     def edited_in_place(self, index: int) -> None:
@@ -151,6 +154,7 @@ class _HookedCall:
         where = f"the backward hook on {self.name}"
         grad_inputs, grad_outputs = tuple(self.grad_inputs), tuple(self.grad_outputs)
         self.grad_inputs, self.grad_outputs = [None] * len(grad_inputs), [None] * len(grad_outputs)
+        self.arrived.clear()
         versions = [version_of(gradient) for gradient in (*grad_inputs, *grad_outputs) if gradient is not None]
         returned = self.hook(self.module, grad_inputs, grad_outputs)
         if versions != [version_of(gradient) for gradient in (*grad_inputs, *grad_outputs) if gradient is not None]:
@@ -169,7 +173,7 @@ class _HookedCall:
         for index, (new, old) in enumerate(zip(news, grad_inputs, strict=True)):
             if old is None:
                 if new is not None:
-                    raise ValueError(f"{where} returned a gradient for input {index}, which needs none: expected None")
+                    raise ValueError(f"{where} returned a gradient for input {index}, which has none: expected None")
             elif new is old:
                 continue
             elif index in self.edited and sum(self.needs_gradient) > 1:

@@ -264,9 +264,9 @@ class CapturedCall:
     def grad_output(self, index: int, gradient: Tensor) -> None:
         self.kept["grad_output"][index] = self._copy("grad_output", gradient)
 
-    def grad_input(self, index: int, gradient: Tensor, *, more: bool) -> None:
+    def grad_input(self, index: int, gradient: Tensor | None, *, more: bool) -> None:
         row = self.kept["grad_input"]
-        kept = self._copy("grad_input", gradient)
+        kept = None if gradient is None else self._copy("grad_input", gradient)
         if more and row[index] is not None:
             # the parts of a sum; results of `reduce` cannot be added
             kept = row[index] + kept if self.copier.reduce is None and kept is not None else None

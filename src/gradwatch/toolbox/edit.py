@@ -146,7 +146,7 @@ class _EditHandler:
     def grad_output(self, index: int, gradient: Tensor) -> Tensor | None:
         return _changed_gradient(self.changes["grad_output"], self._where("grad_output"), gradient)
 
-    def grad_input(self, index: int, gradient: Tensor, *, more: bool) -> Tensor | None:
+    def grad_input(self, index: int, gradient: Tensor | None, *, more: bool) -> Tensor | None:
         return _changed_gradient(self.changes["grad_input"], self._where("grad_input"), gradient)
 
     def _each(self, what: str, tensors: Sequence[Tensor]) -> Sequence[Tensor]:

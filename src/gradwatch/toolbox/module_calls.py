@@ -35,8 +35,8 @@ class CallHandler(Protocol):
     def grad_output(self, index: int, gradient: Tensor) -> Tensor | None:
         """Receives dL/d(output), of the output before any in-place edit. Returns a replacement; None keeps it."""
 
-    def grad_input(self, index: int, gradient: Tensor, *, more: bool) -> Tensor | None:
-        """The same for dL/d(input) through this call alone.
+    def grad_input(self, index: int, gradient: Tensor | None, *, more: bool) -> Tensor | None:
+        """The same for dL/d(input) through this call alone; None where a custom Function gives the input none.
 
         `more`: this is the second part of the gradient of an input that the module edits in place. There are two parts
         where the module also uses the input before the edit.
@@ -237,7 +237,7 @@ class ModuleCalls:
                 if outer is not inputs[index]:
                     new[index] = outer
                     new_grad_input = partial(cast(JointCallHandler, handler).new_grad_input, index)
-                    self.tensor_hooks.hook(outer, partial(_on_outer_view, new_grad_input), base=False)
+                    self.tensor_hooks.hook_alias(outer, partial(_on_outer_view, new_grad_input))
         for index in need_gradient:
             alias = same_view(new[index])
             if alias is new[index]:
@@ -245,7 +245,7 @@ class ModuleCalls:
             hooked = _HookedInput(inputs[index], InputUse.of(index, alias))
             new[index] = alias
             call.hooked.append(hooked)
-            self.tensor_hooks.hook(alias, partial(_on_grad_input, handler, index, hooked.state), base=False)
+            self.tensor_hooks.hook_alias(alias, partial(_on_grad_input, handler, index, hooked.state))
         return new
 
 
@@ -271,10 +271,10 @@ def _on_grad_output(
     return new
 
 
-def _on_grad_input(handler: CallHandler, index: int, state: _InputHookState, gradient: Tensor) -> Tensor | None:
-    state.fired[0] = True
+def _on_grad_input(handler: CallHandler, index: int, state: _InputHookState, gradient: Tensor | None) -> Tensor | None:
+    state.fired[0] = gradient is not None
     return handler.grad_input(index, gradient, more=state.edited)
 
 
-def _on_outer_view(new_grad_input: Callable[[], Tensor | None], gradient: Tensor) -> Tensor | None:
+def _on_outer_view(new_grad_input: Callable[[], Tensor | None], gradient: Tensor | None) -> Tensor | None:
     return new_grad_input()

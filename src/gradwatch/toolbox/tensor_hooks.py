@@ -33,19 +33,24 @@ class TensorHooks:
         self._handles: list[RemovableHandle] = []
         self._prune_at = FIRST_PRUNED_AT
 
-    def hook(self, tensor: Tensor, on_gradient: OnGradient, *, base: bool = True) -> None:
-        """Call `on_gradient` with the gradient of the present value of `tensor`, a non-leaf that needs a gradient.
-        `base`: also for a view that is edited in place later.
+    def hook(self, tensor: Tensor, on_gradient: OnGradient) -> None:
+        """Call `on_gradient` with the gradient of the present value of `tensor`, a non-leaf that needs a gradient, also
+        if it is a view that is edited in place later.
         """
 
         def on_tensor(gradient: Tensor | None) -> Tensor | None:
             return None if gradient is None else on_gradient(gradient)
 
-        if base and tensor._base is not None:
-            for handle in register_view_hook(tensor, on_tensor):
-                self._add(handle)
-        else:
-            self._add(tensor.register_hook(on_tensor))
+        for handle in (
+            [tensor.register_hook(on_tensor)] if tensor._base is None else register_view_hook(tensor, on_tensor)
+        ):
+            self._add(handle)
+
+    def hook_alias(self, alias: Tensor, on_gradient: Callable[[Tensor | None], Tensor | None]) -> None:
+        """Call `on_gradient` with the gradient of a view, unless it is edited in place later; with None where a custom
+        Function gives it none.
+        """
+        self._add(alias.register_hook(on_gradient))
 
     def hook_base(self, view: Tensor, on_gradient: OnGradient, fired: list[bool]) -> None:
         """If `view` is edited in place after this call and has not `fired`, call `on_gradient` with its part of the
