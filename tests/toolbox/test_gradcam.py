@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -121,7 +122,12 @@ class Noisy(nn.Module):
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         x = self.drop(self.norm(self.conv(x)).relu())
-        return {"logits": self.head(x.mean((2, 3)) + torch.rand(4))}
+        return {"logits": self.head(x.mean((2, 3)) + torch.rand(4) + random.random() + np.random.rand())}
+
+
+def dice() -> tuple[Any, ...]:
+    """The random states."""
+    return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -138,7 +144,7 @@ def test_the_model_is_as_it_was(context: Callable[[], Any], fails: bool, frozen:
         p.grad = torch.full_like(p, 0.5)
     modes = {name: module.training for name, module in model.named_modules()}
     flags = {name: p.requires_grad for name, p in model.named_parameters()}
-    before, random = bits(model), torch.get_rng_state()
+    before, numbers = bits(model), dice()
     inputs = torch.ones(2, 3, 8, 8)
     with context():
         if fails:
@@ -150,7 +156,7 @@ def test_the_model_is_as_it_was(context: Callable[[], Any], fails: bool, frozen:
             assert cam.shape == (2, 8, 8)
         assert torch.is_grad_enabled() is (context is torch.enable_grad)
     assert bits(model) == before
-    assert torch.equal(torch.get_rng_state(), random)
+    assert dice() == numbers
     assert {name: module.training for name, module in model.named_modules()} == modes
     assert {name: p.requires_grad for name, p in model.named_parameters()} == flags
     assert all(bool((p.grad == 0.5).all()) for p in model.parameters())

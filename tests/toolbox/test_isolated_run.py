@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,8 @@ class Busy(nn.Module):
         self.outputs: dict[str, Any] = {"old": 1}
         self.names = {"a"}
         self.modes: list[bool] = []
+        self.latest = deque([1.0], maxlen=2)
+        self.generator = torch.Generator().manual_seed(5)
 
     def forward(self, x: Tensor) -> Tensor:
         self.modes = [*self.modes, *(module.training for module in self.modules())]
@@ -44,6 +47,7 @@ class Busy(nn.Module):
         self.running.add_(1)
         self.links.mul_(2)
         self.new = x
+        self.latest.append(torch.rand((), generator=self.generator).item())
         x = self.norm(self.conv(x)).relu().mean((2, 3))
         x = x + F.dropout(x) + random.random() + np.random.rand() + torch.rand(())
         self.accuracy.update(x, x.argmax(1))
@@ -78,7 +82,7 @@ def test_nothing_is_different_afterwards(fails: bool) -> None:
     assert model.accuracy.update_count == 1
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
-    before, numbers = state(model), dice()
+    before, numbers, own = state(model), dice(), model.generator.get_state()
     try:
         with isolated_run(model):
             model(images)
@@ -92,6 +96,7 @@ def test_nothing_is_different_afterwards(fails: bool) -> None:
         assert fails
     assert state(model) == before
     assert dice() == numbers
+    assert torch.equal(model.generator.get_state(), own)
     assert model.norm.training is False
     assert model.conv.training is True
 

@@ -53,7 +53,10 @@ class FeatureMaps(PackageAware, Callback):
                                                  scaled from its minimum (black) to its maximum (white)
         gradwatch_layers/<layer>/gradcam         the images, each with its Grad-CAM for the top class below it
 
-    The training is the same without it, bit for bit. Only rank 0 does this, and does not wait for other ranks.
+    The training is the same without it, bit for bit: weights, buffers, metrics, modes, logged values, the random states
+    of torch, Python and numpy, and the modules' attributes. Not restored is what the forward pass changes in objects
+    behind these, such as a tensor or a metric in a list, or a NumPy generator. Only rank 0 does this, and does not wait
+    for other ranks.
     """
 
     failed: ClassVar[bool] = False

@@ -31,9 +31,9 @@ def gradcam(model: nn.Module, layer: str | nn.Module, inputs: Tensor, target: Ta
     [H, W] bilinearly and divided by its greatest value. A map without a positive value is 0 everywhere, one of numbers
     that are not finite NaN.
 
-    The model runs as in `eval()`. Its mode, `requires_grad`, every `.grad` and the random state are restored when it
-    returns or raises; an active watch does not measure this run. Raises TypeError and ValueError, which name what is
-    expected.
+    The model runs as in `eval()`. Its mode, `requires_grad`, every `.grad` and the random states of torch, Python and
+    numpy are restored when it returns or raises; an active watch does not measure this run. Raises TypeError and
+    ValueError, which name what is expected.
     """
     if not isinstance(inputs, Tensor):
         raise TypeError(f"gradcam: inputs={cut(type(inputs).__name__)}: expected a tensor of images, [N, C, H, W]")

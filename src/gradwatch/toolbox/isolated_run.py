@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -24,27 +25,29 @@ Judgement: the state of a metric is smaller; a data set that is stored on a modu
 @contextmanager
 def evaluation_run(model: nn.Module, *tensors: Tensor) -> Iterator[None]:
     """Within it the model is in evaluation mode, gradients are enabled and the hooks of every watch are off. Afterwards
-    the modes of its modules and the random state are restored.
-
-    The random states of the devices of `model` and of `tensors` are restored.
+    the modes of its modules and the random states of Python, numpy and torch are restored; torch's also on the devices
+    of `model` and of `tensors`.
     """
     modes: list[tuple[nn.Module, bool]] = [(module, module.training) for module in model.modules()]
     on_devices: list[Any] = [*tensors, *model.parameters(), *model.buffers()]
     devices = sorted({tensor.device.index or 0 for tensor in on_devices if tensor.is_cuda})
+    python, of_numpy = random.getstate(), np.random.get_state()
     try:
         with disable_hooks(), torch.random.fork_rng(devices), torch.inference_mode(False), torch.enable_grad():
             for module, _ in modes:
                 module.training = False
             yield
     finally:
+        random.setstate(python)
+        np.random.set_state(of_numpy)
         for module, mode in modes:
             module.training = mode
 
 
 @contextmanager
 def isolated_run(model: nn.Module, *, ranks: int = 1) -> Iterator[None]:
-    """An `evaluation_run` in the middle of a fit. Afterwards buffers, the attributes of modules (metrics, counts,
-    lists) and the random states of Python and numpy are restored too. Within it `self.log` logs nothing, and compiled
+    """An `evaluation_run` in the middle of a fit. Afterwards buffers and the attributes of modules are restored too, as
+    far as `_ModuleState` keeps them. Within it `self.log` logs nothing, and compiled
     modules and functions run uncompiled.
 
     `ranks`: how many processes train. With several, only one of them may enter: an operation that would wait for the
@@ -52,8 +55,6 @@ def isolated_run(model: nn.Module, *, ranks: int = 1) -> Iterator[None]:
     """
     kept = [_ModuleState(module) for module in model.modules()]
     with ExitStack() as stack:
-        stack.callback(random.setstate, random.getstate())
-        stack.callback(np.random.set_state, np.random.get_state())
         for each in kept:  # if one fails, the others are still restored
             stack.callback(each.restore)
         for module in model.modules():
@@ -83,13 +84,19 @@ def _uncompile(model: nn.Module) -> None:
                 setattr(module, name, child._orig_mod)
 
 
+_CONTAINERS = (dict, list, set, deque)
+
+
 class _ModuleState:
-    """The attributes of a module, and the items of those that are dicts, lists or sets; nested items are not copied."""
+    """Buffers and attributes of a module, the items of those that are dicts, lists, sets or deques, and the state of a
+    `torch.Generator`. The state of items, and of other objects, is not kept.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.attributes: dict[str, Any] = dict(vars(module))
-        self.containers = {k: v.copy() for k, v in self.attributes.items() if isinstance(v, dict | list | set)}
+        self.containers = {k: v.copy() for k, v in self.attributes.items() if isinstance(v, _CONTAINERS)}
+        self.generators = [(v, v.get_state()) for v in self.attributes.values() if isinstance(v, torch.Generator)]
         own = [v for v in self.attributes.values() if isinstance(v, Tensor) and v.numel() <= MAX_COPIED]
         tensors = [*module.buffers(recurse=False), *own]
         self.values = [(tensor, version_of(tensor), tensor.detach().clone()) for tensor in tensors]
@@ -105,7 +112,9 @@ class _ModuleState:
                 value.clear()
             else:
                 continue
-            value.extend(before) if isinstance(before, list) else value.update(before)
+            value.extend(before) if isinstance(before, list | deque) else value.update(before)
+        for generator, state in self.generators:
+            generator.set_state(state)
         with torch.no_grad():
             for tensor, version, value in self.values:
                 # a write through `.data` does not change the version, so the numbers are compared
@@ -115,7 +124,7 @@ class _ModuleState:
 
 
 def _same_items(now: Any, before: Any) -> bool:
-    """Whether two dicts or lists hold the same objects, by identity."""
+    """Whether two dicts, lists or deques hold the same objects, by identity."""
     a, b = (list(v.items()) if isinstance(v, dict) else [(0, item) for item in v] for v in (now, before))
     return len(a) == len(b) and all(k == m and v is w for (k, v), (m, w) in zip(a, b, strict=True))
 
