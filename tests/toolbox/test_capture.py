@@ -648,6 +648,7 @@ def test_wrong_arguments(arguments: Any, error: type[Exception], words: str) -> 
         ({"limit": 0}, ValueError, "limit=0: expected a number of calls of at least 1"),
         ({"limit": True}, TypeError, "limit=True"),
         ({"device": "gpu"}, ValueError, "device='gpu': expected a torch.device"),
+        ({"device": "cuda:99"}, ValueError, "device='cuda:99': expected a torch.device that is there"),
         ({"reduce": 3}, TypeError, "reduce=3: expected a function of one tensor"),
         (
             {"reduce": lambda a, b: a},
@@ -670,6 +671,14 @@ def test_gradients_of_lazy_parameters_are_refused_until_they_have_a_shape() -> N
     with capture(model, "0") as c:
         model(torch.ones(2, 4)).sum().backward()
     assert c["0"].grad["weight"].shape == (3, 4)
+
+
+def test_a_name_with_brackets_is_written_with_brackets() -> None:
+    model = nn.Sequential()
+    model.add_module("conv[0]", nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"glob.escape: 'conv\[\[\]0\]'"):
+        capture(model, "!conv[0]")
+    assert list(capture(model, "conv[[]0]")) == ["conv[0]"]
 
 
 def test_no_model() -> None:

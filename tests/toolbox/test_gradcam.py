@@ -260,6 +260,13 @@ def test_wrong_arguments(model: Any, layer: Any, inputs: Any, target: Any, error
         gradcam(model, layer, inputs, target)
 
 
+def test_a_model_made_in_inference_mode_is_named() -> None:
+    with torch.inference_mode():
+        model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    with pytest.raises(ValueError, match="the model's parameters were made in inference mode"):
+        gradcam(model, "0", torch.ones(1, 1, 5, 5))
+
+
 def test_a_picture_of_it() -> None:
     """Grey where nothing is laid over it; blue where the map is 0, red where it is 1."""
     image, cam = torch.full((2, 1, 2, 2), 0.5), torch.zeros(2, 2, 2)

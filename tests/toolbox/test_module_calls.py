@@ -648,3 +648,9 @@ def test_wrong_arguments(arguments: Any, error: type[Exception], words: str) -> 
 def test_a_wrong_way() -> None:
     with pytest.raises(ValueError, match="how='quick': expected one of 'safe', 'full'"):
         backward_hook(nn.Tanh(), nothing, how="quick")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, of torch.jit
+def test_a_scripted_module_is_refused() -> None:
+    with pytest.raises(ValueError, match="module net is a ScriptModule, on which hooks do nothing"):
+        backward_hook(torch.jit.trace(nn.Tanh(), torch.ones(1)), nothing, name="net")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.jit import ScriptModule
 
 from gradwatch.core.arguments import check_choice, check_function, wrong
 from gradwatch.hooks.full_hook_errors import is_in_place_error
@@ -14,6 +15,7 @@ from gradwatch.hooks.hook_set import HookSet
 from gradwatch.measure.reductions import version_of
 from gradwatch.toolbox.functions import EditedInPlace, checked_result
 from gradwatch.toolbox.module_calls import ModuleCalls, UncopiedHook
+from gradwatch.toolbox.modules import SCRIPTED
 
 Gradients = tuple[Tensor | None, ...]
 BackwardFunction = Callable[[nn.Module, Gradients, Gradients], "Gradients | Tensor | None"]
@@ -51,6 +53,8 @@ def backward_hook(module: nn.Module, hook: BackwardFunction, *, how: str = "safe
     """
     if not isinstance(module, nn.Module):
         raise TypeError(wrong("backward_hook: module", module, "a torch.nn.Module, such as model.layer3"))
+    if isinstance(module, ScriptModule):
+        raise ValueError(f"backward_hook: module {name or type(module).__name__} {SCRIPTED}")
     expected = "a function of (module, grad_input, grad_output)"
     check_function("backward_hook: hook", hook, expected, arguments=3)
     check_choice("backward_hook: how", how, HOWS)

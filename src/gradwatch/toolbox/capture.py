@@ -68,9 +68,10 @@ def capture(
     if limit is not None:
         limit = check_whole("capture: limit", limit, "a number of calls of at least 1, or None for all")
     try:
-        target = None if device is None else torch.device(device)
+        target = None if device is None else torch.empty(0, device=device).device
     except Exception as error:
-        raise ValueError(wrong("capture: device", device, "a torch.device or its name, such as 'cpu'")) from error
+        expected = "a torch.device that is there, or its name, such as 'cpu'"
+        raise ValueError(wrong("capture: device", device, expected)) from error
     found = find_modules(model, patterns, by="capture: patterns")
     for named in found.values():
         if set(kinds) != {"grad"}:

@@ -40,6 +40,11 @@ def gradcam(model: nn.Module, layer: str | nn.Module, inputs: Tensor, target: Ta
     if inputs.ndim != 4 or not inputs.is_floating_point() or 0 in inputs.shape:
         raise ValueError(f"gradcam: inputs are {describe_tensor(inputs)}: expected floating-point images [N, C, H, W]")
     module, name = _layer(model, layer)
+    if any(parameter.is_inference() for parameter in model.parameters()):
+        raise ValueError(
+            "gradcam: the model's parameters were made in inference mode, and torch computes no gradients with them; "
+            "make the model outside of torch.inference_mode()"
+        )
     calls: list[tuple[GradientEdge, Tensor]] = []
     with HookSet() as hooks, evaluation_run(model, inputs):
         hooks.add(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from glob import escape
 
 from torch import nn
 from torch.jit import ScriptModule
@@ -14,6 +15,8 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from gradwatch.core.arguments import SHOWN_CHARACTERS, check_pattern_list, shown, wrong
 from gradwatch.core.record import ROOT, clean_name
 from gradwatch.measure.layers import choose, is_compiled, is_lazy, is_within
+
+SCRIPTED = "is a ScriptModule, on which hooks do nothing; give the module it was scripted from"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +47,7 @@ def find_modules(model: nn.Module, patterns: object, *, by: str) -> dict[str, Na
     found = _named_modules(model)
     for pattern in several:
         if not any(fnmatchcase(name, pattern.removeprefix("!")) for name in found):
-            raise ValueError(f"{by}: the pattern {shown(pattern)} matches no module; {nearest(pattern, list(found))}")
+            raise ValueError(f"{by}: the pattern {shown(pattern)} matches no module; {_hint(pattern, list(found))}")
     return {name: found[name] for name in choose(list(found), several, require_match=False)}
 
 
@@ -59,6 +62,12 @@ def refuse_lazy(named: NamedModule, *, by: str) -> None:
     for name, parameter in named.module.named_parameters():
         if is_lazy(parameter):
             raise ValueError(f"{by}: {name} of module {named.name!r} has no shape yet; run the model once before")
+
+
+def _hint(pattern: str, names: Sequence[str]) -> str:
+    if (bare := pattern.removeprefix("!")) in names:
+        return f"brackets in a name are written in brackets, as by glob.escape: {shown(escape(bare))}"
+    return nearest(pattern, names)
 
 
 def nearest(pattern: str, names: Sequence[str]) -> str:
@@ -80,7 +89,7 @@ def _named_modules(model: nn.Module) -> dict[str, NamedModule]:
         name = clean_name(f"{path}.".removeprefix(outer).rstrip(".")) or ROOT
         why = ""
         if isinstance(module, ScriptModule):
-            why = "is a ScriptModule, on which hooks do nothing; give the module it was scripted from"
+            why = SCRIPTED
         elif any(is_within(path, region) for region in compiled):
             why = (
                 "is compiled, and hooks put on compiled code are never called; give and run the model that was not "
