@@ -158,6 +158,23 @@ def test_of_several_tensors_each_is_mapped_once() -> None:
     assert out["mask"] is mask
 
 
+def test_a_dict_whose_items_are_its_attributes_keeps_both() -> None:
+    class Items(dict):  # type: ignore[type-arg]
+        def __init__(self, **items: Tensor) -> None:
+            super().__init__(**items)
+            self.__dict__ = self
+
+    class Module(nn.Module):
+        def forward(self, x: Tensor) -> Items:
+            return Items(y=x)
+
+    module = Module()
+    with edit(module, "(root)", output=lambda x: 2 * x):
+        made = module(torch.ones(2))
+    assert made.y is made["y"]
+    assert made.y.tolist() == [2.0, 2.0]
+
+
 def test_integers_are_edited_where_there_is_nothing_else() -> None:
     embedding, ids = nn.Embedding(4, 2), torch.tensor([0, 1])
     with edit(embedding, "(root)", input=lambda i: i + 2):

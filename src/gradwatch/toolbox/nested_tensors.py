@@ -85,6 +85,8 @@ def _mapping_like(value: Mapping[Any, Any], new: dict[Any, Any]) -> Mapping[Any,
     if not isinstance(value, MutableMapping):
         return new
     copied = copy.copy(value)
+    if getattr(value, "__dict__", None) is value:  # its items are its attributes, which copy.copy separates
+        copied.__dict__ = copied  # type: ignore[assignment]
     for key, item in new.items():
         if item is not value[key]:
             copied[key] = item
