@@ -45,9 +45,10 @@ def backward_hook(module: nn.Module, hook: BackwardFunction, *, how: str = "safe
     `with`, its "is a view and is being modified inplace" becomes an error that names the module (`name`, if given) and
     what to do.
 
-    Training is bit for bit the same as without the hook, with one exception: where a tensor has three or more uses,
-    some of them in the module, the parts of its gradient are added in another order (as under torch's own hook), which
-    can change its last bits.
+    Training is bit for bit the same as without the hook, with two exceptions, as under torch's own: where a tensor has
+    three or more uses, some of them in the module, the parts of its gradient are added in another order, which can
+    change its last bits; and autocast casts a leaf (learned queries, a parameter) at each use instead of once, which
+    changes its gradient by the lower precision.
 
     Raises TypeError and ValueError for bad arguments, and in the backward pass for a return value that does not fit.
     """

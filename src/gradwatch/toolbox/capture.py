@@ -50,14 +50,19 @@ def capture(
     call is stored.
 
     Each stored tensor is a detached copy from before any in-place edit. Training is bit for bit the same as without
-    `capture`, with one exception: with "grad_output" of a module that computes one output from another (h, f(h)), the
-    gradient of h may be added in another order where it has three or more parts. A forward pass that is recomputed for
-    a checkpoint is not stored as a call, nor is one that torch.export runs without strict mode. Under a loss scale
-    (float16) gradients are scaled. Gradients of several losses at once (`is_grads_batched`) are left out. In a
-    checkpoint with `use_reentrant=True` the gradients of a call are None where the module was called several times, or
-    without gradients too, before the backward pass: nothing says then which call is recomputed.
+    `capture`, with one exception: with "grad_input" or "grad_output", a view replaces an output that is an input or a
+    parameter (nn.Identity, nn.Dropout in evaluation) and, with "grad_output", one from which the module computes
+    another (h, f(h)). The gradient of such a tensor may be added in another order where it has three or more parts, and
+    autocast casts a parameter at each use instead of once, which changes its gradient by the lower precision. A forward
+    pass that is recomputed for a checkpoint is not stored as a call, nor is one that torch.export runs without strict
+    mode. Under a loss scale (float16) gradients are scaled. Gradients of several losses at once (`is_grads_batched`)
+    are left out, and what is stored inside `torch.vmap` cannot be read after it. In a checkpoint with
+    `use_reentrant=True` the gradients of a call are None where the module was called several times, or without
+    gradients too, before the backward pass: nothing says then which call is recomputed.
 
-    Raises TypeError and ValueError for bad arguments, and for compiled modules, of which only "grad" can be captured.
+    Raises TypeError and ValueError for bad arguments, and for compiled modules, of which only "grad" can be captured. A
+    function around the model that was compiled and run before the block does not call its hooks: there are no calls
+    then; within `torch.compiler.set_stance("force_eager")` it does.
     """
     expected = f"one or several of {', '.join(WHAT)}"
     kinds = (what,) if isinstance(what, str) else check_items("capture: what", what, expected)

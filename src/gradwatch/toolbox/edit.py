@@ -50,14 +50,17 @@ def edit(
     is added to `.grad`. With several tensors each is mapped, a tensor that is given twice once; integers and booleans
     (tokens, masks) only where there are no others.
 
-    With `grad_input`, and with `grad_output` of a module that computes one output from another, the parts of a gradient
-    that is a sum of three or more may be added in another order.
+    With `grad_input`, and with `grad_output` of a module that returns an input or a parameter or computes one output
+    from another, the parts of a gradient that is a sum of three or more may be added in another order, and autocast
+    casts a leaf (learned queries, a parameter) at each use instead of once.
 
     `patterns`: one shell pattern on module names or several; later patterns override earlier ones, and one that begins
     with "!" excludes; "(root)" is the model itself. Raises TypeError and ValueError for bad arguments, and for compiled
     modules, of which only `grad` can be edited. In the forward and backward pass, raises ValueError or TypeError for a
     result that does not fit, and EditedInPlace, a RuntimeError; the message names the module. Exceptions of a function
-    pass through. If modules were called and none of them had a tensor to change, there is a warning at the end.
+    pass through. If modules were called and none of them had a tensor to change, there is a warning at the end. A
+    function that was compiled around the model and run before the block does not call its hooks, except within
+    `torch.compiler.set_stance("force_eager")`.
     """
     given = {"input": input, "output": output, "grad_input": grad_input, "grad_output": grad_output, "grad": grad}
     changes = {what: change for what, change in given.items() if change is not None}
