@@ -200,7 +200,11 @@ class Captured:
 
     @property
     def grad(self) -> dict[str, Any]:
-        """Name within the module -> the parameter's `.grad` after the last `backward()`; under DDP the ranks' mean."""
+        """Parameter name within the module -> the parameter's `.grad` after the last `backward()`.
+
+        Under DDP it is the mean over ranks, but may be one rank's for parameters in a checkpoint with
+        `use_reentrant=True`, which has a backward pass of its own that ends before DDP averages.
+        """
         self._check_requested("grad")
         return {name: self.grads[key] for name, key in self.parameters.items() if key in self.grads}
 
