@@ -46,18 +46,6 @@ def _tensorboard(logger: Any, tag: str, picture: Picture, step: int) -> None:
         logger.experiment.flush()
 
 
-def _wandb(logger: Any, tag: str, picture: Picture, step: int) -> None:
-    logger.log_image(tag, [picture], step=step)
-
-
-def _comet(logger: Any, tag: str, picture: Picture, step: int) -> None:
-    logger.experiment.log_image(picture, name=tag, step=step)
-
-
-def _mlflow(logger: Any, tag: str, picture: Picture, step: int) -> None:
-    logger.experiment.log_image(logger.run_id, picture, key=tag, step=step)
-
-
 def _neptune(logger: Any, tag: str, picture: Picture, step: int) -> None:
     from PIL import Image
 
@@ -67,37 +55,24 @@ def _neptune(logger: Any, tag: str, picture: Picture, step: int) -> None:
     logger.experiment[tag].upload(stream)
 
 
-def _wandb_file(logger: Any, path: Path) -> None:
-    run = logger.experiment
-    run.log_artifact(str(path), name=f"gradwatch-report-{run.id}", type="report")
-
-
-def _comet_file(logger: Any, path: Path) -> None:
-    logger.experiment.log_asset(str(path), file_name=path.name)
-
-
-def _mlflow_file(logger: Any, path: Path) -> None:
-    logger.experiment.log_artifact(logger.run_id, str(path), ARTIFACTS)
-
-
-def _neptune_file(logger: Any, path: Path) -> None:
-    logger.experiment[f"{ARTIFACTS}/report"].upload(str(path))
-
-
 ARTIFACTS = "gradwatch"
 """The folder of a run's artifacts."""
 
 FILE_WRITERS: dict[str, WriteFile] = {
-    "WandbLogger": _wandb_file,
-    "CometLogger": _comet_file,
-    "MLFlowLogger": _mlflow_file,
-    "NeptuneLogger": _neptune_file,
+    "WandbLogger": lambda logger, path: logger.experiment.log_artifact(
+        str(path), name=f"gradwatch-report-{logger.experiment.id}", type="report"
+    ),
+    "CometLogger": lambda logger, path: logger.experiment.log_asset(str(path), file_name=path.name),
+    "MLFlowLogger": lambda logger, path: logger.experiment.log_artifact(logger.run_id, str(path), ARTIFACTS),
+    "NeptuneLogger": lambda logger, path: logger.experiment[f"{ARTIFACTS}/report"].upload(str(path)),
 }
 
 WRITERS: dict[str, Write] = {
     "TensorBoardLogger": _tensorboard,
-    "WandbLogger": _wandb,
-    "CometLogger": _comet,
-    "MLFlowLogger": _mlflow,
+    "WandbLogger": lambda logger, tag, picture, step: logger.log_image(tag, [picture], step=step),
+    "CometLogger": lambda logger, tag, picture, step: logger.experiment.log_image(picture, name=tag, step=step),
+    "MLFlowLogger": lambda logger, tag, picture, step: logger.experiment.log_image(
+        logger.run_id, picture, key=tag, step=step
+    ),
     "NeptuneLogger": _neptune,
 }
