@@ -26,21 +26,6 @@ ALTERNATING_OPTIMIZERS = 4
 NEWEST_SAMPLES = 16
 """Newest records with a statistic that are always kept whole, for each optimizer. Judgement: rules read ten at most."""
 
-UNCHANGED_KEYS = (
-    "sites",
-    "sizes",
-    "activations",
-    "taps",
-    "order",
-    "edges",
-    "count",
-    "written",
-    "opening",
-    "keys",
-    "scalars",
-)
-"""Entries of a history other than the numbers of sites: they are kept unchanged."""
-
 
 def packed(state: Mapping[str, Any]) -> dict[str, Any]:
     """`History.state_dict()` of any length in tensors, numbers and text, about `STATE_BYTES` or `NEWEST_RECORDS`
@@ -60,7 +45,7 @@ def packed(state: Mapping[str, Any]) -> dict[str, Any]:
     dropped = (codes == int(Missing.MEASURED)) & ~whole[:, None]
     dropped[:, 0] = dropped[rows, sites] = False  # site 0 is the total, which stays
     thin = {
-        **{key: state[key] for key in UNCHANGED_KEYS},
+        **state,
         "totals": {name: column[:, 0] for name, column in columns.items()},
         "columns": {name: _compact(column, whole) for name, column in columns.items()},
         "signs": {"rows": rows, "sites": sites, "values": as_float32(norms[rows, sites])},
