@@ -105,19 +105,13 @@ class LogitMisfit(ModuleStatistic):
                 register_node_hook(tensor.grad_fn, on_gradient, self.costs)
 
 
-def _add_misfit(step: _StepMisfits, site: int, class_dim: int | None, probabilities: Tensor, gradient: Tensor) -> None:
-    misfit = _binary_misfit if class_dim is None else _class_misfit
-    step.sums.append((misfit(probabilities, _sampled(gradient, class_dim).float()), site))
-
-
-def _class_misfit(p: Tensor, gradient: Tensor) -> Tensor:
-    """`p`, `gradient`: shape [examples, classes]."""
-    return _misfit(gradient > 0, gradient, p)
-
-
-def _binary_misfit(p: Tensor, gradient: Tensor) -> Tensor:
-    """`p`, `gradient`: shape [1, numbers]."""
-    return _misfit(gradient > 0, gradient, F.logsigmoid(p)) + _misfit(gradient < 0, -gradient, F.logsigmoid(-p))
+def _add_misfit(step: _StepMisfits, site: int, class_dim: int | None, p: Tensor, gradient: Tensor) -> None:
+    """`p`: shape [examples, classes], or [1, numbers] where there is no dimension of classes."""
+    gradient = _sampled(gradient, class_dim).float()
+    misfit = _misfit(gradient > 0, gradient, p if class_dim is not None else F.logsigmoid(p))
+    if class_dim is None:
+        misfit += _misfit(gradient < 0, -gradient, F.logsigmoid(-p))
+    step.sums.append((misfit, site))
 
 
 def _misfit(chosen: Tensor, gradient: Tensor, expected_logs: Tensor) -> Tensor:
