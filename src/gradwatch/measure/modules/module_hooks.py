@@ -58,11 +58,6 @@ class ModuleHooks:
         """`costs`: those of these hooks and of the statistics' own."""
         self.hooks = HookSet()
         self.statistics = statistics
-        base = ModuleStatistic  # what is not overridden measures nothing
-        self._of_inputs = [one for one in statistics if type(one).on_input is not base.on_input]
-        self._of_outputs = [one for one in statistics if type(one).on_output is not base.on_output]
-        self._of_gradients = [one for one in statistics if type(one).on_grad_output is not base.on_grad_output]
-        self._of_losses = [one for one in statistics if type(one).on_loss is not base.on_loss]
         self._sample = _Sample()
         self._layers: dict[int, None] = {}
         """Sites of layers in the order in which they first ran, in the last step or an earlier one."""
@@ -104,7 +99,7 @@ class ModuleHooks:
 
     def on_loss(self, loss: Tensor) -> None:
         """A backward pass begins at `loss`."""
-        for statistic in self._of_losses if len(self.hooks) else ():
+        for statistic in self.statistics if len(self.hooks) else ():
             statistic.on_loss(loss)
 
     def order(self) -> tuple[int, ...]:
@@ -129,11 +124,11 @@ class ModuleHooks:
         return ModuleHooksReading(layout, host_copy, readings, tuple(calls))
 
     def _make(self, module: nn.Module, site: int, kind: str, *, full: bool) -> _HooksOfModule:
-        outputs = [hook for one in self._of_outputs if (hook := one.on_output(site, module, kind)) is not None]
-        gradients = [call for one in self._of_gradients if (call := one.on_grad_output(site, module, kind)) is not None]
+        outputs = [hook for one in self.statistics if (hook := one.on_output(site, module, kind)) is not None]
+        gradients = [call for one in self.statistics if (call := one.on_grad_output(site, module, kind)) is not None]
         output_hook = OutputHook(self._costs, outputs, full=full) if outputs or gradients or not kind else None
         on_grad_output = recorded(partial(_call_all, gradients), self._costs) if gradients else None
-        inputs = [] if kind else [one.on_input(site, module) for one in self._of_inputs]
+        inputs = [] if kind else [one.on_input(site, module) for one in self.statistics]
         input_hooks = [recorded(on_input, self._costs) for on_input in inputs if on_input is not None]
         return _HooksOfModule(weakref.ref(module), site, output_hook, on_grad_output, input_hooks)
 
