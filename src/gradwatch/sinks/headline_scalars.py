@@ -21,6 +21,7 @@ WHOLE_STEP_NUMBERS = ("overhead", "noise_scale", "noise_scale_error", "skipped_s
 QUANTILES = {"min": 0.0, "p10": 0.1, "median": 0.5, "p90": 0.9, "max": 1.0}
 
 
+@lru_cache(maxsize=2)  # several sinks need those of one block
 def headlines(
     block: Block, alerts: tuple[Alert, ...] = (), first: int = 0, end: int | None = None, optimizer: int | None = None
 ) -> Mapping[str, float]:
@@ -31,13 +32,7 @@ def headlines(
     Norms are log10, because dashboards have linear axes. Numbers of the second and later optimizers have their own tags
     (`..._optimizer1`), because they are about other layers.
     """
-    return _headlines(block, alerts, first, len(block) if end is None else end, optimizer)
-
-
-@lru_cache(maxsize=2)  # several sinks need those of one block
-def _headlines(
-    block: Block, alerts: tuple[Alert, ...], first: int, end: int, optimizer: int | None
-) -> Mapping[str, float]:
+    end = len(block) if end is None else end
     rows = np.arange(first, end)
     optimizers = block.optimizers[rows]
     found: dict[str, float] = {}
