@@ -130,23 +130,14 @@ class Spike:
 
     def _at(self, history: History, back: int, *, returned: bool = False) -> Sequence[Finding]:
         """What stood out at the record `back` from the end; `returned`: and does not at the latest any more."""
-        glance = per_full_accumulation(history, "grad_norm", QUICK_CHECK_RECORDS + back)
-        if glance is None or len(glance) <= back:
+        norms = per_full_accumulation(history, "grad_norm", back)
+        if norms is None or (returned and _loss_stays(history, back, self.window)):
             return []
-        own = _own(history, QUICK_CHECK_RECORDS + back, back)
-        now, before = glance[-back], glance[:-back][own]
-        if not len(before):
-            return []  # the first step of an optimizer that came later than others
-        usable = history.trusted(QUICK_CHECK_RECORDS + back)[:-back][own] & np.isfinite(before)
-        level = np.where(usable, before, 0.0).max(axis=0)
-        risen = (now > level * 10.0**self.over_max_dex) & (now < np.inf)
+        sites, now = np.append(0, history.layout.layers), norms[-back]
+        usable = now[sites] < np.inf
         if returned:
-            risen &= history.trusted(back)[0] & (glance[-1] <= now * 10.0 ** (self.back_dex - self.over_max_dex))
-        risen[history.layout.parameters] = risen[history.layout.taps] = False
-        candidates = np.flatnonzero(risen)
-        if not len(candidates) or (returned and _loss_stays(history, back, self.window)):
-            return []
-        return self._judge(history, now, candidates, back, None if not returned else glance[-1])
+            usable &= history.trusted(back)[0, sites]
+        return self._judge(history, now, sites[usable], back, norms[-1] if returned else None)
 
     def _judge(
         self, history: History, now: Floats, candidates: Sites, back: int, after: Floats | None
@@ -164,7 +155,7 @@ class Spike:
         base = trusted & _newest(trusted, self.window)
         last = usable & _newest(usable, self.patience)
         settled = (last.sum(axis=0) >= self.patience) & ~(last & trusted).any(axis=0)
-        ceiling = np.where(base, past, 0.0).max(axis=0)
+        ceiling = np.where(base, past, 0.0).max(axis=0, initial=0.0)
         high = (now[candidates] >= ceiling * 10.0**self.over_max_dex) & (base.sum(axis=0) >= self.warm_up) & ~settled
         if after is not None:
             high &= after[candidates] <= ceiling * 10.0**self.back_dex
