@@ -1,8 +1,11 @@
-"""The median of each of many columns, without what is not a number: `numpy.nanmedian` takes minutes for them."""
+"""The medians of each of many columns, without what is not a number: `numpy.nanmedian` takes minutes for them."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+from numpy.typing import NDArray
 
 from gradwatch.core.record import Floats
 
@@ -15,3 +18,11 @@ def median(numbers: Floats) -> Floats:
     ordered, count = np.sort(numbers, axis=0), np.count_nonzero(~np.isnan(numbers), axis=0, keepdims=True)
     low, high = (np.take_along_axis(ordered, places, axis=0)[0] for places in ((count - 1) // 2, count // 2))
     return np.asarray((low + high) / 2)
+
+
+def lower_median(numbers: NDArray[Any]) -> Any:
+    """The median over axis 0, the lower of the two in the middle, so that it is one of `numbers`. NaN where there is no
+    number.
+    """
+    ordered, count = np.sort(numbers, axis=0), np.count_nonzero(~np.isnan(numbers), axis=0, keepdims=True)
+    return np.take_along_axis(ordered, (count - 1) // 2, axis=0)[0]

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from gradwatch.core.median import lower_median
 from gradwatch.core.record import Floats, Mask, Sites
 
 MAX_COLUMNS = 256
@@ -150,11 +151,8 @@ class Downsampling:
         """
         self._process_waiting()
         sample = self._columns.sample
-        finite = np.where(np.isposinf(sample), np.nan, sample)
-        count = np.count_nonzero(~np.isnan(finite), axis=0)
-        ordered = np.sort(finite, axis=0)  # NaN goes last
-        middle = np.take_along_axis(ordered, (np.maximum(count - 1, 0) // 2)[None], axis=0)[0]
-        return self._numbers(np.where(count > 0, middle, np.fmax.reduce(sample, axis=0)))
+        middle = lower_median(np.where(np.isposinf(sample), np.nan, sample))
+        return self._numbers(np.where(np.isnan(middle), np.fmax.reduce(sample, axis=0), middle))
 
     @property
     def median_of(self) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from gradwatch.core.median import lower_median
 from gradwatch.sinks.downsampling import Logs
 
 MIN_DIFFERENCE = 1.0
@@ -32,10 +33,7 @@ def most_distinct(low: Logs, high: Logs) -> Logs:
     """
     with np.errstate(invalid="ignore"):
         middle = (low + high) / 2
-        # the lower median of the finite numbers, which are sorted before NaN
-        ordered = np.sort(np.where(np.isfinite(middle), middle, np.nan), axis=1)
-        count = np.count_nonzero(np.isfinite(ordered), axis=1)
-        usual = ordered[np.arange(len(ordered)), np.maximum(count - 1, 0) // 2][:, None]
+        usual = lower_median(np.where(np.isfinite(middle), middle, np.nan).T)[:, None]
         farther = np.where(high - usual >= usual - low, high, low)
         shown = np.where(high - low > MIN_DIFFERENCE, farther, middle)
     return np.where(np.isposinf(high), np.inf, np.where(np.isneginf(low), -np.inf, shown))

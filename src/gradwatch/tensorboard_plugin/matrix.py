@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from gradwatch.core.median import lower_median
 from gradwatch.core.record import Missing
 
 LOST, NO_NUMBER, NOT_A_NUMBER, INFINITE = 98, 99, 100, 101
@@ -192,35 +193,29 @@ def summary(matrix: Matrix, onsets: Mapping[int, int] | None = None) -> dict[str
     places in `onsets` it is that of the steps before, where they have a few numbers: a fault is not what is usual.
     `state` is that of the last number; where there never was one, of the last step.
     """
-    ordered = np.sort(matrix.low, axis=0)  # NaN goes last
-    count = np.count_nonzero(~np.isnan(ordered), axis=0)
     each = np.arange(len(matrix.names))
     measured = (matrix.states == MEASURED) | (matrix.states > NO_NUMBER)
     final = np.where(measured.any(axis=0), len(measured) - 1 - np.argmax(measured[::-1], axis=0), len(measured) - 1)
-    usual = _usual(ordered)
+    usual = _usual(matrix.low)
     for place, onset in (onsets or {}).items():
-        before = np.sort(matrix.low[: np.searchsorted(matrix.last, onset), place])
+        before = matrix.low[: np.searchsorted(matrix.last, onset), place]
         if np.count_nonzero(~np.isnan(before)) >= FEWEST_USUAL:
-            usual[place] = _usual(before[:, None])[0]
+            usual[place] = _usual(before)
     return {
-        "median": ordered[np.maximum(count - 1, 0) // 2, each],
+        "median": lower_median(matrix.low),
         "usual": usual,
-        "min": ordered[0, each],
-        "max": ordered[np.maximum(count - 1, 0), each],
+        "min": np.fmin.reduce(matrix.low),
+        "max": np.fmax.reduce(matrix.low),
         "last": matrix.low[final, each],
         "state": matrix.states[final, each],
     }
 
 
-def _usual(ordered: Numbers) -> Numbers:
-    """The lower median of the numbers other than 0 of each of the columns, which are sorted and have NaN last."""
-    count = np.count_nonzero(~np.isnan(ordered), axis=0)
-    below = np.count_nonzero(ordered < 0, axis=0)
-    zeros = np.count_nonzero(ordered == 0, axis=0)
-    middle = np.maximum(count - zeros - 1, 0) // 2  # among those that are not 0, which are before and after the zeros
-    at = np.minimum(middle + zeros * (middle >= below), len(ordered) - 1)
-    usual = np.where(count > zeros, ordered[at, np.arange(ordered.shape[1])], 0)
-    return np.where(count > 0, usual, np.nan).astype(np.float32)
+def _usual(numbers: Numbers) -> Numbers:
+    """The lower median over axis 0 of those other than 0; 0 where all are."""
+    zeros = numbers == 0
+    usual = lower_median(np.where(zeros, np.float32(np.nan), numbers))
+    return np.where(np.isnan(usual) & zeros.any(axis=0), np.float32(0), usual)
 
 
 def _lost(states: States) -> NDArray[np.bool_]:

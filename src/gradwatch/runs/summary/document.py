@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from gradwatch import __version__
 from gradwatch.core.alert import Alert, Verdict
 from gradwatch.core.leading_optimizer import LeadingOptimizer
+from gradwatch.core.median import lower_median
 from gradwatch.core.printable import INVISIBLE
 from gradwatch.core.record import Missing
 from gradwatch.runs.arrays import RunArrays
@@ -250,19 +251,14 @@ def _numbers(run: RunArrays, place: int) -> list[Any]:
     if "grad_norm" in run.values:  # here a NaN may be what was measured
         norms = run.values["grad_norm"].numbers[run.codes[:, place] == int(Missing.MEASURED), place]
     finite, weights = norms[np.isfinite(norms)], known("weight_norm")
-    few = [norms[0], _median(finite), finite.min(), finite.max(), norms[-1]] if len(finite) else [None] * 5
+    few = [norms[0], lower_median(finite), finite.min(), finite.max(), norms[-1]] if len(finite) else [None] * 5
     counts = [int(np.count_nonzero(norms == 0)), int(np.count_nonzero(~np.isfinite(norms)))]
     rest = [weights[-1] if len(weights) else None]
     for statistic in MEDIANS.values():
         numbers = known(statistic)
         numbers = numbers[np.isfinite(numbers)]
-        rest.append(_median(numbers) if len(numbers) else None)
+        rest.append(lower_median(numbers) if len(numbers) else None)
     return [*map(number, few), *counts, *map(number, rest)]
-
-
-def _median(numbers: NDArray[np.float32]) -> float:
-    """The lower median, as in the tables of the report and the tab."""
-    return float(np.sort(numbers)[(len(numbers) - 1) // 2])
 
 
 def _moment(seconds: float | None) -> str | None:
