@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from gradwatch.core.block import AFTER_STEP, Block
 from gradwatch.core.layer_graph import LayerGraph, topological_order
 from gradwatch.core.measured_rows import MeasuredRows
-from gradwatch.core.record import MEASURED, Floats, Layout, Mask, Missing, Record, Sites, has_numbers
+from gradwatch.core.record import MEASURED, NOT_SAMPLED, Floats, Layout, Mask, Record, Sites, has_numbers
 
 T = TypeVar("T", bound=np.generic)
 
@@ -305,7 +305,7 @@ class History:
             pad = ((0, 0), (0, added))
             for column in self._columns.values():
                 column.widen(added)
-            self._codes = np.pad(self._codes, pad, constant_values=Missing.NOT_SAMPLED)
+            self._codes = np.pad(self._codes, pad, constant_values=NOT_SAMPLED)
             self._trusted = np.pad(self._trusted, pad, constant_values=True)
         self.layout = layout
 
@@ -370,7 +370,7 @@ class History:
             return moved
 
         self._keys = np.array(state["keys"][newest], dtype=np.int64)
-        self._codes = mapped(state["codes"], Missing.NOT_SAMPLED)
+        self._codes = mapped(state["codes"], NOT_SAMPLED)
         self._trusted = mapped(state["trusted"], True)
         self._scalars = {name: np.array(rows[newest], dtype=np.float64) for name, rows in state["scalars"].items()}
         self._end, self._count = len(self._keys), int(state["count"])
@@ -473,7 +473,7 @@ class History:
             added = min(max(64, room, more), most - room)
             for name in self._scalars:
                 self._scalars[name] = _lengthened(self._scalars[name], added, np.nan)
-            self._codes = _lengthened(self._codes, added, Missing.NOT_SAMPLED)
+            self._codes = _lengthened(self._codes, added, NOT_SAMPLED)
             self._trusted = _lengthened(self._trusted, added, True)
             self._keys = _lengthened(self._keys, added, 0)
         if self._end + more <= len(self._keys):

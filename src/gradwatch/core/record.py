@@ -69,8 +69,18 @@ class Missing(IntEnum):
         return _REASONS[self]
 
 
-MEASURED, UNMEASURABLE = int(Missing.MEASURED), int(Missing.UNMEASURABLE)
-"""Codes as ints, with which numpy compares five times faster than with an IntEnum."""
+(
+    MEASURED,
+    NOT_SAMPLED,
+    FROZEN,
+    NO_GRADIENT,
+    OTHER_OPTIMIZER,
+    NO_OPTIMIZER,
+    LAZY,
+    UNMEASURABLE,
+    NO_PARAMETERS,
+) = map(int, Missing)
+"""The codes as ints for arrays: numpy compares with them five times faster than with an IntEnum."""
 
 _REASONS = {
     Missing.MEASURED: "measured",
@@ -229,13 +239,13 @@ class Record:
         """Names of the layers, parameters and tapped tensors whose gradient norm is NaN or infinite."""
         if "grad_norm" not in self.values:
             return ()
-        bad = (self.codes == Missing.MEASURED) & ~np.isfinite(self.values["grad_norm"])
+        bad = (self.codes == MEASURED) & ~np.isfinite(self.values["grad_norm"])
         return self.layout.names(np.flatnonzero(bad[1:]) + 1)
 
     @property
     def missing(self) -> dict[str, str]:
         """The reason for each layer, parameter and tapped tensor that has no gradient norm, by name."""
-        absent = np.flatnonzero((self.codes != Missing.MEASURED) & (self.codes != Missing.NO_PARAMETERS))
+        absent = np.flatnonzero((self.codes != MEASURED) & (self.codes != NO_PARAMETERS))
         return {self.layout.sites[i].name: Missing(int(self.codes[i])).reason for i in absent}
 
     def value(self, statistic: str, site: str | None = None) -> float:

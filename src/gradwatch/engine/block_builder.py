@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.core.block import Block
-from gradwatch.core.record import Floats, Mask, Missing
+from gradwatch.core.record import MEASURED, Floats, Mask
 from gradwatch.engine.diagnosis import Diagnosis
 from gradwatch.engine.interventions.runtime import InterventionRuntime
 from gradwatch.engine.step import StepState
@@ -100,7 +100,7 @@ class BlockBuilder:
         codes: NDArray[np.int8] = np.stack(
             [step.reading.coverage.codes if step.norms_only else step.codes for step in steps]
         )
-        measured = (codes == int(Missing.MEASURED)).any(axis=1)
+        measured = (codes == MEASURED).any(axis=1)
         names = dict.fromkeys([name for step in steps for name in step.scalars])
         block = Block(
             steps[-1].reading.layout,

@@ -17,7 +17,7 @@ from gradwatch.core.block import Block
 from gradwatch.core.history import History, NonfiniteOrigin
 from gradwatch.core.layer_graph import merge_edges, topological_order
 from gradwatch.core.loss_levels import LossLevels
-from gradwatch.core.record import MEASURED, Floats, Layout, Missing, Run
+from gradwatch.core.record import MEASURED, NO_GRADIENT, OTHER_OPTIMIZER, UNMEASURABLE, Floats, Layout, Missing, Run
 from gradwatch.core.training_loop import LoopKind
 from gradwatch.engine.history_state import packed, unpacked
 from gradwatch.measure.modules.sampled_step import LayerFlow
@@ -333,10 +333,10 @@ class Diagnosis:
             return {}
         layout, codes = self.history.layout, self.history.codes(1)[-1]
         sites = layout.parameters
-        others = sites[(codes[sites] == Missing.OTHER_OPTIMIZER) & ~self._reached[sites]]
+        others = sites[(codes[sites] == OTHER_OPTIMIZER) & ~self._reached[sites]]
         if len(others):
             every = self.history.codes(len(self.history))[:, others]
-            own = every != Missing.OTHER_OPTIMIZER
+            own = every != OTHER_OPTIMIZER
             latest = len(every) - 1 - own[::-1].argmax(axis=0)
             codes = codes.copy()
             codes[others] = every[latest, np.arange(len(others))]
@@ -347,11 +347,11 @@ class Diagnosis:
         for place, owner in zip(layout.parameters, layout.owners, strict=True):
             if self._reached[place]:
                 continue
-            code = Missing(int(codes[place]))
-            if code is Missing.UNMEASURABLE:  # no longer part of the model
+            code = int(codes[place])
+            if code == UNMEASURABLE:  # no longer part of the model
                 continue
-            reason = code.reason if code is not Missing.OTHER_OPTIMIZER else idle
-            if code is Missing.NO_GRADIENT and executed:
+            reason = Missing(code).reason if code != OTHER_OPTIMIZER else idle
+            if code == NO_GRADIENT and executed:
                 reason = "although its layer runs" if int(owner) in executed else "unused (its layer never runs)"
             reasons[layout.sites[place].name] = reason
         return reasons

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradwatch.core.arguments import MOST, check_whole
 from gradwatch.core.history import OPENING
-from gradwatch.core.record import Floats, Mask, Missing, as_float32
+from gradwatch.core.record import MEASURED, NOT_SAMPLED, Floats, Mask, Missing, as_float32
 from gradwatch.sinks.incident_file import with_tensors
 
 STATE_BYTES = 4 * 2**20
@@ -41,15 +41,15 @@ def packed(state: Mapping[str, Any]) -> dict[str, Any]:
     codes, columns = state["codes"], state["columns"]
     whole = _whole(state)
     norms = columns.get("grad_norm", np.full(codes.shape, np.nan))
-    rows, sites = _last_signs(codes == int(Missing.MEASURED), norms, whole)
-    dropped = (codes == int(Missing.MEASURED)) & ~whole[:, None]
+    rows, sites = _last_signs(codes == MEASURED, norms, whole)
+    dropped = (codes == MEASURED) & ~whole[:, None]
     dropped[:, 0] = dropped[rows, sites] = False  # site 0 is the total, which stays
     thin = {
         **state,
         "totals": {name: column[:, 0] for name, column in columns.items()},
         "columns": {name: _compact(column, whole) for name, column in columns.items()},
         "signs": {"rows": rows, "sites": sites, "values": as_float32(norms[rows, sites])},
-        "codes": _runs(np.where(dropped, np.int8(Missing.NOT_SAMPLED), codes)),
+        "codes": _runs(np.where(dropped, np.int8(NOT_SAMPLED), codes)),
         "trusted": _runs(state["trusted"]),
     }
     found: dict[str, Any] = with_tensors(thin)
@@ -84,7 +84,7 @@ def unpacked(state: Mapping[str, Any]) -> dict[str, Any]:
     if ((keys < 0) | (keys > MOST)).any():
         raise ValueError("it has steps that no training reaches")
     strange = edges is not None and bool(((edges < 0) | (edges >= sites)).any())
-    if strange or not np.isin(codes, list(Missing)).all() or not set(order) <= set(names):
+    if strange or not np.isin(codes, [*map(int, Missing)]).all() or not set(order) <= set(names):
         raise ValueError("it has sites or reasons that it does not name")
     return {
         "sites": names,

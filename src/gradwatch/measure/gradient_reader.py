@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from gradwatch.core.record import Layout, Missing
+from gradwatch.core.record import MEASURED, Layout
 from gradwatch.measure.device_buffer import AFTER, BEFORE, EDITED, DeviceBuffer, Indices, RowBlock
 from gradwatch.measure.devices import moved
 from gradwatch.measure.dtensor import is_dtensor
@@ -316,7 +316,5 @@ class GradientReader:
         """What all ranks make of their parts of `rows`, also of those that this one cannot fill."""
         assert self.shards is not None
         block, first, whole = self.shards.add(rows, index, loss)
-        coverage = parameters.coverage or Coverage(
-            self.layout, np.full(len(self.parameters), Missing.MEASURED, np.int8)
-        )
+        coverage = parameters.coverage or Coverage(self.layout, np.full(len(self.parameters), MEASURED, np.int8))
         return Reading(self.layout, coverage, whole, block=block, row=first, in_block=rows)

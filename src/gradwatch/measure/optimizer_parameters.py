@@ -14,7 +14,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from gradwatch.core.record import MEASURED, Codes, Missing
+from gradwatch.core.record import (
+    FROZEN,
+    LAZY,
+    MEASURED,
+    NO_GRADIENT,
+    NO_OPTIMIZER,
+    OTHER_OPTIMIZER,
+    UNMEASURABLE,
+    Codes,
+)
 from gradwatch.measure.device_buffer import CLIP_CHECKS, DeviceBuffer, Indices
 from gradwatch.measure.dtensor import largest_part, local_tensor
 from gradwatch.measure.layers import REMOVED, is_lazy
@@ -227,7 +236,7 @@ def missing_codes(
     its_parameters: OptimizerParameters,
 ) -> Codes:
     """One `Missing` for each of all `parameters` at a step of the optimizer of `its_parameters`."""
-    found = np.full(len(parameters), Missing.OTHER_OPTIMIZER, dtype=np.int8)
+    found = np.full(len(parameters), OTHER_OPTIMIZER, dtype=np.int8)
     held = [place for other in all_parameters if other.optimizer_ref() is not None for place in other.indices]
     for place in set(range(len(parameters))).difference(held):
         found[place] = _idle(parameters[place])
@@ -240,13 +249,13 @@ def missing_codes(
     return found
 
 
-def _unlike_most(parameter: nn.Parameter, its_parameters: OptimizerParameters) -> Missing:
+def _unlike_most(parameter: nn.Parameter, its_parameters: OptimizerParameters) -> int:
     """What there is of one without a gradient, or frozen."""
     if parameter.grad is None:
-        code = Missing.NO_GRADIENT if parameter.requires_grad else Missing.FROZEN
-        return Missing.LAZY if is_lazy(parameter) else code
+        code = NO_GRADIENT if parameter.requires_grad else FROZEN
+        return LAZY if is_lazy(parameter) else code
     left_over = not parameter.requires_grad and _is_left_over(parameter, its_parameters)
-    return Missing.FROZEN if left_over else Missing.MEASURED
+    return FROZEN if left_over else MEASURED
 
 
 def _is_left_over(parameter: nn.Parameter, its_parameters: OptimizerParameters) -> bool:
@@ -256,11 +265,11 @@ def _is_left_over(parameter: nn.Parameter, its_parameters: OptimizerParameters) 
     return parameter.grad.layout is torch.strided and not parameter.grad.any()
 
 
-def _idle(parameter: nn.Parameter) -> Missing:
+def _idle(parameter: nn.Parameter) -> int:
     """Why one that no optimizer holds has no number."""
     if parameter is REMOVED:
-        return Missing.UNMEASURABLE
-    return Missing.NO_OPTIMIZER if parameter.requires_grad else Missing.FROZEN
+        return UNMEASURABLE
+    return NO_OPTIMIZER if parameter.requires_grad else FROZEN
 
 
 def _numel(tensor: Tensor | None) -> int:

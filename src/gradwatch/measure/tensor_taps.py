@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gradwatch.core.record import TOTAL, Codes, Floats, Layout, Missing
+from gradwatch.core.record import MEASURED, NO_GRADIENT, TOTAL, UNMEASURABLE, Codes, Floats, Layout
 from gradwatch.hooks.graph_release import MAX_UNPREPARED, made_by, release_in_a_loop
 from gradwatch.hooks.hook_set import is_capturing
 from gradwatch.measure.device_buffer import DeviceBuffer, HostCopy, on_host
@@ -69,7 +69,7 @@ class TensorTapReading:
         norms = np.sqrt(squares)
         if "tap_scale" in numbers:
             norms /= numbers["tap_scale"][0]
-        norms[self.codes != int(Missing.MEASURED)] = np.nan
+        norms[self.codes != MEASURED] = np.nan
         return norms
 
     def into(self, grad_norm: Floats) -> dict[str, Floats]:
@@ -189,9 +189,9 @@ class TensorTaps:
         step, self._step = self._step, _TappedGradients()
         if not self._sites:
             return None
-        codes = np.full(len(self._sites), Missing.NO_GRADIENT, dtype=np.int8)
-        codes[[*step.squares, *(number for number, _ in step.sums)]] = Missing.MEASURED
-        codes[list(self._beyond)] = Missing.UNMEASURABLE
+        codes = np.full(len(self._sites), NO_GRADIENT, dtype=np.int8)
+        codes[[*step.squares, *(number for number, _ in step.sums)]] = MEASURED
+        codes[list(self._beyond)] = UNMEASURABLE
         squares = np.zeros(len(self._sites))
         squares[list(step.squares)] = list(step.squares.values())
         tensors = {}

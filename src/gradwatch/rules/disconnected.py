@@ -12,15 +12,24 @@ import numpy as np
 
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
-from gradwatch.core.record import MEASURED, Codes, Floats, Layout, Mask, Missing, Sites
+from gradwatch.core.record import (
+    MEASURED,
+    NO_GRADIENT,
+    NO_OPTIMIZER,
+    NOT_SAMPLED,
+    OTHER_OPTIMIZER,
+    Codes,
+    Floats,
+    Layout,
+    Mask,
+    Sites,
+)
 from gradwatch.rules.evidence.depth import faded
 from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.records import is_alone, own_losses, row_of
 from gradwatch.rules.evidence.samples import forward_order, in_run_order, layer_before, own_samples
 from gradwatch.rules.evidence.wording import capitalized, name_text, steps_text
 from gradwatch.rules.rule import require_positive
-
-NO_GRADIENT = int(Missing.NO_GRADIENT)
 
 FLAT_SHARE = 0.9
 """Share of the outputs of an activation in its flat part from which that is named. As in `Saturation`."""
@@ -157,7 +166,7 @@ class Disconnected:
 
     def _nowhere(self, history: History, records: int) -> bool:
         """Whether no watched layer had a gradient at any of the last `records`."""
-        others = (MEASURED, Missing.NO_OPTIMIZER, Missing.OTHER_OPTIMIZER)
+        others = (MEASURED, NO_OPTIMIZER, OTHER_OPTIMIZER)
         return not np.isin(history.codes(records), others).any()
 
     def _always_zero(self, history: History, layers: Sites) -> list[Finding]:
@@ -220,7 +229,7 @@ def _begun(gradients: Mask, absent: Mask, codes: Codes) -> int:
     """
     n = len(gradients)
     last = np.where(gradients.any(axis=0), n - 1 - gradients[::-1].argmax(axis=0), -1)
-    without = absent | ((codes == int(Missing.NOT_SAMPLED)) & (last >= 0))
+    without = absent | ((codes == NOT_SAMPLED) & (last >= 0))
     later = without & (np.arange(n)[:, None] > last)
     return n - int(later.argmax(axis=0).min())
 

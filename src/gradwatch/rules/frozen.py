@@ -12,7 +12,18 @@ import numpy as np
 
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
-from gradwatch.core.record import MEASURED, UNMEASURABLE, Floats, Layout, Mask, Missing, Sites
+from gradwatch.core.record import (
+    FROZEN,
+    MEASURED,
+    NO_GRADIENT,
+    NO_OPTIMIZER,
+    OTHER_OPTIMIZER,
+    UNMEASURABLE,
+    Floats,
+    Layout,
+    Mask,
+    Sites,
+)
 from gradwatch.rules.evidence.paths import paths
 from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.records import number_of, row_of
@@ -20,11 +31,6 @@ from gradwatch.rules.evidence.samples import RECENT_RECORDS, forward_order, samp
 from gradwatch.rules.evidence.weights import update_samples, zeroed_by_interventions
 from gradwatch.rules.evidence.wording import capitalized, name_text, steps_text
 from gradwatch.rules.rule import require_positive
-
-NO_OPTIMIZER = int(Missing.NO_OPTIMIZER)
-FROZEN = int(Missing.FROZEN)
-NO_GRADIENT = int(Missing.NO_GRADIENT)
-OTHER_OPTIMIZER = int(Missing.OTHER_OPTIMIZER)
 
 NARROW_TYPES = frozenset({"float16", "bfloat16"})
 """Types in which an update may be lost in rounding: `Stalled` finds where that is a fault."""

@@ -17,7 +17,7 @@ from gradwatch.core.alert import Alert, Verdict
 from gradwatch.core.arguments import check_items, check_path, cut, shown, wrong
 from gradwatch.core.block import Block
 from gradwatch.core.printable import printable
-from gradwatch.core.record import Layout, Missing
+from gradwatch.core.record import NOT_SAMPLED, Layout
 from gradwatch.runs.files import Unreadable
 from gradwatch.runs.reader import read_run
 from gradwatch.sinks.record.incident_spans import Key, Span
@@ -138,7 +138,7 @@ def read(
         path=Path(path),
         layout=builder.layout,
         values={name: kept.series(sites) for name, kept in builder.kept.items()},
-        codes=_table([part.codes for part in gradients], sites, np.int8, int(Missing.NOT_SAMPLED)),
+        codes=_table([part.codes for part in gradients], sites, np.int8, NOT_SAMPLED),
         scalars=_scalars(gradients),
         alerts=tuple(sorted(outcome.alerts_by_key.values(), key=lambda alert: alert.step)),
         spans=outcome.spans,

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from gradwatch.core.block import Block
-from gradwatch.core.record import Floats, Layout, Mask, Missing, Site
+from gradwatch.core.record import NOT_SAMPLED, Floats, Layout, Mask, Site
 from gradwatch.runs.files import RECORD_MARK, Unreadable, event_files, files_of, holds_record
 from gradwatch.runs.names import counted
 from gradwatch.runs.outcome import Outcome
@@ -247,7 +247,7 @@ class _Session:
             self._note_damage(str(error))
             return None
         shape = len(recorded), len(layout)
-        codes = np.full(shape, int(Missing.NOT_SAMPLED), dtype=np.int8)
+        codes = np.full(shape, NOT_SAMPLED, dtype=np.int8)
         values: dict[str, Floats] = {}
         measured: dict[str, Mask] = {}
         if of_sites:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.core.record import Missing
+from gradwatch.core.record import MEASURED
 from gradwatch.runs.arrays import RunArrays
 
 FORMATS = (".csv", ".parquet")
@@ -21,7 +21,7 @@ def write_csv(run: RunArrays, statistic: str, path: Path) -> None:
     table = run.table(statistic)
     texts = {name: _texts(numbers) for name, numbers in table.items()}
     if statistic == "grad_norm":
-        lost = np.isnan(run.array(statistic)) & (run.codes == int(Missing.MEASURED))
+        lost = np.isnan(run.array(statistic)) & (run.codes == MEASURED)
         for column, name in zip(lost.T, [*table][-len(run.names) :], strict=True):
             for row in np.flatnonzero(column).tolist():
                 texts[name][row] = "nan"

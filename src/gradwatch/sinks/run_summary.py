@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from gradwatch.core.alert import Severity, Verdict
 from gradwatch.core.block import Block
-from gradwatch.core.record import MEASURED, Floats, Layout, Missing, Sites
+from gradwatch.core.record import MEASURED, NOT_SAMPLED, Floats, Layout, Sites
 from gradwatch.sinks.downsampling import Downsampling
 from gradwatch.sinks.record.incident_spans import AxisPositions
 
@@ -62,7 +62,7 @@ class RunSummary:
             course.grow(len(self.places))
         more = (0, len(self.places) - len(self.zeros))
         self.zeros = np.pad(self.zeros, more, constant_values=np.nan)
-        self.codes = np.pad(self.codes, more, constant_values=int(Missing.NOT_SAMPLED))
+        self.codes = np.pad(self.codes, more, constant_values=NOT_SAMPLED)
 
     def block(self, block: Block) -> None:
         """Add a block, unless another sink has."""

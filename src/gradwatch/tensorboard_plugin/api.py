@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.core.record import Missing
+from gradwatch.core.record import MEASURED, Missing
 from gradwatch.core.statistics import CATALOGUE, GROUPS
 from gradwatch.sinks.record.record_format import MAGNITUDES, PARAMETERS
 from gradwatch.sinks.record.schema import STEP_MAX
@@ -17,7 +17,6 @@ from gradwatch.tensorboard_plugin.binary_response import pack_arrays
 from gradwatch.tensorboard_plugin.matrix import (
     INFINITE,
     LOST,
-    MEASURED,
     NO_NUMBER,
     NOT_A_NUMBER,
     Matrix,
@@ -37,7 +36,7 @@ MAX_COLUMNS = 4096
 """Columns of an answer, at most: those of a wide screen."""
 
 STATES = {
-    **{int(code): code.reason for code in Missing if code != Missing.MEASURED},
+    **{int(code): code.reason for code in Missing if code != MEASURED},
     LOST: "these steps are not in TensorBoard's memory",
     NO_NUMBER: "no number at this step",
     NOT_A_NUMBER: "not a number (NaN)",

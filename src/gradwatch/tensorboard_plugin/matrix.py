@@ -13,15 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.core.median import lower_median
-from gradwatch.core.record import Missing
+from gradwatch.core.record import MEASURED, NOT_SAMPLED, OTHER_OPTIMIZER, Missing
 
 LOST, NO_NUMBER, NOT_A_NUMBER, INFINITE = 98, 99, 100, 101
 """States of a place without a finite number: of steps that are not there; of a statistic that says no reason; of a
 number that was measured and is not finite."""
 
-MEASURED = int(Missing.MEASURED)
-
-HELD_STATES = (NO_NUMBER, int(Missing.NOT_SAMPLED), int(Missing.OTHER_OPTIMIZER))
+HELD_STATES = (NO_NUMBER, NOT_SAMPLED, OTHER_OPTIMIZER)
 """States at which the page repeats the number before."""
 
 HELD_COLUMNS = 4096
@@ -34,7 +32,7 @@ Steps = NDArray[np.int64]
 Numbers = NDArray[np.float32]
 States = NDArray[np.uint8]
 
-_REASONS = [int(code) for code in Missing if code != Missing.MEASURED and int(code) not in HELD_STATES]
+_REASONS = [code for code in map(int, Missing) if code not in (MEASURED, *HELD_STATES)]
 _BY_RANK = np.array([*HELD_STATES, LOST, *_REASONS, MEASURED, NOT_A_NUMBER, INFINITE], dtype=np.uint8)
 """The state of several places together is the last of theirs in this order."""
 

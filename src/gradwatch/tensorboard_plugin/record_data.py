@@ -12,10 +12,10 @@ import numpy as np
 
 from gradwatch.core.leading_optimizer import LeadingOptimizer
 from gradwatch.core.loss_levels import LossLevels
-from gradwatch.core.record import ROOT, as_float32
+from gradwatch.core.record import MEASURED, ROOT, as_float32
 from gradwatch.sinks.record.record_format import PARAMETERS, RecordedBlock, TagDescription, unpack
 from gradwatch.sinks.record.schema import NAMES_MAX, PARAMETERS_MAX, InvalidError, RunLimits
-from gradwatch.tensorboard_plugin.matrix import LOST, MEASURED, Matrix, matrix_of, states_of
+from gradwatch.tensorboard_plugin.matrix import LOST, Matrix, matrix_of, states_of
 from gradwatch.tensorboard_plugin.runs import RunTags, TensorBoardData
 
 STATISTIC_WITH_CODES = "grad_norm"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.core.record import Floats, Missing
+from gradwatch.core.record import MEASURED, Floats
 from gradwatch.runs.arrays import RunArrays
 
 COMPARED = ("weight_norm", "grad_norm", "update_ratio")
@@ -74,7 +74,7 @@ def _side(run: RunArrays, statistic: str, layers: list[str]) -> Side:
         logs = np.clip(np.log10(numbers), LOWEST, HIGHEST)
     logs[np.isposinf(numbers)] = HIGHEST
     if statistic == "grad_norm":  # here a NaN may be what was measured
-        measured = run.codes[:, places] == int(Missing.MEASURED)
+        measured = run.codes[:, places] == MEASURED
         logs[measured & np.isnan(numbers)] = HIGHEST
         logs[~measured] = np.nan
     return _sorted(series.steps, series.optimizers, logs)

@@ -21,7 +21,7 @@ from gradwatch.core.alert import Alert, Verdict
 from gradwatch.core.leading_optimizer import LeadingOptimizer
 from gradwatch.core.median import lower_median
 from gradwatch.core.printable import INVISIBLE
-from gradwatch.core.record import Missing
+from gradwatch.core.record import MEASURED, Missing
 from gradwatch.runs.arrays import RunArrays
 from gradwatch.runs.names import shortened
 from gradwatch.sinks.incident_line import health_of, loud
@@ -233,7 +233,7 @@ def _words(run: RunArrays) -> dict[str, list[str]]:
 def _missing(run: RunArrays, place: int) -> str:
     """Why a layer never had a gradient norm; empty where it had one."""
     codes = run.codes[:, place]
-    if not len(codes) or (codes == int(Missing.MEASURED)).any():
+    if not len(codes) or (codes == MEASURED).any():
         return ""
     return Missing(int(codes[-1])).reason
 
@@ -249,7 +249,7 @@ def _numbers(run: RunArrays, place: int) -> list[Any]:
 
     nothing = norms = np.empty(0, dtype=np.float32)
     if "grad_norm" in run.values:  # here a NaN may be what was measured
-        norms = run.values["grad_norm"].numbers[run.codes[:, place] == int(Missing.MEASURED), place]
+        norms = run.values["grad_norm"].numbers[run.codes[:, place] == MEASURED, place]
     finite, weights = norms[np.isfinite(norms)], known("weight_norm")
     few = [norms[0], lower_median(finite), finite.min(), finite.max(), norms[-1]] if len(finite) else [None] * 5
     counts = [int(np.count_nonzero(norms == 0)), int(np.count_nonzero(~np.isfinite(norms)))]

@@ -47,7 +47,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.core.block import Block
-from gradwatch.core.record import Codes, Floats, Layout, Missing, as_float32
+from gradwatch.core.record import MEASURED, Codes, Floats, Layout, Missing, as_float32
 from gradwatch.sinks.record import schema
 from gradwatch.sinks.record.schema import InvalidError
 
@@ -112,7 +112,7 @@ class RecordColumns:
             where = rows[:, None], self.parameters
             codes = block.codes[where]
             norms = as_float32(block.values["grad_norm"][where])
-            found[PARAMETERS] = rows, np.where(codes == int(Missing.MEASURED), norms, -codes.astype(np.float32))
+            found[PARAMETERS] = rows, np.where(codes == MEASURED, norms, -codes.astype(np.float32))
         return found
 
 
@@ -238,7 +238,7 @@ HEADER = schema.fields(
 MAGNITUDES = ("_norm", "_norm_clipped", "_rms", "_max", "_ratio")
 """Endings of the statistics that are never negative, and range over decades."""
 
-LAST_CODE = max(int(code) for code in Missing)
+LAST_CODE = int(max(Missing))
 
 
 def unpack(strings: Sequence[bytes], width: int, parameters: int) -> RecordedBlock:
