@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from gradwatch.core.arguments import check_flag, check_whole
+from gradwatch.core.class_names import class_names
 from gradwatch.lightning.package_detection import PackageAware, plain_class
 
 # package_detection looks at what is imported before this file imports lightning itself
@@ -114,8 +115,8 @@ class FeatureMaps(PackageAware, Callback):
                 raise NoSuchLayer(str(error)) from None  # on every rank alike
         if not trainer.is_global_zero or trainer.fast_dev_run:
             return
-        strategies = {kind.__name__ for kind in type(trainer.strategy).__mro__}
-        if trainer.world_size > 1 and (sharded := strategies.intersection(_SHARDED_STRATEGIES)):
+        sharded = set(class_names(trainer.strategy)).intersection(_SHARDED_STRATEGIES)
+        if trainer.world_size > 1 and sharded:
             self._warn(f"no pictures under {min(sharded)}, where no rank can run the model alone")
             return
         writers = [(one, write) for one in trainer.loggers if (write := writer_for(one))]

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from gradwatch.core.class_names import class_names
 from gradwatch.core.training_loop import TrainingMode
 from gradwatch.measure.batch import tensors_of
 from gradwatch.measure.loss_scale import scale_on, unscales_inside
@@ -31,8 +32,7 @@ _REFUSED = {
 
 def refusal(trainer: Any) -> str:
     """Why this training cannot be watched; empty if it can."""
-    names = [kind.__name__ for kind in type(trainer.strategy).__mro__]
-    name = next((name for name in names if name in _REFUSED), "")
+    name = next((name for name in class_names(trainer.strategy) if name in _REFUSED), "")
     if not name and next(trainer.lightning_module.parameters(), None) is None:
         return "its model has no parameters, and so no gradients"
     return f"under {name} the optimizer's gradients cannot be measured: {_REFUSED[name]}" if name else ""
@@ -60,9 +60,9 @@ def training_mode_of(trainer: Any) -> TrainingMode:
 
 
 def _accumulation_schedule_of(trainer: Any) -> tuple[int, ...]:
-    """The micro-batches per step that a GradientAccumulationScheduler, of either package, is going to set."""
+    """The micro-batches per step that a GradientAccumulationScheduler is going to set."""
     for callback in trainer.callbacks:
-        if any(parent.__name__ == "GradientAccumulationScheduler" for parent in type(callback).__mro__):
+        if "GradientAccumulationScheduler" in class_names(callback):
             return tuple(callback.scheduling.values())
     return ()
 
@@ -161,10 +161,10 @@ def folder_of(trainer: Any, log_dir: str | None) -> str | None:
         root = trainer.default_root_dir
         return None if os.path.abspath(root) == os.getcwd() else str(root)
     for logger in trainer.loggers:
-        if any(parent.__name__ == "TensorBoardLogger" for parent in type(logger).__mro__):
+        if "TensorBoardLogger" in class_names(logger):
             return str(logger.log_dir)  # where the record is
     logger = trainer.logger
-    if any(parent.__name__ == "CSVLogger" for parent in type(logger).__mro__):
+    if "CSVLogger" in class_names(logger):
         return log_dir
     version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
     return os.path.join(logger.save_dir or trainer.default_root_dir, str(logger.name), version)

@@ -131,11 +131,6 @@ class DueHeadlines:
         return found
 
 
-def is_tensorboard_logger(logger: object) -> bool:
-    """Whether `logger` is a TensorBoardLogger, of the `lightning` or the `pytorch_lightning` package."""
-    return any(parent.__name__ == "TensorBoardLogger" for parent in type(logger).__mro__)
-
-
 def checked_interval(every_n_steps: int | None) -> int | None:
     """`every_n_steps` if it is valid; None means the Trainer's `log_every_n_steps`. Raises TypeError or ValueError."""
     expected = "a number of steps of at least 1, or None for the Trainer's own"

@@ -14,11 +14,12 @@ from gradwatch.core import disk_space
 from gradwatch.core.alert import Alert, Verdict
 from gradwatch.core.arguments import check_path
 from gradwatch.core.block import Block
+from gradwatch.core.class_names import class_names
 from gradwatch.core.record import Run
 from gradwatch.runs.pages import write
 from gradwatch.runs.report.page import page
 from gradwatch.runs.report.run_data import RunData
-from gradwatch.sinks.headline_scalars import HEADLINE_GROUP, is_tensorboard_logger
+from gradwatch.sinks.headline_scalars import HEADLINE_GROUP
 from gradwatch.sinks.incident_line import status
 from gradwatch.sinks.record import run_metadata
 from gradwatch.sinks.tensorboard.heatmap_image import heatmap_of
@@ -46,7 +47,7 @@ class Report:
     def open(self, run: Run) -> None:
         if self._data is None:
             self._data, self._began = RunData(run.summary), time()
-        self._loggers = [logger for logger in run.loggers if not is_tensorboard_logger(logger)]
+        self._loggers = [logger for logger in run.loggers if "TensorBoardLogger" not in class_names(logger)]
         self._folder = self.folder or (None if run.log_dir is None else Path(run.log_dir))
         self._data.meta = json.loads(run_metadata.meta_text(run, self._began))
         self._data.summary.adopt(run.layout)

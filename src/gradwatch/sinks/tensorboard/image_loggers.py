@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.core import disk_space
+from gradwatch.core.class_names import class_names
 from gradwatch.sinks.record.event_writer import usable_after_errors
 
 Kept = TypeVar("Kept")
@@ -22,10 +23,7 @@ WriteFile = Callable[[Any, Path], object]
 
 
 def writer_for(logger: object) -> Write | None:
-    """The function that writes an image under a tag and at a step to `logger`; None where it supports none.
-
-    Found by the names of its class and base classes: the loggers of both packages, and subclasses of them.
-    """
+    """The function that writes an image under a tag and at a step to `logger`; None where it supports none."""
     return _of_class(logger, WRITERS)
 
 
@@ -35,8 +33,7 @@ def file_writer_for(logger: object) -> WriteFile | None:
 
 
 def _of_class(logger: object, writers: Mapping[str, Kept]) -> Kept | None:
-    names = [kind.__name__ for kind in type(logger).__mro__]
-    return next((writers[name] for name in names if name in writers), None)
+    return next((writers[name] for name in class_names(logger) if name in writers), None)
 
 
 def _tensorboard(logger: Any, tag: str, picture: Picture, step: int) -> None:

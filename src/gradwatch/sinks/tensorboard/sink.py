@@ -12,12 +12,12 @@ from gradwatch.core import disk_space
 from gradwatch.core.alert import Alert, Verdict
 from gradwatch.core.arguments import attribute, check_flag, check_whole, wrong
 from gradwatch.core.block import Block
+from gradwatch.core.class_names import class_names
 from gradwatch.core.record import Run
 from gradwatch.sinks.headline_scalars import (
     HEADLINE_GROUP,
     DueHeadlines,
     checked_interval,
-    is_tensorboard_logger,
 )
 from gradwatch.sinks.record.event_file import OwnEventFile
 from gradwatch.sinks.record.event_writer import EventWriter, file_writer_of, usable_after_errors
@@ -173,7 +173,7 @@ class TensorBoard:
 
 
 def writers_of(run: Run) -> list[ScalarWriter]:
-    return [logger.experiment for logger in run.loggers if is_tensorboard_logger(logger)]  # type: ignore[attr-defined]
+    return [logger.experiment for logger in run.loggers if "TensorBoardLogger" in class_names(logger)]  # type: ignore[attr-defined]
 
 
 def is_summary_writer(writer: object) -> bool:
