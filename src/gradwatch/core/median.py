@@ -12,6 +12,9 @@ from gradwatch.core.record import Floats
 NORMAL_MAD = 1.4826
 """Standard deviation of a normal distribution over its median absolute deviation."""
 
+MEDIAN_ERROR = 1.2533
+"""Standard error of a median over that of a mean: sqrt(pi / 2), of a normal distribution."""
+
 
 def median(numbers: Floats) -> Floats:
     """As `numpy.nanmedian` over axis 0: NaN sorts to the end. NaN where there is no number."""

@@ -8,6 +8,7 @@ import numpy as np
 
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
+from gradwatch.core.median import MEDIAN_ERROR
 from gradwatch.core.record import Floats, Layout, Mask, Sites
 from gradwatch.rules.evidence.baseline import first_and_last_loss, median_and_spread
 from gradwatch.rules.evidence.depth import ABRUPT_SHARE, STREAK_SAMPLES
@@ -135,9 +136,9 @@ def _stuck(history: History) -> tuple[float, float] | None:
 
 
 def _level(numbers: Floats) -> tuple[float, float]:
-    """The median, and its standard error for one number: 1.2533 times that of a mean."""
+    """The median, and its standard error for one number."""
     level, spread = median_and_spread(numbers)
-    return float(level), 1.2533 * float(spread)
+    return float(level), MEDIAN_ERROR * float(spread)
 
 
 def _both_ways(layout: Layout, site: int) -> bool:

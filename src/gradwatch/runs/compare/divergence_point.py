@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.core.median import median
+from gradwatch.core.median import MEDIAN_ERROR, NORMAL_MAD, median
 from gradwatch.core.record import Floats
 
 BLOCK_STEPS = 8
@@ -45,12 +45,6 @@ BLOCKS_IN_A_ROW = 2
 
 NOISELESS = ("weight_norm",)
 """Statistics without noise of batches: one block is enough."""
-
-SIGMA_OF_DEVIATION = 1.4826
-"""Standard deviation over median absolute deviation, of a normal distribution."""
-
-MEDIAN_ERROR = 1.2533
-"""Standard error of a median over that of a mean: sqrt(pi / 2)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +152,7 @@ def _pooled(steps: NDArray[np.int64], logs: Floats, edges: NDArray[np.int64]) ->
             wide = moves[max(0, starts[max(0, block - 1)]) : starts[min(blocks, block + 2)]]
             if len(wide):
                 change[block] = median(wide)
-    sigma = SIGMA_OF_DEVIATION / np.sqrt(2) * np.fmax(np.nan_to_num(change), np.nan_to_num(usual))
+    sigma = NORMAL_MAD / np.sqrt(2) * np.fmax(np.nan_to_num(change), np.nan_to_num(usual))
     return _Pooled(level, MEDIAN_ERROR * sigma / np.sqrt(np.maximum(1, count)), np.diff(starts) > 0)
 
 
