@@ -17,6 +17,7 @@ from gradwatch.rules.evidence.jumps import beginning
 from gradwatch.rules.evidence.recent_rows import ROUNDING, RecentRows
 from gradwatch.rules.evidence.records import is_alone, is_own, number_of, own_losses, own_records, row_of
 from gradwatch.rules.evidence.samples import RECENT_RECORDS, lasted, own_samples, samples, streak_lengths, streak_starts
+from gradwatch.rules.evidence.weights import without_norms
 from gradwatch.rules.evidence.wording import distance_text, name_text
 from gradwatch.rules.rule import require_positive
 
@@ -317,4 +318,4 @@ def _weighed(history: History) -> Sites:
     layout = history.layout
     known = (history.codes(1)[0] == MEASURED) & np.isfinite(row_of(history, "weight_norm"))
     layers = layout.layers[known[layout.layers]]
-    return np.array([i for i in layers if "Norm" not in layout.sites[i].module], dtype=np.intp)
+    return without_norms(layout, layers)

@@ -28,7 +28,7 @@ from gradwatch.rules.evidence.paths import paths
 from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.records import number_of, row_of
 from gradwatch.rules.evidence.samples import RECENT_RECORDS, forward_order, sampled, still_in_model, streak_lengths
-from gradwatch.rules.evidence.weights import update_samples, zeroed_by_interventions
+from gradwatch.rules.evidence.weights import update_samples, without_norms, zeroed_by_interventions
 from gradwatch.rules.evidence.wording import capitalized, name_text, steps_text
 from gradwatch.rules.rule import require_positive
 
@@ -392,7 +392,7 @@ def _behind_trained(layout: Layout, marks: bytes) -> Sites:
         return order[:0]
     off = codes[order] == FROZEN
     found = order[off & paths(layout, order).below(codes[order] == MEASURED)]
-    return np.array([i for i in found if "Norm" not in layout.sites[i].module], dtype=np.intp)
+    return without_norms(layout, found)
 
 
 def _starts_random(layout: Layout, site: int, spreads: Floats) -> bool:
@@ -442,7 +442,7 @@ def _amid(layout: Layout, order: Sites, off: Mask) -> Sites:
         return order[:0]
     flow = paths(layout, order)
     amid = order[off & flow.below(~off) & flow.above(~off)]
-    return np.array([i for i in amid if "Norm" not in layout.sites[i].module], dtype=np.intp)
+    return without_norms(layout, amid)
 
 
 @lru_cache(maxsize=8)

@@ -16,6 +16,7 @@ from gradwatch.rules.evidence.onsets import is_first_record
 from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.records import number_of
 from gradwatch.rules.evidence.samples import samples, streak_lengths
+from gradwatch.rules.evidence.weights import has_float16
 from gradwatch.rules.rule import require_positive
 
 SMALLEST_FLOAT16 = 2.0**-24
@@ -136,13 +137,8 @@ def _loss_left(history: History) -> str:
     return f", while the loss is {loss:.2g}" if loss > 0 else ""
 
 
-def _has_half_weights(history: History) -> bool:
-    layout = history.layout
-    return any(layout.sites[site].dtype == "float16" for site in layout.parameters)
-
-
 def _remedy(history: History, *, under_scaler: bool) -> str:
-    if not under_scaler and not _has_half_weights(history):
+    if not under_scaler and not has_float16(history.layout):
         # an autocast of the user's own: the Trainer's float16 has a scaler
         return "dtype=torch.bfloat16 in torch.autocast, which needs no scale, or a torch.amp.GradScaler for float16."
     scaled = 'Trainer(precision="16-mixed"), which scales the loss'

@@ -10,13 +10,12 @@ from gradwatch.core.history import History, NonfiniteOrigin
 from gradwatch.core.record import MEASURED, TOTAL, Floats, Layout, Sites
 from gradwatch.rules.evidence.records import own_records, row_of
 from gradwatch.rules.evidence.samples import in_run_order
+from gradwatch.rules.evidence.weights import has_float16
 from gradwatch.rules.evidence.wording import batch_text, capitalized, name_text, ratio_text
 
 GROWTH_DEX = 3.0
 """dex by which outputs grow from the first layer to the last finite one where depth is the cause: that of `Exploding`
 for signals. Prototype."""
-
-FLOAT16 = "float16"
 
 SMALLER_START_REMEDY = "nn.init.kaiming_normal_ for the weights, or nn.LayerNorm between the layers."
 
@@ -113,7 +112,7 @@ def _of_weights(history: History, lost: Sites, back: int) -> NonfiniteForward:
         f"{capitalized(whose)} since the step before, whose gradients were: the optimizer's own step made them so, by "
         "a division of 0 by 0 or an overflow, or code that wrote to the weights after it."
     )
-    if any(layout.sites[i].dtype == FLOAT16 for i in layout.parameters):
+    if has_float16(layout):
         cause += " The weights are in float16, in which Adam's eps=1e-8 is 0."
         return NonfiniteForward(
             names[0], cause, 'Trainer(precision="16-mixed"), or eps=1e-4 for Adam in configure_optimizers.'
@@ -171,7 +170,7 @@ def _of_module(layout: Layout, ran: Sites, largest: Floats) -> NonfiniteForward:
         )
     else:
         cause += ", the first to run, and what comes into it is finite: it overflows, or divides by 0."
-    if any(layout.sites[i].dtype == FLOAT16 for i in layout.parameters):
+    if has_float16(layout):
         cause += " float16 holds 65,504 at most."
         return NonfiniteForward(name, cause, 'Trainer(precision="bf16-mixed"): bfloat16 has the range of float32.')
     return NonfiniteForward(
