@@ -93,6 +93,11 @@ def check_number(argument: str, value: object, expected: str, *, valid: Callable
     return number
 
 
+def check_positive(argument: str, value: object, expected: str) -> float:
+    """As `check_number`, of a finite number above 0."""
+    return check_number(argument, value, expected, valid=lambda number: 0 < number < inf)
+
+
 def check_whole(argument: str, value: object, expected: str, *, least: int = 1, most: int = MOST) -> int:
     """`value` as an int, also of NumPy's integers. Raises TypeError if it is no integer, ValueError if it is not from
     `least` to `most`.

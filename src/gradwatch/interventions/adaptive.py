@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradwatch.core.arguments import check_number
+from gradwatch.core.arguments import check_positive
 from gradwatch.interventions.contract import Action, At, Editing, InterventionSettings, ParameterScope
 from gradwatch.measure.devices import moved, widest_type
 from gradwatch.measure.layers import choose
@@ -52,7 +52,8 @@ class AdaptiveClip:
         self.settings = InterventionSettings(layers, at, "gradient", dry_run)
         if at == "hook":
             raise ValueError("at='hook': AdaptiveClip acts at the step; expected 'step' or 'auto'")
-        self.clipping, self.eps = _positive("clipping", clipping, "0.01"), _positive("eps", eps, "0.001")
+        self.clipping = check_positive("clipping", clipping, "a finite number above 0 such as 0.01")
+        self.eps = check_positive("eps", eps, "a finite number above 0 such as 0.001")
 
     def chosen(self, layers: Sequence[str]) -> Sequence[str]:
         return choose(layers, self.settings.patterns)
@@ -162,7 +163,3 @@ def _norms_of_rows(rows: Tensor, wide: torch.dtype) -> Tensor:
         torch.linalg.vector_norm(part, dim=1, dtype=wide) for part in rows.split(max(1, TOGETHER // rows.shape[1]))
     ]
     return torch.cat(parts) if len(parts) > 1 else parts[0]
-
-
-def _positive(argument: str, value: object, example: str) -> float:
-    return check_number(argument, value, f"a finite number above 0 such as {example}", valid=lambda x: 0 < x < inf)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from math import inf
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from gradwatch.core.arguments import check_choice, check_number, shown, wrong
+from gradwatch.core.arguments import check_choice, check_positive, shown, wrong
 from gradwatch.interventions.contract import (
     Action,
     At,
@@ -70,7 +69,8 @@ class Clip:
         check_choice("per", per, ("layer", "parameter", "group"))
         if per == "group" and (value is not None or at == "hook" or on == "signal"):
             raise ValueError("per='group': needs the norms of many layers at once; expected max_norm, at='step'")
-        self.value = None if value is None else _positive("value", value)
+        expected = "a finite number above 0 such as 1.0; to clip nothing and count, dry_run=True"
+        self.value = None if value is None else check_positive("value", value, expected)
         self.per: Per = per
         self.limits: tuple[tuple[str, float], ...] = ()
         """Patterns and their largest norms."""
@@ -79,10 +79,10 @@ class Clip:
                 raise ValueError("max_norm={}: empty; expected a number or patterns such as {'encoder.*': 1.0}")
             if not all(isinstance(pattern, str) and pattern and pattern[0] != "!" for pattern in max_norm):
                 raise TypeError(wrong("max_norm", max_norm, "patterns on layer names such as {'encoder.*': 1.0}"))
-            limits = [(p, _positive(f"max_norm[{shown(p)}]", limit)) for p, limit in max_norm.items()]
+            limits = [(p, check_positive(f"max_norm[{shown(p)}]", limit, expected)) for p, limit in max_norm.items()]
             self.limits = tuple(limits)
         elif max_norm is not None:
-            self.limits = (("*", _positive("max_norm", max_norm)),)
+            self.limits = (("*", check_positive("max_norm", max_norm, expected)),)
 
     def chosen(self, layers: Sequence[str]) -> Sequence[str]:
         among = choose(layers, self.settings.patterns)
@@ -137,8 +137,3 @@ def _within(value: float, gradient: Tensor, weight: Tensor, scale: Tensor | None
         ), changed
     clipped = gradient.clamp(-limit, limit) if isinstance(limit, float) else gradient.clamp(min=-limit, max=limit)
     return clipped, (gradient.abs() > limit).any()
-
-
-def _positive(argument: str, value: object) -> float:
-    expected = "a finite number above 0 such as 1.0; to clip nothing and count, dry_run=True"
-    return check_number(argument, value, expected, valid=lambda number: 0 < number < inf)

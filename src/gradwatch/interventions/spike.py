@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from gradwatch.core.arguments import check_choice, check_number, check_whole
+from gradwatch.core.arguments import check_choice, check_positive, check_whole
 from gradwatch.core.median import NORMAL_MAD
 from gradwatch.interventions.contract import Action, At, InterventionSettings, ParameterScope, Scaling
 from gradwatch.interventions.group_norms import GroupNorms
@@ -68,7 +68,7 @@ class SpikeClip:
         if at == "hook":
             raise ValueError("at='hook': SpikeClip compares the norms of whole steps; expected 'step' or 'auto'")
         expected = "a finite number of standard deviations above 0 such as 4.0"
-        self.z = check_number("z", z, expected, valid=lambda number: 0 < number < inf)
+        self.z = check_positive("z", z, expected)
         self.window = check_whole("window", window, f"from 5 to {MOST_NORMS} steps", least=5, most=MOST_NORMS)
         expected = f"from 3 to window={self.window} steps"
         self.warmup = check_whole("warmup", warmup, expected, least=3, most=self.window)
