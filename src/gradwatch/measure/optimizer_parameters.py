@@ -182,7 +182,7 @@ class OptimizerParameters:
                 plan.run(tensors)
                 index = np.full(buffer.places, -1, dtype=np.intp)
                 index[[self.indices[member] for member in plan.positions]] = np.arange(len(plan.positions))
-                sizes = [_numel(tensors[member]) for member in plan.positions]
+                sizes = [0 if (one := tensors[member]) is None else one.numel() for member in plan.positions]
                 made = self._plans[row] = plan, FloatLimits(sizes), buffer.view(row, len(sizes)), index
             plan, limits, norms, index = made
             if reduction is NORM:
@@ -270,7 +270,3 @@ def _idle(parameter: nn.Parameter) -> int:
     if parameter is REMOVED:
         return UNMEASURABLE
     return NO_OPTIMIZER if parameter.requires_grad else FROZEN
-
-
-def _numel(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.numel()

@@ -10,7 +10,7 @@ import numpy as np
 
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import OPENING, History
-from gradwatch.core.record import Floats, Layout, Mask, Sites
+from gradwatch.core.record import Floats, Mask, Sites
 from gradwatch.rules.evidence.recent_rows import ROUNDING, RecentRows
 from gradwatch.rules.evidence.records import row_of
 from gradwatch.rules.evidence.samples import RECENT_RECORDS, in_run_order, lasted, samples, streak_starts
@@ -165,8 +165,8 @@ class InputScale:
         layout, ran = history.layout, in_run_order(history, history.layout.layers)
         kept = []
         for place, site in enumerate(ran):
-            follower = ran[place + 1 : place + 2]
-            if site in sites and not any(_indifferent(layout, int(near)) for near in (site, *follower)):
+            near = [layout.sites[i].module for i in ran[place : place + 2]]
+            if site in sites and not any(part in module for module in near for part in SCALE_INVARIANT_MODULES):
                 kept.append(site)
         return np.array(kept, dtype=np.intp)
 
@@ -187,10 +187,6 @@ class InputScale:
         names = layout.names(np.sort(sites))
         headline = f"its input has a root mean square of {rms:.3g}, 1 is usual"
         return Finding(self.name, Severity.WARNING, layer, names, rms, limit, message, remedy, back, headline)
-
-
-def _indifferent(layout: Layout, site: int) -> bool:
-    return any(part in layout.sites[site].module for part in SCALE_INVARIANT_MODULES)
 
 
 def _residuals(history: History, head: int, ago: Sites) -> Floats:

@@ -144,7 +144,8 @@ def draw_heatmap(
     _draw_marks(draw[RED], marks, row_of, (left, top), row_height, font)
     _draw_axis(draw[QUIET], axis, (left, top + height), font)
     beside, bar = left + MAP_WIDTH + 16, max(110, min(height, 300)) - 44
-    pixels[top : top + bar, beside : beside + 13] = _bar(scale, bar)
+    lightest_to_darkest = np.linspace(scale.high, scale.low, bar, dtype=np.float32)
+    pixels[top : top + bar, beside : beside + 13] = scale.shade(lightest_to_darkest)[:, None]
     special = [place for place in SPECIAL if (shades == place).any()]
     for number, place in enumerate(special):
         at = top + bar + 8 + number * 13
@@ -216,11 +217,6 @@ def _draw_axis(draw: ImageDraw.ImageDraw, axis: Axis, corner: tuple[int, int], f
         draw.line([(at, bottom), (at, bottom + 4)], fill=FULL)
         draw.text((at, bottom + 6), f"{step:,}", fill=FULL, font=font, anchor="ma")
     draw.text((left - 8, bottom + 6), "step", fill=FULL, font=font, anchor="ra")
-
-
-def _bar(scale: ColourScale, height: int) -> NDArray[np.uint8]:
-    """The shades from the lightest to the darkest: shape [height, 1]."""
-    return scale.shade(np.linspace(scale.high, scale.low, height, dtype=np.float32))[:, None]
 
 
 SPECIAL = {NONFINITE: "not finite", ZERO: "zero", MISSING: "no number"}
