@@ -193,7 +193,7 @@ class BlockBuilder:
         """Record the rank and batch of a gradient that is not finite, as far as they are known."""
         rank, micro = step.bad_rank, -1
         if rank is None:
-            rank, micro = self._source.rank_and_batch_of(step.step_count, wait=step.sentinels is not None) or (None, -1)
+            rank, micro = self._source.store.lookup(step.step_count, wait=step.sentinels is not None) or (None, -1)
         if rank is not None and self._source.store.several:
             step.scalars |= {"rank": float(rank), "elsewhere": float(rank != self._source.store.rank)}
         if micro >= 0 and "batch" in step.scalars:

@@ -281,7 +281,7 @@ class Engine:
         self.replay.loss, self._announced = copy, True
         if self._sampling and isinstance(loss, Tensor):
             sharded = self._reader is None or self._reader.shards is not None
-            self._samples.before_backward(loss, None if sharded else self._model)
+            self._samples.on_loss(loss, None if sharded else self._model)
 
     def end(self) -> None:
         """A batch is over, whether the optimizer stepped or not."""

@@ -174,7 +174,8 @@ def read(
     )
     try:
         if samples:
-            samples.after_backward(loss)
+            if loss is not None:
+                samples.on_loss(loss)
             step.signals = samples.collect(reader.layout)
             step.flow = samples.flow
             if step.signals is not None and step.signals.host_copy.done:

@@ -100,10 +100,6 @@ class NonfiniteSource:
         if host_copy is not None and not np.isfinite(host_copy.wait()["norms"]).all():
             self.store.publish(step_count, -1)
 
-    def rank_and_batch_of(self, step_count: int, *, wait: bool) -> tuple[int, int] | None:
-        """The rank and the micro-batch (-1 where it is not known) of a step with a gradient that is not finite."""
-        return self.store.lookup(step_count, wait=wait)
-
     def _look(self, slot: Tensor, number: NDArray[np.float32 | np.float64] | None, gradient: Tensor | None) -> None:
         """`number`: what is in `slot`; None where the host does not see it at once."""
         try:

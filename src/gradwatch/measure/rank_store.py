@@ -38,8 +38,8 @@ class RankStore:
             self._store.compare_set(self._key(step_count), "", f"{self.rank} {micro}")
 
     def lookup(self, step_count: int, *, wait: bool) -> tuple[int, int] | None:
-        """The rank and micro-batch where a gradient of step `step_count` was not finite: this rank, or the first other
-        one; None without one.
+        """The rank and the micro-batch (-1 where it is not known) where a gradient of step `step_count` was not finite:
+        this rank, or the first other one; None without one.
 
         `wait`: other ranks may not have published theirs yet.
         """

@@ -101,18 +101,13 @@ class SampledStep:
         self._refusal_reported = True
         return FULL_HOOKS_REFUSED
 
-    def before_backward(self, loss: Tensor, model: nn.Module | None) -> None:
-        """A backward pass begins at `loss`, whose graph still exists. `model`: None where its parameters are in shards,
-        whose leaves are others.
+    def on_loss(self, loss: Tensor, model: nn.Module | None = None) -> None:
+        """A backward pass begins at `loss`, or has ended, in training loops that do not report where it begins.
+        `model`: where the graph still exists; None where its parameters are in shards, whose leaves are others.
         """
         self._module_hooks.on_loss(loss)
         if self.hooks_modules and model is not None:
             self._unowned.look(loss, model)
-
-    def after_backward(self, loss: Tensor | None) -> None:
-        """The loss of a step after its backward pass, for training loops that do not report its beginning."""
-        if loss is not None:
-            self._module_hooks.on_loss(loss)
 
     def collect(self, layout: Layout) -> ModuleHooksReading | None:
         """The statistics of the modules."""
