@@ -44,14 +44,17 @@ class RaisesToo(Callback):
 
 
 class TakesOut(Callback):
-    """Takes a callback out of the Trainer's list in the middle of the fit."""
+    """Takes a callback out of the Trainer's list in the middle of the fit; `anew`: by a list without it."""
 
-    def __init__(self, other: Callback) -> None:
-        self._other = other
+    def __init__(self, other: Callback, *, anew: bool = False) -> None:
+        self._other, self._anew = other, anew
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         if self._other in trainer.callbacks and trainer.global_step == 3:  # type: ignore[attr-defined]
-            trainer.callbacks.remove(self._other)  # type: ignore[attr-defined]
+            if self._anew:
+                trainer.callbacks = [one for one in trainer.callbacks if one is not self._other]  # type: ignore[attr-defined]
+            else:
+                trainer.callbacks.remove(self._other)  # type: ignore[attr-defined]
 
 
 def fit(module: pl.LightningModule, *callbacks: Callback) -> Any:
@@ -93,11 +96,12 @@ def test_after_another_callback_has_raised_before_ours_was_called(options: str) 
     assert hooks_on(watched, *trainer.optimizers) == []
 
 
+@pytest.mark.parametrize("anew", [False, True])
 @pytest.mark.parametrize("options", OPTIONS)
-def test_taken_out_in_the_middle_of_a_fit(options: str) -> None:
+def test_taken_out_in_the_middle_of_a_fit(options: str, anew: bool) -> None:
     memory, module = Memory(), ModeModule()
     watch = GradWatch(sinks=(memory,), **OPTIONS[options]())
-    trainer = fit(module, TakesOut(watch), watch)
+    trainer = fit(module, TakesOut(watch, anew=anew), watch)
     assert trainer.state.finished
     assert hooks_on(module, *trainer.optimizers) == []
     assert memory.verdict is not None, "the sinks are closed"

@@ -233,7 +233,9 @@ class GradWatch(PackageAware, Callback):
             options = replace(options, on_alert="log")
         mode = training_mode_of(trainer)
         self._scaled = mode.scaled
-        training = partial(_training_state, weakref.ref(trainer), weakref.ref(self), id(trainer.callbacks))
+        training = partial(
+            _training_state, weakref.ref(trainer), weakref.ref(self), frozenset(map(id, trainer.callbacks))
+        )
         keeps_data = any(isinstance(sink, FlightRecorder) and sink.keep_batch for sink in sinks)
         replay = BatchReplay(partial(ModelCopy, trainer, pl_module), keeps_data=keeps_data)
         self._engine = Engine(pl_module, options, sinks, mode, replay=replay, training=training)
@@ -387,18 +389,20 @@ class GradWatch(PackageAware, Callback):
         self._loss, self._metrics = None, {}
 
 
-def _training_state(trainer: Callable[[], Any], watch: Callable[[], GradWatch | None], callbacks: int) -> TrainingState:
-    """What the fit does now; `callbacks`: identity of the Trainer's list of them.
+def _training_state(
+    trainer: Callable[[], Any], watch: Callable[[], GradWatch | None], callbacks: frozenset[int]
+) -> TrainingState:
+    """What the fit does now; `callbacks`: identities of those with which it began.
 
-    No event says that `watch` was taken out of that list, or that another callback has raised in `on_exception`. A
-    search for a learning rate or a batch size in the middle of a fit trains with another list.
+    No event says that `watch` was taken out of them, or that another callback has raised in `on_exception`. A search
+    for a learning rate or a batch size in the middle of a fit trains with none of them.
     """
     there = trainer()
     if there is None or there.state.status != "running":
         return "over"
     if watch() in there.callbacks:
         return "running"
-    return "over" if id(there.callbacks) == callbacks else "suspended"
+    return "suspended" if callbacks.isdisjoint(map(id, there.callbacks)) else "over"
 
 
 def injected(*, every_n_steps: Any) -> GradWatch:
