@@ -190,6 +190,8 @@ def test_a_loss_that_comes_out_otherwise_is_not_believed() -> None:
     [
         (lambda net, x: net(x).square().mean(), 1.0, True),
         (lambda net, x: net(x).square().mean(), 1.1, False),
+        (lambda net, x: net(x).square().mean(), 1.001, False),  # what is missing may have been the cause
+        (lambda net, x: net[2](net[1](net[0](x).detach())).square().mean(), 1.0, False),  # some get no gradient
         (lambda net, x: net(x).square().mean(), None, False),
         (lambda net, x: net(x).square().mean() * 1e30, 1e30, False),  # the norm of its gradients overflows
         (lambda net, x: net(x).square().mean() + (net(x) * 0).sum().sqrt(), 1.0, False),

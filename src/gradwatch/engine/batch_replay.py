@@ -35,6 +35,9 @@ LOSS_TOLERANCE = 0.01
 """Relative difference up to which the losses of the two runs count as the same. Kernels without a fixed order of
 addition differ by less. Judgement."""
 
+SAME_LOSS = 1e-5
+"""The same where nothing was found: a term that only the first run had may have been the cause. Judgement."""
+
 FINITE_AGAIN = (
     "run again without hooks, the batch has the same loss, which is finite, and finite gradients: so most often "
     "it comes from code that changes gradients, in a hook, on_after_backward or on_before_optimizer_step."
@@ -162,7 +165,8 @@ def run_again(model: ReplayModel, batch: Batch, factor: float, seen: Tensor | No
         if loss is None or (seen is not None and not _same(on_host(loss) * factor, on_host(seen))):
             return None
         found = find_origin(recorder, loss, factor, data)
-        if found is None and seen is not None and _has_finite_gradients(model.module):
+        alike = seen is not None and _same(on_host(loss) * factor, on_host(seen), SAME_LOSS)
+        if found is None and alike and _has_finite_gradients(model.module):
             return NonfiniteOrigin("gradients", "", "", "", "", FINITE_AGAIN, CHECK_HOOKS)
         return found
     finally:
@@ -170,12 +174,14 @@ def run_again(model: ReplayModel, batch: Batch, factor: float, seen: Tensor | No
 
 
 def _has_finite_gradients(module: nn.Module) -> bool:
-    """Whether its parameters have gradients, and the norms of these are finite, which is what GradWatch measures."""
-    gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
-    return bool(gradients) and all(not finiteness_of(torch.linalg.vector_norm(gradient)) for gradient in gradients)
+    """Whether all its parameters that train have gradients, and the norms of these are finite, which is what GradWatch
+    measures. Without hooks some may get none, as where a hook computes a weight from them.
+    """
+    gradients = [parameter.grad for parameter in module.parameters() if parameter.requires_grad]
+    return all(one is not None and not finiteness_of(torch.linalg.vector_norm(one)) for one in gradients)
 
 
-def _same(now: Any, then: Any) -> bool:
+def _same(now: Any, then: Any, tolerance: float = LOSS_TOLERANCE) -> bool:
     if np.isfinite(now).all() != np.isfinite(then).all():
         return False
-    return not np.isfinite(now).all() or bool(np.allclose(now, then, rtol=LOSS_TOLERANCE))
+    return not np.isfinite(now).all() or bool(np.allclose(now, then, rtol=tolerance))
