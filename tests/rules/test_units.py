@@ -270,6 +270,22 @@ def test_what_comes_to_the_ends_of_a_bounded_activation_is_no_dead_unit(act: Cal
     assert alert.remedy == "inputs of mean 0 and standard deviation 1 for layer 0, or nn.LayerNorm after it."
 
 
+def test_a_bounded_activation_whose_outputs_are_not_at_its_ends_is_not_blamed() -> None:
+    class Masked(Functional):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tanh, self.step = nn.Tanh(), 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.step += 1
+            return self.c(self.b(self.tanh(self.a(x)) * (self.step <= 20)))  # type: ignore[no-any-return]
+
+    alert = only(incidents_of(Masked(), steps=60, rules=[Dead()]))
+    assert alert.layer == "a"
+    assert "most often what follows the Tanh tanh makes it 0, such as a mask: 0 % of its outputs lie" in alert.message
+    assert alert.remedy == "the outputs of tanh without what multiplies them by 0."
+
+
 def test_outputs_of_the_time_before_are_not_said_to_be_those_of_dead_units() -> None:
     """Of small inputs the biases made most of the outputs, until the weights drove all units below zero."""
 

@@ -45,6 +45,9 @@ GRADIENT_LOOKBACK = 200
 VANISHED_SHARE = 1e-6
 """A gradient below this share of the strongest layer's that becomes zero has vanished: no dead units. Judgement."""
 
+ENDS_SHARE = 0.5
+"""Share of a bounded activation's outputs that lie at its ends from which these are named as the cause. Judgement."""
+
 BIAS_GROWTH = 2.0
 """Times by which the biases have grown while the units died to be named. Judgement."""
 
@@ -245,8 +248,16 @@ class Dead:
         name, after = death.layer, history.layout.sites[nearest].name
         too = f", and of {_before_text(history.layout.names(starved))}," if len(starved) else ""
         cause, remedy = f"most often no unit after layer {name} fires any more. {death.cause}", death.remedy
-        if (bounded := _bounded_after(history, site)) is not None:
-            cause, remedy = _at_its_ends(history, bounded, site, since)
+        if (bounded := _bounded_after(history, site, since)) is not None:
+            activation, share = bounded
+            if share < ENDS_SHARE:
+                cause = (
+                    f"most often what follows the {activation.module} {activation.name} makes it 0, such as a mask: "
+                    f"{100 * share:.0f} % of its outputs lie at its ends.{began_text(history, since)}"
+                )
+                remedy = f"the outputs of {activation.name} without what multiplies them by 0."
+            else:
+                cause, remedy = _at_its_ends(history, activation, site, since)
         signals = history.window("signal_norm", since, sites=site)
         reached = signals is not None and bool((signals > 0).any())
         embeds = "Embedding" in history.layout.sites[site].module
@@ -341,14 +352,17 @@ def _reason(history: History, layer: int, back: int, biased: Sequence[str], *, f
     return made, measured_remedy(history, back) or f"a smaller lr in configure_optimizers, with warm-up, or {leaky}"
 
 
-def _bounded_after(history: History, layer: int) -> Site | None:
-    """The Tanh, Sigmoid or the like that ran next after `layer`, when such outputs were last sampled."""
+def _bounded_after(history: History, layer: int, back: int) -> tuple[Site, float] | None:
+    """The Tanh, Sigmoid or the like that ran next after `layer`, when such outputs were last sampled, and which share
+    of them lay at its ends; NaN where that was before the record `back` from the end.
+    """
     (shares, ago), layout = history.samples("saturated", RECENT_RECORDS), history.layout
     if not len(ago):
         return None
     bounded = layout.activations[~np.isnan(shares[-1, layout.activations])].tolist()
     after = (site for site in bounded if layer_before(history, site, back=int(ago[-1]) + 1) == layer)
-    return next((layout.sites[site] for site in after), None)
+    known = shares[-1] if ago[-1] < back else np.full(len(layout), np.nan)
+    return next(((layout.sites[site], float(known[site])) for site in after), None)
 
 
 def _at_its_ends(history: History, bounded: Site, layer: int, back: int) -> tuple[str, str]:
