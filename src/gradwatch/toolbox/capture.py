@@ -189,7 +189,8 @@ class Captured:
     def grad_input(self) -> list[Entry]:
         """dL/d(input) through the output of this call alone, in the order of `input`: one entry per call, from its last
         backward pass. What the module keeps or writes elsewhere, such as an auxiliary loss in an attribute, is left
-        out; `backward_hook` counts that too.
+        out, and so is what it computes in other threads, as CUDA does for `torch.autograd.grad(create_graph=True)`
+        inside it; `backward_hook` counts both.
         """
         return self._entries("grad_input")
 
