@@ -87,21 +87,21 @@ class ByHand(L.LightningModule):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    ("steps", "options", "severity"),
+    ("steps", "options", "found"),
     [
-        (lambda batch: False, {}, Severity.WARNING),
-        (lambda batch: False, {"signals": "off"}, Severity.NOTICE),
-        (lambda batch: batch % 10 == 9, {}, None),
-        (lambda batch: batch >= 120, {}, None),  # from the second epoch on
+        (lambda batch: False, {}, True),
+        (lambda batch: False, {"signals": "off"}, True),
+        (lambda batch: batch % 10 == 9, {}, False),
+        (lambda batch: batch >= 120, {}, False),  # from the second epoch on
     ],
 )
-def test_an_optimizer_that_never_steps(steps: Callable[[int], bool], options: Any, severity: Severity | None) -> None:
+def test_an_optimizer_that_never_steps(steps: Callable[[int], bool], options: Any, found: bool) -> None:
     data = [pair for inputs, targets in points(8) for pair in zip(inputs, targets, strict=True)]
     watch = GradWatch(rules=[Frozen()], sinks=[], **options)
     trainer = quiet_trainer(watch, max_epochs=3, limit_train_batches=120)
     trainer.fit(ByHand(steps, detached=False), DataLoader(data * 10, batch_size=16))
-    assert [alert.severity for alert in watch.alerts] == ([] if severity is None else [severity])
-    if severity is None:
+    assert [alert.severity for alert in watch.alerts] == [Severity.NOTICE] * found
+    if not found:
         assert watch.verdict.untrained == {}
         return
     alert = watch.alerts[0]
@@ -110,9 +110,24 @@ def test_an_optimizer_that_never_steps(steps: Callable[[int], bool], options: An
         "Layer second is in an optimizer that was not seen to step in 220 steps of others, and keeps its values unless "
         "something else changes them."
     )
-    assert alert.remedy == "optimizer.step() for the optimizer of layer second."
+    assert alert.remedy == "optimizer.step() for the optimizer of layer second, unless it is to start later."
     assert alert.closed_step is None
     assert set(watch.verdict.untrained.values()) == {"in an optimizer that was not seen to step"}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_optimizer_whose_steps_lightning_does_not_report_is_not_said_to_be_idle() -> None:
+    class Raw(ByHand):
+        def optimizers(self, use_pl_optimizer: bool = True) -> Any:
+            return [super().optimizers()[0], super().optimizers(use_pl_optimizer=False)[1]]  # type: ignore[index]
+
+    data = [pair for inputs, targets in points(8) for pair in zip(inputs, targets, strict=True)]
+    watch = GradWatch(rules=[Frozen()], sinks=[])
+    trainer = quiet_trainer(watch, max_epochs=3, limit_train_batches=120)
+    trainer.fit(Raw(lambda batch: True, detached=False), DataLoader(data * 10, batch_size=16))
+    assert watch.alerts == ()
+    assert watch.verdict.untrained == {}
+    assert "use_pl_optimizer=False" in watch.verdict.notes[0]
 
 
 @pytest.mark.filterwarnings("ignore")

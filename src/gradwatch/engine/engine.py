@@ -43,9 +43,9 @@ from gradwatch.sinks import Sink
 
 logger = logging.getLogger("gradwatch")
 
-UNANNOUNCED = (
-    "an optimizer steps without on_before_optimizer_step, and what it uses is not measured: Lightning calls it for "
-    "those that self.optimizers() gives, not for self.optimizers(use_pl_optimizer=False)"
+UNREPORTED = (
+    "an optimizer stepped without on_before_optimizer_step, so that what it used was not measured: Lightning calls it "
+    "for those that self.optimizers() gives, not for self.optimizers(use_pl_optimizer=False) or trainer.optimizers"
 )
 
 
@@ -110,9 +110,8 @@ class Engine:
         """Whether the coming step is measured, whether it is sampled, and with what only some samples measure."""
         self._suspended = False
         """Whether the hooks are off until the next batch."""
-        self._capture_noted = self._unannounced_noted = False
-        """Whether it was said that captured steps are not measured, and that steps are which the loop does not report.
-        """
+        self._capture_noted = False
+        """Whether it was said that captured steps are not measured."""
         self._ordinary = range(0)
         """Steps of an optimizer that are measured and not sampled, and for which the hooks are as they are now."""
         self._announced = False
@@ -179,6 +178,8 @@ class Engine:
             if not self.failed:
                 self._finish()
             self.queue.complete_all()
+            if self._reader is not None and self._reader.has_unreported:
+                self.diagnosis.note(UNREPORTED, log=not self._mode.rank)
             if shards is not None and not self.failed:
                 shards.check()
         except Exception as error:
@@ -480,9 +481,8 @@ class Engine:
         """An optimizer has stepped."""
         step = self._open
         if step is None or optimizer is not self._optimizers.awaited or self._reader is None:
-            if self._batches and not (self.source.step_count or self._suspended or self._unannounced_noted):
-                self._unannounced_noted = True
-                self.diagnosis.note(UNANNOUNCED, log=not self._mode.rank)
+            if self._reader is not None and not self._optimizers.has_begun(optimizer):
+                self._reader.steps_unreported(optimizer)
             return
         if self.replay.devices and is_capturing():
             return

@@ -270,6 +270,18 @@ class GradientReader:
         assert parameters.coverage is not None, "they were reduced"
         return Reading(self.layout, parameters.coverage, index, self.buffer.send(index))
 
+    def steps_unreported(self, optimizer: Any) -> None:
+        """`optimizer` has stepped, and the loop has reported none of its steps."""
+        parameters = self._by_optimizer.get(id(optimizer))
+        if parameters is not None and not parameters.steps_unreported:
+            parameters.steps_unreported = True
+            self._forget_coverage()
+
+    @property
+    def has_unreported(self) -> bool:
+        """Whether there is an optimizer that has stepped, and of which no step was measured."""
+        return any(parameters.never_measured for parameters in self._by_optimizer.values())
+
     def _forget_coverage(self) -> None:
         for parameters in self._by_optimizer.values():
             parameters.coverage = None

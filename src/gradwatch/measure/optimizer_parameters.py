@@ -66,6 +66,8 @@ class OptimizerParameters:
     """Whether there are parameters of which this rank has a part only: parts are what is measured."""
     recheck: bool = False
     """Whether every gradient is read again after every step: a change was seen that the few watched did not show."""
+    steps_unreported: bool = False
+    """Whether the optimizer has stepped before any step of it was measured."""
     unusual: bool = True
     """Whether the gradients looked unlike those of the step before, at a glance: not finite, far larger or smaller."""
     marked: tuple[list[Tensor | None], list[int]] | None = None
@@ -88,6 +90,11 @@ class OptimizerParameters:
     def __post_init__(self) -> None:
         self._stride = max(1, len(self.parameters) // CHANGE_CHECKS)
         self._checked = self.parameters[:: self._stride]
+
+    @property
+    def never_measured(self) -> bool:
+        """Whether the optimizer steps, and no step of it was measured."""
+        return self.steps_unreported and self.absent is None
 
     def is_fused(self) -> bool:
         """Whether the optimizer writes weights by kernels whose writes torch does not count."""
@@ -240,6 +247,9 @@ def missing_codes(
     held = [place for other in all_parameters if other.optimizer_ref() is not None for place in other.indices]
     for place in set(range(len(parameters))).difference(held):
         found[place] = _idle(parameters[place])
+    for other in all_parameters:
+        if other.never_measured:
+            found[other.indices] = UNMEASURABLE
     absent, its_own = its_parameters.absent, its_parameters.parameters
     assert absent is not None, "its gradients were looked at"
     found[its_parameters.indices] = MEASURED

@@ -123,6 +123,11 @@ class OptimizerSteps:
         turns = {number: (steps, after) for number, steps, after in (map(whole, turn) for turn in state["turns"])}
         self.begun, self._latest, self._in_a_row, self._turns = begun, latest, in_a_row, turns
 
+    def has_begun(self, optimizer: Any) -> bool:
+        """Whether `optimizer` has begun a step."""
+        number = self._numbers.get(id(optimizer), len(self.begun))
+        return number < len(self.begun) and self.begun[number] > 0
+
     def last_index(self, optimizer: Any) -> int:
         """The steps that `optimizer` had begun before its latest."""
         number = self._numbers.get(id(optimizer), -1)

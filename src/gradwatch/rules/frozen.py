@@ -177,11 +177,10 @@ class Frozen:
             f"{capitalized(all_named)} {verb} in an optimizer that was not seen to step in "
             f"{steps_text(history, count)} of others, and {keep} values unless something else changes them."
         )
-        remedy = f"optimizer.step() for the optimizer of {first_named}."
-        severity = Severity.WARNING if known else Severity.NOTICE
+        remedy = f"optimizer.step() for the optimizer of {first_named}, unless it is to start later."
         headline = f"its optimizer has not stepped in {steps_text(history, count)} of others"
         value, limit = float(count), float(self.idle_records)
-        return [Finding(self.name, severity, names[0], names, value, limit, message, remedy, count, headline)]
+        return [Finding(self.name, Severity.NOTICE, names[0], names, value, limit, message, remedy, count, headline)]
 
     def _still(self, history: History) -> Sequence[Finding] | None:
         """In an optimizer and with a gradient, and the very same after each step, while others move."""
