@@ -124,12 +124,8 @@ class Frozen:
         if not outside.any():
             return []
         outside &= (codes[:, layout.parameters] == NO_OPTIMIZER).all(axis=0)
-        parameters, owners = layout.parameters[outside], layout.owners[outside]
-        known = history.window("signal_norm", 1) is not None
-        if known:
-            # a target network or a teacher is in no optimizer on purpose: nothing flows back to it
-            reached = _is_reached(history, owners)
-            parameters, owners = parameters[reached], owners[reached]
+        # a target network or a teacher is in no optimizer on purpose: nothing flows back to it
+        parameters, known = _reached(history, outside)
         if not len(parameters):
             return []
         names, all_named, first_named = _named(layout, parameters)
@@ -166,9 +162,7 @@ class Frozen:
             return []
         if not history.whole:
             return None
-        parameters, known = layout.parameters[idle], history.window("signal_norm", 1) is not None
-        if known:
-            parameters = parameters[_is_reached(history, layout.owners[idle])]
+        parameters, _ = _reached(history, idle)
         if not len(parameters):
             return []
         names, all_named, first_named = _named(layout, parameters)
@@ -322,6 +316,14 @@ def _stood_at_a_sample(history: History) -> bool:
     last = len(ago) - 1 - known[::-1].argmax(axis=0), np.arange(len(parameters))
     gradients = history.at("grad_norm", ago)[:, parameters]
     return bool(((updates[last] == 0) & (gradients[last] > 0)).any())
+
+
+def _reached(history: History, chosen: Mask) -> tuple[Sites, bool]:
+    """Those of the `chosen` parameters of the layout whose layers the backward signal reaches, and whether that is known:
+    where it is not, all of them.
+    """
+    parameters, known = history.layout.parameters[chosen], history.window("signal_norm", 1) is not None
+    return (parameters[_is_reached(history, history.layout.owners[chosen])] if known else parameters), known
 
 
 def _is_reached(history: History, layers: Sites) -> Mask:
