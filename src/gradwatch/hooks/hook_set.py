@@ -78,6 +78,15 @@ def recorded(hook: Callable[P, R], costs: HookCosts) -> Callable[P, R | None]:
     return recording
 
 
+def remove_all(handles: list[Any]) -> None:
+    """Remove the hooks of `handles`, which is empty afterwards. Each is forgotten once it is off: if Ctrl-C comes in
+    between, a second call goes on.
+    """
+    while handles:
+        handles[-1].remove()
+        handles.pop()
+
+
 class HookSet:
     """Owns the handles of hooks. `remove` may be called at any time and any number of times."""
 
@@ -99,10 +108,7 @@ class HookSet:
         self._handles.append(handle)
 
     def remove(self) -> None:
-        # forgotten once it is off: an exception, as of Ctrl-C, may come in between, and then a second call goes on
-        while self._handles:
-            self._handles[-1].remove()
-            self._handles.pop()
+        remove_all(self._handles)
         while self._parameters:
             _remove_empty_dicts(self._parameters[-1])
             self._parameters.pop()

@@ -11,6 +11,7 @@ from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from gradwatch.hooks.graph_release import release_in_a_loop
+from gradwatch.hooks.hook_set import remove_all
 from gradwatch.hooks.view_gradients import ViewGeometry, register_base_hook, register_view_hook
 from gradwatch.measure.reductions import is_vmapped
 
@@ -75,9 +76,7 @@ class TensorHooks:
 
     def remove(self) -> None:
         self.closed = True
-        while self._handles:
-            self._handles[-1].remove()  # forgotten once it is off: a second call goes on after Ctrl-C
-            self._handles.pop()
+        remove_all(self._handles)
 
 
 def detached(tensor: Tensor) -> Tensor | None:
