@@ -162,10 +162,13 @@ def run_again(model: ReplayModel, batch: Batch, factor: float, seen: Tensor | No
     try:
         with recorder:
             loss = model.loss(data, batch.index)
-        if loss is None or (seen is not None and not _same(on_host(loss) * factor, on_host(seen))):
+        if loss is None:
+            return None
+        now, then = on_host(loss) * factor, None if seen is None else on_host(seen)
+        if then is not None and not _same(now, then, LOSS_TOLERANCE):
             return None
         found = find_origin(recorder, loss, factor, data)
-        alike = seen is not None and _same(on_host(loss) * factor, on_host(seen), SAME_LOSS)
+        alike = then is not None and _same(now, then, SAME_LOSS)
         if found is None and alike and _has_finite_gradients(model.module):
             return NonfiniteOrigin("gradients", "", "", "", "", FINITE_AGAIN, CHECK_HOOKS)
         return found
@@ -181,7 +184,7 @@ def _has_finite_gradients(module: nn.Module) -> bool:
     return all(one is not None and not finiteness_of(torch.linalg.vector_norm(one)) for one in gradients)
 
 
-def _same(now: Any, then: Any, tolerance: float = LOSS_TOLERANCE) -> bool:
+def _same(now: Any, then: Any, tolerance: float) -> bool:
     if np.isfinite(now).all() != np.isfinite(then).all():
         return False
     return not np.isfinite(now).all() or bool(np.allclose(now, then, rtol=tolerance))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat
@@ -239,7 +239,7 @@ def parameters_of(optimizer: Any) -> list[list[nn.Parameter]]:
 
 def missing_codes(
     parameters: Sequence[nn.Parameter],
-    all_parameters: Iterable[OptimizerParameters],
+    all_parameters: Collection[OptimizerParameters],
     its_parameters: OptimizerParameters,
 ) -> Codes:
     """One `Missing` for each of all `parameters` at a step of the optimizer of `its_parameters`."""
