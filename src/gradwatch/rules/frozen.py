@@ -319,8 +319,8 @@ def _stood_at_a_sample(history: History) -> bool:
 
 
 def _reached(history: History, chosen: Mask) -> tuple[Sites, bool]:
-    """Those of the `chosen` parameters of the layout whose layers the backward signal reaches, and whether that is known:
-    where it is not, all of them.
+    """Those of the `chosen` parameters of the layout whose layers the backward signal reaches, and whether that is
+    known: where it is not, all of them.
     """
     parameters, known = history.layout.parameters[chosen], history.window("signal_norm", 1) is not None
     return (parameters[_is_reached(history, history.layout.owners[chosen])] if known else parameters), known
