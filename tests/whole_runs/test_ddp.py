@@ -98,7 +98,7 @@ def launched(strategy: str, folder: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn"])
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn", "ddp_notebook"])
 def test_lightning_starts_the_processes(strategy: str, tmp_path: Path) -> None:
     ended = ranks.launch(launched, strategy, str(tmp_path))
     assert "the first is over" in ended.output, ended.output
