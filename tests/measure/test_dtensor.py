@@ -122,6 +122,7 @@ def test_true_and_harmless(variant: str) -> None:
     first, *rest = reported
     assert first["reported"] == len(first["records"])
     assert "summed over shards" in first["lines"][0]
+    assert ("mean over 2 ranks" in first["lines"][0]) == (module.get("parallel") != "tensor")
     assert "about every " in first["lines"][0]
     for second in rest:
         assert second["reported"] == 0

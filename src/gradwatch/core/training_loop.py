@@ -24,7 +24,11 @@ class TrainingMode:
     accumulate_scheduled: bool = False
     """Whether a schedule changes `accumulate` from epoch to epoch."""
     ranks: int = 1
-    """Processes that average their gradients, W."""
+    """Processes, W."""
+    averaged: int | None = None
+    """How many of them have batches of their own and average their gradients; None for all. Tensor parallelism has
+    fewer.
+    """
     rank: int = 0
     """Number of this process among them, from 0."""
     scaled: bool = False
@@ -47,11 +51,12 @@ class TrainingMode:
 
     def label(self, *, sharded: bool, acting: bool) -> str:
         """What a gradient norm of this run means, as text. `acting`: whether interventions follow the measurement."""
+        averaged = self.ranks if self.averaged is None else self.averaged
         later = ["interventions"] * acting + [f"clipping ({self.clipping})"] * bool(self.clipping)
         parts = [
             f"accumulated {'up to ' * self.accumulate_scheduled}x{self.accumulate}" if self.accumulate > 1 else "",
             "unscaled" if self.scaled else "",
-            f"mean over {self.ranks} ranks" if self.ranks > 1 else "",
+            f"mean over {averaged} ranks" if averaged > 1 else "",
             "summed over shards" if sharded else "",
             f"before {' and '.join(later)}" if later else "as the optimizer first receives them",
         ]

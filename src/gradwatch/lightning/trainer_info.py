@@ -49,6 +49,7 @@ def training_mode_of(trainer: Any) -> TrainingMode:
         accumulate=max([trainer.accumulate_grad_batches, *schedule]) if automatic else 1,
         accumulate_scheduled=len({*schedule}) > 1,
         ranks=trainer.world_size,
+        averaged=(getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}).get("num_replicas"),
         rank=trainer.global_rank,
         scaled=scaler_of(trainer) is not None,
         clipping=clipping,
