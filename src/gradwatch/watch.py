@@ -140,7 +140,7 @@ class Watch:
             explain_in_place_error(error, model)
 
     def step(self, optimizer: Any, *, loss: Tensor | float | None = None) -> None:
-        """Measure the gradients. Call it after backward and before `optimizer.step()`, once for each optimizer.
+        """Measure the gradients. Call it after backward and right before `optimizer.step()`, once for each optimizer.
 
         `loss`: the loss of the step without a loss scale, a number or a 0-d tensor. Rules that ask whether the model
         learns need it; `bad_head` and `collapse` also use the graph of the tensor.

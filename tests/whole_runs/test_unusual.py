@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from gradwatch import GradWatch, Watch
+from gradwatch.core.history import History
 from gradwatch.sinks.memory import Memory
 from models import module_of
 from training import quiet_trainer
@@ -274,3 +275,46 @@ def test_gradients_of_several_losses_at_once_under_accumulation() -> None:
     trainer.fit(module, DataLoader(torch.randn(24, 6), batch_size=4))
     assert watch.verdict.notes == ()
     assert len(watch.history.steps) == 3
+
+
+def series(history: History, name: str) -> list[float]:
+    return [float(history[row].values.get(name, [np.nan])[0]) for row in range(len(history))]
+
+
+def test_what_an_optimizer_does_is_not_laid_to_another_step() -> None:
+    """`watch.step` after `optimizer.step`, as tools that only log have it: the norms are right, and the update and what
+    was used were those of the next step.
+    """
+    model, norms = net(), []
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with Watch(model, sinks=()) as watch:
+        for step in range(12):
+            backward(model, optimizer, step)
+            norms.append(total(model))
+            optimizer.step()
+            watch.step(optimizer)
+    assert series(watch.history, "grad_norm") == pytest.approx(norms, rel=1e-5)
+    for name in ("grad_norm_clipped", "update_ratio", "signal_rms"):
+        assert np.isnan(series(watch.history, name)).all() == (name != "signal_rms"), name
+    (note,) = watch.verdict.notes
+    assert note.startswith("a backward pass came between watch.step(optimizer) and optimizer.step()")
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_an_optimizer_that_steps_after_another_was_measured_has_not_skipped(swapped: bool) -> None:
+    model = net()
+    first, second = (torch.optim.SGD(model[place].parameters(), 0.01) for place in (0, 2))
+    with Watch(model, sinks=()) as watch:
+        for step in range(12):
+            backward(model, first, step)
+            watch.step(first)
+            watch.step(second)
+            for optimizer in (second, first) if swapped else (first, second):
+                optimizer.step()
+            second.zero_grad()
+    history = watch.history
+    assert [history[row].scalars.get("skipped") for row in range(len(history))] == [None] * 24
+    assert np.isnan(series(history, "grad_norm_clipped")[::2]).all()
+    assert series(history, "grad_norm_clipped")[1::2] == series(history, "grad_norm")[1::2]
+    (note,) = watch.verdict.notes
+    assert note.startswith("watch.step of another optimizer came between")

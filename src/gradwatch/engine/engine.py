@@ -49,6 +49,12 @@ UNREPORTED = (
 )
 
 
+INTERRUPTED = (
+    "{between} came between watch.step(optimizer) and optimizer.step(): what this optimizer makes of its gradients is "
+    "not measured (update_ratio, grad_norm_clipped){more}. Call watch.step(optimizer) right before optimizer.step()"
+)
+
+
 class Engine:
     """Watches one model through one training.
 
@@ -106,6 +112,8 @@ class Engine:
         """Of each of the steps that are being judged: `Record.step`, and its number among those of its optimizer."""
         self._open: StepState | None = None
         """The step that was measured and has not ended."""
+        self._overtaken: set[int] = set()
+        """Identities of optimizers whose gradients were measured, then another's, and that have not stepped since."""
         self._measuring = self._sampling = self._everything = False
         """Whether the coming step is measured, whether it is sampled, and with what only some samples measure."""
         self._suspended = False
@@ -369,7 +377,11 @@ class Engine:
             return
         assert reader is not None
         number, index = step_of_optimizer
+        if self._overtaken:
+            self._overtaken.discard(id(optimizer))
         if self._open is not None:
+            if self._open.optimizer is not optimizer:
+                self._overtaken.add(id(self._open.optimizer))
             with reader.deferred_errors:
                 self._finish()
         planned, self._next = self._next, self._optimizers.next_index()
@@ -449,7 +461,8 @@ class Engine:
             return
         if not step.stepped:
             step.parameters.release()
-            step.maybe_stepped = id(step.optimizer) not in self._optimizers.calling_hooks
+            known = self._optimizers.calling_hooks - self._overtaken
+            step.maybe_stepped = id(step.optimizer) not in known
         self.queue.ended(step)
         if self._next in self._ordinary:
             self._reader.tensor_taps.armed = True
@@ -474,14 +487,22 @@ class Engine:
     def _before_step(self, optimizer: Any) -> None:
         """The optimizer is about to step; a loss scale that is in its gradients may be gone afterwards."""
         step = self._open
-        if step is not None and step.optimizer is optimizer and step.unscales_inside and self._reader is not None:
+        if step is None or step.optimizer is not optimizer or self._reader is None:
+            return
+        if step.sampled and self._reader.parameter_hooks.have_arrived(step.parameters.indices):
+            self._optimizers.ignore(optimizer)
+            self._interrupted("a backward pass", ", and interventions do not change what it uses")
+        elif step.unscales_inside:
             step.look_inside(self._reader)
 
     def _after_step(self, optimizer: Any) -> None:
         """An optimizer has stepped."""
         step = self._open
         if step is None or optimizer is not self._optimizers.awaited or self._reader is None:
-            if self._reader is not None and not self._optimizers.has_begun(optimizer):
+            if id(optimizer) in self._overtaken:
+                self._overtaken.discard(id(optimizer))
+                self._interrupted("watch.step of another optimizer")
+            elif self._reader is not None and not self._optimizers.has_begun(optimizer):
                 self._reader.steps_unreported(optimizer)
             return
         if self.replay.devices and is_capturing():
@@ -497,6 +518,12 @@ class Engine:
         except Exception as error:
             self.fail(error)
         self.overhead.seconds += perf_counter() - begun
+
+    def _interrupted(self, between: str, more: str = "") -> None:
+        """Say once that `between` came between the measurement of a step and the step."""
+        note = INTERRUPTED.format(between=between, more=more)
+        if note not in self.diagnosis.notes:
+            self.diagnosis.note(note, log=not self._mode.rank)
 
     def _alerted(self, alert: Alert) -> None:
         if self._reader is None or self._reader.shards is None:

@@ -30,6 +30,8 @@ class OptimizerSteps:
         self._numbers: dict[int, int] = {}
         self.calling_hooks: set[int] = set()
         """Identities of those whose hooks were called: wrappers, and what is no torch optimizer, may call none."""
+        self.ignored: set[int] = set()
+        """Identities of those whose hooks say nothing of the step that was begun."""
         self._count = 0
         self.begun: list[int] = []
         """Steps begun, by the optimizers' numbers."""
@@ -59,6 +61,7 @@ class OptimizerSteps:
         for gone in [number for number, known in self._known.items() if known() is None]:
             del self._known[gone], self._numbers[gone]
             self.calling_hooks.discard(gone)
+            self.ignored.discard(gone)
         for optimizer in optimizers:
             self._known[id(optimizer)] = weak_reference(optimizer)
             self._numbers[id(optimizer)] = self._count
@@ -137,11 +140,18 @@ class OptimizerSteps:
         """Whether nothing says when `optimizer` steps: it has begun several, and called no hook."""
         return id(optimizer) not in self.calling_hooks and self.last_index(optimizer) > 0
 
+    def ignore(self, optimizer: Any) -> None:
+        """From now on `optimizer` is as one that calls no hooks: it steps before its steps are begun here."""
+        self.ignored.add(id(optimizer))
+        self.calling_hooks.discard(id(optimizer))
+        self.inside = self.awaited = None
+
     def clear(self) -> None:
         """Take the hooks off, and forget the optimizers."""
         self._hooks.remove()
         self._known.clear()
         self.calling_hooks.clear()
+        self.ignored.clear()
         self.inside = self.awaited = None
 
 
@@ -165,7 +175,7 @@ def _entering(this: weakref.ref[OptimizerSteps]) -> Callable[..., None]:
         if torch.compiler.is_compiling():
             torch.compiler.disable(about_to_step)(optimizer, args, kwargs)
             return
-        if (steps := this()) is None:
+        if (steps := this()) is None or id(optimizer) in steps.ignored:
             return
         steps.inside, steps.evaluated = optimizer, False
         steps.calling_hooks.add(id(optimizer))
@@ -180,7 +190,7 @@ def _leaving(this: weakref.ref[OptimizerSteps]) -> Callable[..., None]:
         if torch.compiler.is_compiling():
             torch.compiler.disable(stepped)(optimizer, args, kwargs)
             return
-        if (steps := this()) is None:
+        if (steps := this()) is None or id(optimizer) in steps.ignored:
             return
         steps.inside, steps.evaluated = None, False
         if (handler := steps.after_step()) is not None:

@@ -268,6 +268,10 @@ class ParameterHooks:
         assert total is not None, "something has arrived"
         return total, arrived
 
+    def have_arrived(self, places: Sequence[int]) -> bool:
+        """Whether the hooks are on, and a gradient has come to a parameter at one of `places` since the last `take`."""
+        return self.armed and not self._arrivals.places.isdisjoint(places)
+
     def take_seconds(self) -> float:
         """What the hooks have cost since this was last asked."""
         seconds, self._arrivals.seconds = self._arrivals.seconds, 0.0
