@@ -281,23 +281,74 @@ def series(history: History, name: str) -> list[float]:
     return [float(history[row].values.get(name, [np.nan])[0]) for row in range(len(history))]
 
 
-def test_what_an_optimizer_does_is_not_laid_to_another_step() -> None:
+def steps_first(watch: Watch, model: nn.Module, optimizer: Any, step: int) -> float:
+    backward(model, optimizer, step)
+    norm = total(model)
+    optimizer.step()
+    watch.step(optimizer)
+    return norm
+
+
+def steps_first_with_a_closure(watch: Watch, model: nn.Module, optimizer: Any, step: int) -> float:
+    optimizer.step(lambda: backward(model, optimizer, step))
+    watch.step(optimizer)
+    return total(model)
+
+
+def goes_on_after_it_was_measured(watch: Watch, model: nn.Module, optimizer: Any, step: int) -> float:
+    backward(model, optimizer, step)
+    watch.step(optimizer)
+    norm = total(model)
+    model(torch.ones(8, 6)).square().mean().backward()
+    optimizer.step()
+    return norm
+
+
+@pytest.mark.parametrize("loop", [steps_first, steps_first_with_a_closure, goes_on_after_it_was_measured])
+def test_what_an_optimizer_does_is_not_laid_to_another_step(loop: Any) -> None:
     """`watch.step` after `optimizer.step`, as tools that only log have it: the norms are right, and the update and what
     was used were those of the next step.
     """
-    model, norms = net(), []
+    model = net()
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     with Watch(model, sinks=()) as watch:
-        for step in range(12):
-            backward(model, optimizer, step)
-            norms.append(total(model))
-            optimizer.step()
-            watch.step(optimizer)
+        norms = [loop(watch, model, optimizer, step) for step in range(12)]
     assert series(watch.history, "grad_norm") == pytest.approx(norms, rel=1e-5)
     for name in ("grad_norm_clipped", "update_ratio", "signal_rms"):
         assert np.isnan(series(watch.history, name)).all() == (name != "signal_rms"), name
     (note,) = watch.verdict.notes
-    assert note.startswith("a backward pass came between watch.step(optimizer) and optimizer.step()")
+    assert note.startswith("a backward pass came between watch.step(optimizer) and the optimizer's step")
+
+
+def test_the_gradient_before_a_closure_is_not_the_one_that_is_used() -> None:
+    model = net()
+    optimizer = torch.optim.LBFGS(model.parameters(), 0.01, max_iter=3)
+
+    def closure() -> float:
+        backward(model, optimizer, 0)
+        return 0.0
+
+    with Watch(model, sinks=()) as watch:
+        for _ in range(6):
+            watch.step(optimizer)
+            optimizer.step(closure)
+    assert [watch.history[row].scalars.get("skipped") for row in range(6)] == [None] * 6
+    assert any("or in its closure" in note for note in watch.verdict.notes)
+
+
+@pytest.mark.parametrize("every", [1, 2, 4])
+def test_a_note_says_that_most_measured_steps_are_not_taken(every: int) -> None:
+    """As where `watch.step` is called for each micro-batch."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with Watch(model, sinks=()) as watch:
+        for step in range(40):
+            backward(model, optimizer, step)
+            watch.step(optimizer)
+            if step % every == every - 1:
+                optimizer.step()
+    notes = [note for note in watch.verdict.notes if note.startswith("optimizer.step() came after")]
+    assert len(notes) == (every > 1)
 
 
 @pytest.mark.parametrize("swapped", [False, True])

@@ -123,7 +123,8 @@ class BlockBuilder:
         """
         if not step.stepped:
             sure = not step.maybe_stepped or bool(step.effect and step.effect.skips)
-            return {}, {"skipped": 1.0} if sure or not np.isfinite(grad_norm[0]) else {}, False
+            sure |= step.info.scale is not None and not np.isfinite(grad_norm[0])  # the scaler has
+            return {}, {"skipped": 1.0} if sure else {}, False
         values: dict[str, Floats] = step.reading_after.values(step.reading) if step.reading_after else {}
         scalars, unseen = {"overhead": overhead}, False
         used = step.effect.used if step.effect is not None else None

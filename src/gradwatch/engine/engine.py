@@ -50,8 +50,18 @@ UNREPORTED = (
 
 
 INTERRUPTED = (
-    "{between} came between watch.step(optimizer) and optimizer.step(): what this optimizer makes of its gradients is "
-    "not measured (update_ratio, grad_norm_clipped){more}. Call watch.step(optimizer) right before optimizer.step()"
+    "{between} came between watch.step(optimizer) and the optimizer's step: what it makes of its gradients is not "
+    "measured (update_ratio, grad_norm_clipped){more}. Call watch.step(optimizer) right before optimizer.step(), or in "
+    "its closure"
+)
+
+MANY = 8
+"""Steps of the user's own loop that were measured and not taken, a third of all at least, before a note says so.
+Judgement."""
+
+NOT_TAKEN = (
+    "optimizer.step() came after {} of {} calls of watch.step(optimizer): the norms of the others are of gradients "
+    "that no step has used. Call it once for each step, after the backward pass of its last micro-batch"
 )
 
 
@@ -114,6 +124,8 @@ class Engine:
         """The step that was measured and has not ended."""
         self._overtaken: set[int] = set()
         """Identities of optimizers whose gradients were measured, then another's, and that have not stepped since."""
+        self._not_taken = 0
+        """Steps of the user's own loop that were measured and not taken."""
         self._measuring = self._sampling = self._everything = False
         """Whether the coming step is measured, whether it is sampled, and with what only some samples measure."""
         self._suspended = False
@@ -463,6 +475,10 @@ class Engine:
             step.parameters.release()
             known = self._optimizers.calling_hooks - self._overtaken
             step.maybe_stepped = id(step.optimizer) not in known
+            if self._mode.loop == "own" and step.info.scale is None and not (step.maybe_stepped or step.effect):
+                self._not_taken += 1
+                if self._not_taken == MANY and (total := self._optimizers.total()) <= 3 * MANY:
+                    self.diagnosis.note(NOT_TAKEN.format(total - MANY, total), log=not self._mode.rank)
         self.queue.ended(step)
         if self._next in self._ordinary:
             self._reader.tensor_taps.armed = True
@@ -487,12 +503,7 @@ class Engine:
     def _before_step(self, optimizer: Any) -> None:
         """The optimizer is about to step; a loss scale that is in its gradients may be gone afterwards."""
         step = self._open
-        if step is None or step.optimizer is not optimizer or self._reader is None:
-            return
-        if step.sampled and self._reader.parameter_hooks.have_arrived(step.parameters.indices):
-            self._optimizers.ignore(optimizer)
-            self._interrupted("a backward pass", ", and interventions do not change what it uses")
-        elif step.unscales_inside:
+        if step is not None and step.optimizer is optimizer and step.unscales_inside and self._reader is not None:
             step.look_inside(self._reader)
 
     def _after_step(self, optimizer: Any) -> None:
@@ -507,6 +518,11 @@ class Engine:
             return
         if self.replay.devices and is_capturing():
             return
+        if step.sampled and self._is_outdated(step):
+            scaled = ", grad_norm may be too small by the loss scale" if step.info.scale is not None else ""
+            self._optimizers.ignore(optimizer)
+            self._interrupted("a backward pass", f"{scaled}, and interventions do not change what it uses")
+            return
         begun = perf_counter()
         step.stepped = True
         clipped, by_norm = self._mode.clips, self._mode.clip_norm is not None
@@ -518,6 +534,12 @@ class Engine:
         except Exception as error:
             self.fail(error)
         self.overhead.seconds += perf_counter() - begun
+
+    def _is_outdated(self, step: StepState) -> bool:
+        """Whether more gradients have come since `step` was measured; a closure may be evaluated again."""
+        assert self._reader is not None
+        measured_inside = self._optimizers.evaluated
+        return not measured_inside and self._reader.parameter_hooks.have_arrived(step.parameters.indices)
 
     def _interrupted(self, between: str, more: str = "") -> None:
         """Say once that `between` came between the measurement of a step and the step."""

@@ -192,8 +192,10 @@ def _leaving(this: weakref.ref[OptimizerSteps]) -> Callable[..., None]:
             return
         if (steps := this()) is None or id(optimizer) in steps.ignored:
             return
-        steps.inside, steps.evaluated = None, False
-        if (handler := steps.after_step()) is not None:
-            handler(optimizer)
+        try:
+            if (handler := steps.after_step()) is not None:
+                handler(optimizer)
+        finally:
+            steps.inside, steps.evaluated = None, False
 
     return stepped
