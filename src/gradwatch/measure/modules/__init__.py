@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 
@@ -21,15 +21,14 @@ GradOutputCallback = Callable[[Tensor], None]
 """Takes dL/d(output) of one output tensor."""
 
 
-class ModuleReading(Protocol):
+@dataclass(frozen=True, slots=True, eq=False)
+class ModuleReading:
     """The numbers of one statistic at one step, on the device."""
 
-    @property
-    def tensors(self) -> Mapping[str, Tensor]:
-        """What is to be copied to the host, 1-d, by names that no other statistic uses."""
-
-    def values(self, numbers: Mapping[str, Floats]) -> dict[str, Floats]:
-        """Statistic -> one number per site, NaN where not measured. `numbers`: `tensors`, copied to the host."""
+    tensors: Mapping[str, Tensor]
+    """What is to be copied to the host, 1-d, by names that no other statistic uses."""
+    values: Callable[[Mapping[str, Floats]], dict[str, Floats]]
+    """Takes `tensors`, copied to the host: statistic -> one number per site, NaN where not measured."""
 
 
 class ModuleStatistic:

@@ -4,37 +4,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from torch import Tensor, nn
 
 from gradwatch.core.record import Floats, Layout
-from gradwatch.measure.modules import ModuleStatistic, OutputCallback
+from gradwatch.measure.modules import ModuleReading, ModuleStatistic, OutputCallback
 from gradwatch.measure.reductions import gathered, is_dense_real, wide_norm
 
 MAX_ELEMENTS = 2**24
 """Elements of a parameter that are read at most: larger ones are no new heads. Judgement."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class FrozenWeightsReading:
-    """The norms of one step, on the device."""
-
-    layout: Layout
-    parameters: Sequence[tuple[int, str, int]]
-    """Site of the layer, name of the parameter in it, and number of its elements."""
-    tensors: Mapping[str, Tensor]
-
-    def values(self, numbers: Mapping[str, Floats]) -> dict[str, Floats]:
-        """`frozen_rms`: one number for each parameter of a frozen layer."""
-        found, sites = np.full(len(self.layout), np.nan), self.layout.sites
-        found[0] = 0.0  # that it was measured
-        for (site, name, size), norm in zip(self.parameters, numbers["frozen_norms"], strict=True):
-            place = self.layout.index.get(f"{sites[site].name}.{name}")
-            if place is not None:
-                found[place] = norm / size**0.5
-        return {"frozen_rms": found}
 
 
 class FrozenWeights(ModuleStatistic):
@@ -42,6 +22,7 @@ class FrozenWeights(ModuleStatistic):
 
     def __init__(self) -> None:
         self._parameters: list[tuple[int, str, int]] = []
+        """Site of the layer, name of the parameter in it, and number of its elements."""
         self._norms: list[Tensor] = []
         self._known: set[int] = set()
 
@@ -67,6 +48,21 @@ class FrozenWeights(ModuleStatistic):
 
         return on_output
 
-    def collect(self, layout: Layout) -> FrozenWeightsReading | None:
+    def collect(self, layout: Layout) -> ModuleReading | None:
         (norms, parameters), self._norms, self._parameters = (self._norms, self._parameters), [], []
-        return FrozenWeightsReading(layout, parameters, {"frozen_norms": gathered(norms)}) if norms else None
+        if not norms:
+            return None
+        return ModuleReading({"frozen_norms": gathered(norms)}, partial(_frozen_rms, layout, parameters))
+
+
+def _frozen_rms(
+    layout: Layout, parameters: Sequence[tuple[int, str, int]], numbers: Mapping[str, Floats]
+) -> dict[str, Floats]:
+    """One number for each parameter of a frozen layer."""
+    found = np.full(len(layout), np.nan)
+    found[0] = 0.0  # that it was measured
+    for (site, name, size), norm in zip(parameters, numbers["frozen_norms"], strict=True):
+        place = layout.index.get(f"{layout.sites[site].name}.{name}")
+        if place is not None:
+            found[place] = norm / size**0.5
+    return {"frozen_rms": found}

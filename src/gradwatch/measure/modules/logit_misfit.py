@@ -4,7 +4,7 @@ losses that `loss_head.py` does not know in the graph.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from gradwatch.core.record import Floats, Layout
 from gradwatch.hooks.hook_set import HookCosts
-from gradwatch.measure.modules import ModuleStatistic, OutputCallback
+from gradwatch.measure.modules import ModuleReading, ModuleStatistic, OutputCallback
 from gradwatch.measure.modules.autograd_graph import register_node_hook
 from gradwatch.measure.reductions import is_dense_real, joined
 
@@ -40,28 +40,6 @@ class _StepMisfits:
     calls: int = 0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LogitMisfitReading:
-    """The misfits of one step, on the device."""
-
-    layout: Layout
-    tensors: Mapping[str, Tensor]
-    sites: list[int]
-
-    def values(self, numbers: Mapping[str, Floats]) -> dict[str, Floats]:
-        """`logit_misfit`, one number per site, over all its calls. The total's is the smallest."""
-        misfit, spread = numbers["misfits"].reshape(-1, 2).T
-        n = len(self.layout)
-        with np.errstate(invalid="ignore", divide="ignore"):
-            ratio = np.sqrt(
-                np.bincount(self.sites, weights=misfit, minlength=n)
-                / np.bincount(self.sites, weights=spread, minlength=n)
-            )
-        ratio[~np.isfinite(ratio)] = np.nan
-        ratio[0] = np.fmin.reduce(ratio)
-        return {"logit_misfit": ratio}
-
-
 class LogitMisfit(ModuleStatistic):
     """Compares the gradient of probabilities with the gradient under a loss that takes them as logits.
 
@@ -83,12 +61,12 @@ class LogitMisfit(ModuleStatistic):
             return partial(self._hook_probabilities, site, -3)
         return partial(self._hook_probabilities, site, None) if kind == "Sigmoid" else None
 
-    def collect(self, layout: Layout) -> LogitMisfitReading | None:
+    def collect(self, layout: Layout) -> ModuleReading | None:
         step, self.step = self.step, _StepMisfits()
         if not step.sums:
             return None
         found, sites = zip(*step.sums, strict=True)
-        return LogitMisfitReading(layout, {"misfits": joined(found)}, [*sites])
+        return ModuleReading({"misfits": joined(found)}, partial(_logit_misfit, [*sites], len(layout)))
 
     def _hook_probabilities(
         self, site: int, class_dim: int | None, arguments: object, tensors: Iterable[Tensor]
@@ -103,6 +81,16 @@ class LogitMisfit(ModuleStatistic):
                 probabilities = _sampled(tensor.detach(), class_dim).float().clone()
                 on_gradient = partial(_add_misfit, self.step, site, class_dim, probabilities)
                 register_node_hook(tensor.grad_fn, on_gradient, self.costs)
+
+
+def _logit_misfit(sites: Sequence[int], n: int, numbers: Mapping[str, Floats]) -> dict[str, Floats]:
+    """One number for each of `n` sites, over all its calls. The total's is the smallest."""
+    misfit, spread = numbers["misfits"].reshape(-1, 2).T
+    with np.errstate(invalid="ignore", divide="ignore"):
+        ratio = np.sqrt(np.bincount(sites, misfit, n) / np.bincount(sites, spread, n))
+    ratio[~np.isfinite(ratio)] = np.nan
+    ratio[0] = np.fmin.reduce(ratio)
+    return {"logit_misfit": ratio}
 
 
 def _add_misfit(step: _StepMisfits, site: int, class_dim: int | None, p: Tensor, gradient: Tensor) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain, repeat
 from typing import Any
@@ -14,9 +13,9 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from gradwatch.core.record import Floats, Layout
+from gradwatch.core.record import Layout
 from gradwatch.hooks.graph_release import LEAF, MAX_UNPREPARED, release_in_a_loop
-from gradwatch.measure.modules import ModuleStatistic
+from gradwatch.measure.modules import ModuleReading, ModuleStatistic
 from gradwatch.measure.modules.autograd_graph import VIEWS, kind_of, leaf_of, parents
 
 MAX_LOSS_NODES = 512
@@ -63,27 +62,6 @@ class HeadFault:
     """`id` of the nearest parameters before it."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LossHeadReading:
-    """What was found in the graphs of the losses of one step."""
-
-    layout: Layout
-    found: Mapping[str, Mapping[int, float]]
-    """Statistic -> site -> value."""
-    tensors: Mapping[str, Tensor]
-
-    def values(self, numbers: Mapping[str, Floats]) -> dict[str, Floats]:
-        """`softmax_head`, `sigmoid_head` and `loss_broadcast`: 0 for the total where nothing was found."""
-        values = {}
-        for statistic, sites in self.found.items():
-            numbers_of = np.full(len(self.layout), np.nan)
-            numbers_of[0] = max(sites.values(), default=0.0)
-            for site, value in sites.items():
-                numbers_of[site] = value
-            values[statistic] = numbers_of
-        return values
-
-
 class LossHead(ModuleStatistic):
     """Walks the graph from the loss to the last layers of the model, and keeps no node of it.
 
@@ -94,6 +72,7 @@ class LossHead(ModuleStatistic):
         self._layers: dict[int, weakref.ref[nn.Module]] = {}
         """Sites and their modules."""
         self._found: dict[str, dict[int, float]] | None = None
+        """Statistic -> site -> value."""
 
     def on_output(self, site: int, module: nn.Module, kind: str) -> None:
         if not kind:
@@ -107,9 +86,16 @@ class LossHead(ModuleStatistic):
         for fault in head_faults(loss):
             self._found[fault.statistic] |= dict.fromkeys(self._owners(fault.parameters) or {0}, fault.value)
 
-    def collect(self, layout: Layout) -> LossHeadReading | None:
+    def collect(self, layout: Layout) -> ModuleReading | None:
         found, self._found = self._found, None
-        return None if found is None else LossHeadReading(layout, found, {})
+        if found is None:
+            return None
+        values = {}
+        for statistic, sites in found.items():
+            values[statistic] = np.full(len(layout), np.nan)
+            values[statistic][0] = max(sites.values(), default=0.0)
+            values[statistic][[*sites]] = [*sites.values()]
+        return ModuleReading({}, lambda numbers: values)
 
     def _owners(self, parameters: frozenset[int]) -> set[int]:
         """Sites of the layers that own `parameters`."""

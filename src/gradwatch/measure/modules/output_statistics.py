@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from gradwatch.core.record import Floats, Layout
 from gradwatch.measure.dtensor import is_dtensor, local_tensor
-from gradwatch.measure.modules import MAX_TENSORS, ModuleStatistic, OutputCallback
+from gradwatch.measure.modules import MAX_TENSORS, ModuleReading, ModuleStatistic, OutputCallback
 from gradwatch.measure.modules.input_hooks import wants_gradient
 from gradwatch.measure.reductions import (
     ONE_SUM,
@@ -123,63 +123,6 @@ def all_numbers(rows: Mapping[str, SiteNumbers]) -> Tensor:
     return joined(together)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class OutputReading:
-    """The forward statistics of one step, on the device."""
-
-    layout: Layout
-    rows: Mapping[str, SiteNumbers]
-    tensors: Mapping[str, Tensor]
-    exact: frozenset[int]
-    unsafe: set[int]
-
-    def values(self, numbers: Mapping[str, Floats]) -> dict[str, Floats]:
-        """Statistic -> one number per site, NaN where not measured. `numbers`: `tensors`, copied to the host.
-
-        Root mean squares, shares and maxima are taken over all outputs and calls of a module. An output whose squares
-        float32 cannot hold has no root mean square at this step, and is measured in float64 at the next sample.
-        """
-        rows, n, each = {name: line for line, name in enumerate(self.rows)}, len(self.layout), numbers["outputs"]
-        lengths = [len(row.sites) for row in self.rows.values()]
-        sites = np.array([site for row in self.rows.values() for site in row.sites])
-        places, shape = sites + n * np.repeat(np.arange(len(rows)), lengths), (len(rows), n)
-        sizes = [size for row in self.rows.values() for size in row.sizes]
-        found: dict[str, Floats] = {}
-        with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
-            # the square of a norm of ones is their number
-            amounts = np.where(np.repeat([row in COUNTS for row in rows], lengths), each, each**2)
-            sums = np.bincount(places, amounts, n * len(rows)).astype(np.float64, copy=False).reshape(shape)
-            elements = np.bincount(places, sizes, n * len(rows)).astype(np.float64, copy=False).reshape(shape)
-            largest = np.full(shape, -1.0)
-            np.maximum.at(largest.reshape(-1), places, np.where(np.isnan(each), np.inf, np.abs(each)))
-            largest[:, 0] = largest.max(axis=1)
-            largest[largest < 0] = np.nan
-            norms_of_ones = [line for row, line in rows.items() if row in SHARES and row not in COUNTS]
-            if norms_of_ones:  # NaN would count as zero
-                bad = largest[rows["output_peak"]] == np.inf
-                sums[np.ix_(norms_of_ones, bad)] = elements[np.ix_(norms_of_ones, bad)] = 0.0
-            sums[:, 0], elements[:, 0] = sums[:, 1:].sum(axis=1), elements[:, 1:].sum(axis=1)
-            means = sums / elements
-        for row in ("output", "input"):
-            if row in rows:
-                line, peaks = rows[row], largest[rows[f"{row}_peak"]]
-                found |= {f"{row}_max": peaks, f"{row}_rms": self._rms(means[line], sums[line], elements[line], peaks)}
-        for row, statistic in SHARES.items():
-            if row in rows:
-                found[statistic] = 1.0 - means[rows[row]] if row == "nonzero" else means[rows[row]]
-        return found
-
-    def _rms(self, means: Floats, sums: Floats, elements: Floats, largest: Floats) -> Floats:
-        rms: Floats = np.sqrt(means)
-        rms[largest == np.inf] = np.inf
-        out = (largest < np.inf) & (~np.isfinite(sums) | ((largest > 0) & (sums < SAFE_SQUARE * elements)))
-        out[0] = False
-        self.unsafe.update(np.flatnonzero(out).tolist())
-        out[list(self.exact)] = False
-        rms[out] = np.nan
-        return rms
-
-
 @dataclass(slots=True, eq=False)
 class _OutputStack:
     """Copies of small outputs of one shape, which are reduced together."""
@@ -243,7 +186,7 @@ class OutputStatistics(ModuleStatistic):
         for tensor in tensors:
             _measure(self.step, tensor, site, tensor_kind)
 
-    def collect(self, layout: Layout) -> OutputReading | None:
+    def collect(self, layout: Layout) -> ModuleReading | None:
         step = self.step
         for waiting in step.stacks.values():
             _reduce_stack(step, waiting)
@@ -251,9 +194,8 @@ class OutputStatistics(ModuleStatistic):
         self.step = _StepOutputs(unsafe=step.unsafe)
         if not step.rows:
             return None
-        return OutputReading(
-            layout, step.rows, {"outputs": all_numbers(step.rows)}, frozenset(step.unsafe), step.unsafe
-        )
+        numbers = {"outputs": all_numbers(step.rows)}
+        return ModuleReading(numbers, partial(_values, len(layout), step.rows, step.unsafe, frozenset(step.unsafe)))
 
     def _count_units(self, step: _StepOutputs) -> None:
         """Count the idle and the dead units, all activations of one size together."""
@@ -274,6 +216,58 @@ class OutputStatistics(ModuleStatistic):
             step.rows["idle"].pieces.append((idle.sum(1, dtype=torch.float32), sites, units))
             step.rows["dead"].pieces.append(((samples >= DEAD_AFTER_SAMPLES).sum(1, dtype=torch.float32), sites, units))
             step.rows["output_peak"].pieces.append((unit_peaks.amax(1), sites, units))
+
+
+def _values(
+    n: int,
+    rows_of: Mapping[str, SiteNumbers],
+    unsafe: set[int],
+    exact: frozenset[int],
+    numbers: Mapping[str, Floats],
+) -> dict[str, Floats]:
+    """Statistic -> one number for each of `n` sites, NaN where not measured.
+
+    Root mean squares, shares and maxima are taken over all outputs and calls of a module. An output whose squares
+    float32 cannot hold has no root mean square at this step: it is `unsafe`, and measured in float64 at the next
+    sample, at which it is `exact`.
+    """
+    rows, each = {name: line for line, name in enumerate(rows_of)}, numbers["outputs"]
+    lengths = [len(row.sites) for row in rows_of.values()]
+    sites = np.array([site for row in rows_of.values() for site in row.sites])
+    places, shape = sites + n * np.repeat(np.arange(len(rows)), lengths), (len(rows), n)
+    sizes = [size for row in rows_of.values() for size in row.sizes]
+    found: dict[str, Floats] = {}
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+        # the square of a norm of ones is their number
+        amounts = np.where(np.repeat([row in COUNTS for row in rows], lengths), each, each**2)
+        sums = np.bincount(places, amounts, n * len(rows)).astype(np.float64, copy=False).reshape(shape)
+        elements = np.bincount(places, sizes, n * len(rows)).astype(np.float64, copy=False).reshape(shape)
+        largest = np.full(shape, -1.0)
+        np.maximum.at(largest.reshape(-1), places, np.where(np.isnan(each), np.inf, np.abs(each)))
+        largest[:, 0] = largest.max(axis=1)
+        largest[largest < 0] = np.nan
+        norms_of_ones = [line for row, line in rows.items() if row in SHARES and row not in COUNTS]
+        if norms_of_ones:  # NaN would count as zero
+            bad = largest[rows["output_peak"]] == np.inf
+            sums[np.ix_(norms_of_ones, bad)] = elements[np.ix_(norms_of_ones, bad)] = 0.0
+        sums[:, 0], elements[:, 0] = sums[:, 1:].sum(axis=1), elements[:, 1:].sum(axis=1)
+        means = sums / elements
+        for row in ("output", "input"):
+            if row in rows:
+                line, peaks = rows[row], largest[rows[f"{row}_peak"]]
+                rms = np.sqrt(means[line])
+                rms[peaks == np.inf] = np.inf
+                tiny = (peaks > 0) & (sums[line] < SAFE_SQUARE * elements[line])
+                out = (peaks < np.inf) & (~np.isfinite(sums[line]) | tiny)
+                out[0] = False
+                unsafe.update(np.flatnonzero(out).tolist())
+                out[list(exact)] = False
+                rms[out] = np.nan
+                found |= {f"{row}_max": peaks, f"{row}_rms": rms}
+    for row, statistic in SHARES.items():
+        if row in rows:
+            found[statistic] = 1.0 - means[rows[row]] if row == "nonzero" else means[rows[row]]
+    return found
 
 
 def _highest(sites: Sequence[int], peaks: Tensor) -> tuple[list[int], Tensor]:

@@ -9,7 +9,6 @@ from functools import partial
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from gradwatch.core.record import ROOT, Floats, Layout
@@ -17,7 +16,7 @@ from gradwatch.hooks.hook_set import HookCosts
 from gradwatch.measure.devices import moved, widest_type
 from gradwatch.measure.dtensor import is_dtensor
 from gradwatch.measure.layers import is_lazy
-from gradwatch.measure.modules import ModuleStatistic, OutputCallback
+from gradwatch.measure.modules import ModuleReading, ModuleStatistic, OutputCallback
 from gradwatch.measure.modules.affine_nodes import bias_of, count_other_hooks, linear_map_of, weight_of
 from gradwatch.measure.modules.autograd_graph import register_node_hook, skip_views
 from gradwatch.measure.reductions import gathered, is_dense_real, joined, wide_type
@@ -74,48 +73,6 @@ class _ComparedGradient:
     usual_norms: Sequence[Tensor]
     evenness: Tensor | None
     """0-d; None without such hooks."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RecomputedReading:
-    """Expected and actual gradients of one step, on the device."""
-
-    layout: Layout
-    tensors: Mapping[str, Tensor]
-    sites: list[int]
-    hooks: list[int]
-    usual_norms: list[int]
-    """For each of the usual norms, the position of its parameter in `sites`."""
-    even: list[int]
-    """Positions in `sites` of the parameters whose evenness was measured."""
-
-    def values(self, numbers: Mapping[str, Floats]) -> dict[str, Floats]:
-        """`gradient_cosine`, `gradient_dex`, `gradient_evenness` and `other_hooks`, one number per parameter.
-
-        The total has the smallest cosine, the largest ratio by magnitude, the largest evenness and the sum of hooks.
-        """
-        dot, expected, actual = numbers["expected"].reshape(3, -1)
-        hooks, evenness = np.array(self.hooks, dtype=np.float64), np.full(len(self.sites), np.nan)
-        if self.even:
-            evenness[self.even] = numbers["evenness"]
-        with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
-            usual_norms = np.bincount(self.usual_norms, weights=numbers["usual"] ** 2, minlength=len(self.sites))
-            known = (expected > MIN_SHARE**2 * usual_norms) & (actual > 0) & np.isfinite(expected + actual)
-            cosine, dex = dot / np.sqrt(expected * actual), np.log10(actual / expected) / 2
-        if not known.any():
-            return {}
-        return {
-            "gradient_cosine": self._at_sites(cosine, known, float(cosine[known].min())),
-            "gradient_dex": self._at_sites(dex, known, float(dex[known][np.abs(dex[known]).argmax()])),
-            "gradient_evenness": self._at_sites(evenness, known, float(np.fmax.reduce(evenness[known]))),
-            "other_hooks": self._at_sites(hooks, known, float(hooks[known].sum())),
-        }
-
-    def _at_sites(self, row: Floats, known: NDArray[np.bool_], total: float) -> Floats:
-        sites = np.full(len(self.layout), np.nan)
-        sites[np.array(self.sites)[known]] = row[known]
-        sites[0] = total
-        return sites
 
 
 class RecomputedGradients(ModuleStatistic):
@@ -180,7 +137,7 @@ class RecomputedGradients(ModuleStatistic):
                 if projected is not None:
                     register_node_hook(node, partial(_add_weight_gradient, weight, projected), self._costs)
 
-    def collect(self, layout: Layout) -> RecomputedReading | None:
+    def collect(self, layout: Layout) -> ModuleReading | None:
         expected, self._expected = self._expected, {}
         found = (_compare(one, layout) for one in expected.values())
         compared = [one for one in found if one is not None]
@@ -200,9 +157,47 @@ class RecomputedGradients(ModuleStatistic):
         even = [place for place, one in enumerate(compared) if one.evenness is not None]
         if even:
             tensors["evenness"] = gathered([one.evenness for one in compared if one.evenness is not None])
-        usual_norms = [place for place, one in enumerate(compared) for _ in one.usual_norms]
+        owners = [place for place, one in enumerate(compared) for _ in one.usual_norms]
         sites, hooks = [one.site for one in compared], [one.hooks for one in compared]
-        return RecomputedReading(layout, tensors, sites, hooks, usual_norms, even)
+        return ModuleReading(tensors, partial(_values, len(layout), sites, hooks, owners, even))
+
+
+def _values(
+    n: int,
+    sites: list[int],
+    hooks: list[int],
+    owners: list[int],
+    even: list[int],
+    numbers: Mapping[str, Floats],
+) -> dict[str, Floats]:
+    """`gradient_cosine`, `gradient_dex`, `gradient_evenness` and `other_hooks`, one number for each of `n` sites.
+
+    The total has the smallest cosine, the largest ratio by magnitude, the largest evenness and the sum of hooks.
+    `owners`: for each of the usual norms, the position of its parameter in `sites`; `even`: positions of the parameters
+    whose evenness was measured.
+    """
+    dot, expected, actual = numbers["expected"].reshape(3, -1)
+    evenness = np.full(len(sites), np.nan)
+    if even:
+        evenness[even] = numbers["evenness"]
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+        usual_norms = np.bincount(owners, numbers["usual"] ** 2, len(sites))
+        known = (expected > MIN_SHARE**2 * usual_norms) & (actual > 0) & np.isfinite(expected + actual)
+        cosine, dex = dot / np.sqrt(expected * actual), np.log10(actual / expected) / 2
+    if not known.any():
+        return {}
+    totals: dict[str, tuple[Floats, Callable[[Floats], float]]] = {
+        "gradient_cosine": (cosine, np.min),
+        "gradient_dex": (dex, lambda each: each[np.abs(each).argmax()]),
+        "gradient_evenness": (evenness, np.fmax.reduce),
+        "other_hooks": (np.array(hooks, dtype=np.float64), np.sum),
+    }
+    values = dict[str, Floats]()
+    for name, (row, total) in totals.items():
+        values[name] = np.full(n, np.nan)
+        values[name][np.array(sites)[known]] = row[known]
+        values[name][0] = total(row[known])
+    return values
 
 
 def _add_bias_gradient(bias: _ExpectedGradient, dim: int | None, gradient: Tensor) -> None:

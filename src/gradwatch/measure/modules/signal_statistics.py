@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gradwatch.core.record import Floats, Layout
 from gradwatch.measure.dtensor import local_tensor
-from gradwatch.measure.modules import MAX_TENSORS, GradOutputCallback, ModuleStatistic
+from gradwatch.measure.modules import MAX_TENSORS, GradOutputCallback, ModuleReading, ModuleStatistic
 from gradwatch.measure.reductions import SAFE_SQUARE, dense_real, exact_norm, gathered, is_dense_real, wide_norm
 
 Measured = list[tuple[Tensor, int, int]]
@@ -30,57 +30,6 @@ class _StepSignals:
     """Sites whose last float32 norm was 0, infinite or tiny: measured in float64 next time."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SignalReading:
-    """The numbers of one step, on the device."""
-
-    layout: Layout
-    step: _StepSignals
-    tensors: Mapping[str, Tensor]
-    exact: frozenset[int]
-
-    def values(self, numbers: Mapping[str, Floats]) -> dict[str, Floats]:
-        """`signal_norm`, `signal_rms` and, if any signal was float16, `half_zeros`: one number per site, NaN for layers
-        without one.
-
-        Over several outputs or calls of a layer: sqrt(sum |s|^2). A layer whose signal float32 squares cannot hold has
-        no norm at this step, and is measured in float64 at the next sample. `half_zeros` is the share of zeros.
-        """
-        found, step = dict[str, Floats](), self.step
-        if step.norms:
-            found |= self._norms(numbers["signals"])
-        if step.nonzero:
-            nonzero, elements = self._sums(step.nonzero, numbers["half_nonzero"])
-            nonzero[0], elements[0] = nonzero.sum(), elements.sum()
-            with np.errstate(invalid="ignore"):
-                found["half_zeros"] = 1.0 - nonzero / elements
-        return found
-
-    def _norms(self, norms: Floats) -> dict[str, Floats]:
-        squares, elements = self._sums(self.step.norms, norms**2)
-        with np.errstate(invalid="ignore", divide="ignore"):
-            total = np.sqrt(squares)
-            total[elements == 0] = np.nan
-            unsafe = np.isinf(total) | (total * total < SAFE_SQUARE * elements)
-            for site in np.flatnonzero(unsafe):
-                self.step.unsafe.add(int(site))
-                if site not in self.exact:
-                    total[site] = np.nan
-            self.step.unsafe.difference_update(np.flatnonzero(~unsafe).tolist())
-            measured = ~np.isnan(total)
-            elements[0] = elements[measured].sum()
-            total[0] = np.sqrt(np.square(total[measured]).sum()) if elements[0] else np.nan
-            return {"signal_norm": total, "signal_rms": total / np.sqrt(elements)}
-
-    def _sums(self, measured: Measured, numbers: Floats) -> tuple[Floats, Floats]:
-        """The sums of `numbers` and of the elements of each site."""
-        _, sites, sizes = zip(*measured, strict=True)
-        sums, elements = (
-            np.bincount(sites, each, len(self.layout)).astype(np.float64, copy=False) for each in (numbers, sizes)
-        )
-        return sums, elements
-
-
 class SignalStatistics(ModuleStatistic):
     """Measures every backward signal as it arrives, and keeps none."""
 
@@ -90,11 +39,13 @@ class SignalStatistics(ModuleStatistic):
     def on_grad_output(self, site: int, module: nn.Module, kind: str) -> GradOutputCallback | None:
         return None if kind else partial(self._measure, site)
 
-    def collect(self, layout: Layout) -> SignalReading | None:
+    def collect(self, layout: Layout) -> ModuleReading | None:
         step, self.step = self.step, _StepSignals(unsafe=self.step.unsafe)
         rows = {"signals": step.norms, "half_nonzero": step.nonzero}
         tensors = {name: gathered([number for number, _, _ in row]) for name, row in rows.items() if row}
-        return SignalReading(layout, step, tensors, frozenset(step.unsafe)) if tensors else None
+        if not tensors:
+            return None
+        return ModuleReading(tensors, partial(_values, len(layout), step, frozenset(step.unsafe)))
 
     def _measure(self, site: int, gradient: Tensor) -> None:
         step = self.step
@@ -112,3 +63,41 @@ class SignalStatistics(ModuleStatistic):
         step.norms.append((norm, site, gradient.numel()))
         if gradient.dtype is torch.float16:
             step.nonzero.append((torch.count_nonzero(values), site, values.numel()))
+
+
+def _values(n: int, step: _StepSignals, exact: frozenset[int], numbers: Mapping[str, Floats]) -> dict[str, Floats]:
+    """`signal_norm`, `signal_rms` and, if any signal was float16, `half_zeros`: one number for each of `n` sites, NaN
+    for layers without one.
+
+    Over several outputs or calls of a layer: sqrt(sum |s|^2). A layer whose signal float32 squares cannot hold has no
+    norm at this step, and is measured in float64 at the next sample, at which it is `exact`. `half_zeros` is the share
+    of zeros.
+    """
+    found = dict[str, Floats]()
+    with np.errstate(invalid="ignore", divide="ignore"):
+        if step.norms:
+            squares, elements = _sums(step.norms, numbers["signals"] ** 2, n)
+            total = np.sqrt(squares)
+            total[elements == 0] = np.nan
+            unsafe = np.isinf(total) | (total * total < SAFE_SQUARE * elements)
+            for site in np.flatnonzero(unsafe).tolist():
+                step.unsafe.add(site)
+                if site not in exact:
+                    total[site] = np.nan
+            step.unsafe.difference_update(np.flatnonzero(~unsafe).tolist())
+            measured = ~np.isnan(total)
+            elements[0] = elements[measured].sum()
+            total[0] = np.sqrt(np.square(total[measured]).sum()) if elements[0] else np.nan
+            found |= {"signal_norm": total, "signal_rms": total / np.sqrt(elements)}
+        if step.nonzero:
+            nonzero, elements = _sums(step.nonzero, numbers["half_nonzero"], n)
+            nonzero[0], elements[0] = nonzero.sum(), elements.sum()
+            found["half_zeros"] = 1.0 - nonzero / elements
+    return found
+
+
+def _sums(measured: Measured, numbers: Floats, n: int) -> tuple[Floats, Floats]:
+    """The sums of `numbers` and of the elements of each of `n` sites."""
+    _, sites, sizes = zip(*measured, strict=True)
+    sums, elements = (np.bincount(sites, each, n).astype(np.float64, copy=False) for each in (numbers, sizes))
+    return sums, elements

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
-from gradwatch.core.record import Floats, Layout
+from gradwatch.core.record import Layout
 from gradwatch.hooks.hook_set import HookCosts, recorded
-from gradwatch.measure.modules import GradOutputCallback, ModuleStatistic, OutputCallback
+from gradwatch.measure.modules import GradOutputCallback, ModuleReading, ModuleStatistic, OutputCallback
 from gradwatch.measure.modules.call_loops import MAX_TRIES, CallLoops, carries_gradient, detect_loop
 from gradwatch.measure.modules.input_hooks import Arguments, InputCallback, is_hookable, view_with_hook
 from gradwatch.measure.modules.time_growth import LayerCalls, time_growths
@@ -72,18 +72,6 @@ class _StepCalls:
         return recorded(on_grad_output, self.costs)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TimeStepReading:
-    """The norms of one optimizer step, on the device."""
-
-    layout: Layout
-    tensors: Mapping[str, Tensor]
-    layer_calls: Sequence[LayerCalls]
-
-    def values(self, numbers: Mapping[str, Floats]) -> dict[str, Floats]:
-        return time_growths(self.layer_calls, numbers["time_steps"], len(self.layout))
-
-
 class TimeStepGradients(ModuleStatistic):
     """Measures nn.RNN, nn.LSTM and nn.GRU at their input, dL/dx_t = W_ih^T delta_t (stacked ones at the input of the
     first); cells, and other layers called in a loop, at their outputs, dL/dh_t. Both include the gradients of all later
@@ -126,7 +114,7 @@ class TimeStepGradients(ModuleStatistic):
         self._loops.tries |= dict.fromkeys(new, 0)
         self.version += len(new)
 
-    def collect(self, layout: Layout) -> TimeStepReading | None:
+    def collect(self, layout: Layout) -> ModuleReading | None:
         step, self.step = self.step, _StepCalls(self.step.costs)
         self._loops.calls.clear()
         if self._loops.tried:  # some may be known now, or have been tried often enough
@@ -142,7 +130,8 @@ class TimeStepGradients(ModuleStatistic):
                 pieces += [norms for call in calls for norms in call.norms] + output_norms
         if not pieces:
             return None
-        return TimeStepReading(layout, {"time_steps": joined(pieces)}, layer_calls)
+        tensors = {"time_steps": joined(pieces)}
+        return ModuleReading(tensors, lambda numbers: time_growths(layer_calls, numbers["time_steps"], len(layout)))
 
     def _sequence_callback(self, site: int, module: nn.Module) -> InputCallback:
         there = weakref.ref(module)
