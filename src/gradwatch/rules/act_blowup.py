@@ -22,14 +22,14 @@ from gradwatch.rules.evidence.records import is_own, row_of
 from gradwatch.rules.evidence.samples import FIRST_SAMPLES, RECENT_RECORDS, in_run_order, samples, streak_starts
 from gradwatch.rules.evidence.weights import has_norm_layers
 from gradwatch.rules.evidence.wording import name_text, ratio_text
-from gradwatch.rules.rule import require_positive
+from gradwatch.rules.rule import CheckedRule
 
 GROWN_RATIO = 1.5
 """Times by which the weights have grown to be named. Judgement."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ActBlowup:
+class ActBlowup(CheckedRule):
     """Queries and keys so large that their softmax is an argmax; or a layer's outputs far over their early level.
 
     Without forward statistics (activations off, compiled regions) it says nothing; queries and keys that one layer
@@ -57,9 +57,6 @@ class ActBlowup:
     2.5."""
     falling_share: float = 0.05
     """Share of itself by which the loss must have fallen since then, if the growth is learning. Judgement."""
-
-    def __post_init__(self) -> None:
-        require_positive(self)
 
     def suspects(self, rows: RecentRows) -> Mask:
         """Samples with such a product, or with an output that far over its lowest."""

@@ -13,14 +13,14 @@ from gradwatch.core.history import History
 from gradwatch.core.record import Floats, Mask
 from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.samples import in_run_order, layer_before, samples, streak_starts
-from gradwatch.rules.rule import require_positive
+from gradwatch.rules.rule import CheckedRule
 
 LOSS_NAMES = {1: "a cross entropy", 2: "a binary cross entropy with logits"}
 """Value of `softmax_head` and `sigmoid_head` -> the loss it stands for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BadHead:
+class BadHead(CheckedRule):
     """Probabilities go where logits belong: they lie between 0 and 1, and the loss cannot get near its least. Or
     outputs [N, 1] are broadcast against targets [N], and what is learnt is the mean of the targets.
 
@@ -40,9 +40,6 @@ class BadHead:
     float32, 0.12 with label smoothing of 0.1; 0.9 or more for a squared error, a hinge or an attention."""
     records: int = 5
     """Samples in a row whose numbers show it. Prototype."""
-
-    def __post_init__(self) -> None:
-        require_positive(self)
 
     def suspects(self, rows: RecentRows) -> Mask:
         """Samples that show it: the latest of those in a row is one."""

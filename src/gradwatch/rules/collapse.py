@@ -19,7 +19,7 @@ from gradwatch.rules.evidence.records import is_alone, is_own, number_of, own_lo
 from gradwatch.rules.evidence.samples import RECENT_RECORDS, lasted, own_samples, samples, streak_lengths, streak_starts
 from gradwatch.rules.evidence.weights import without_norms
 from gradwatch.rules.evidence.wording import distance_text, name_text
-from gradwatch.rules.rule import require_positive
+from gradwatch.rules.rule import CheckedRule
 
 PEAK_SAMPLES = 32
 """Samples among which the highest norm is searched. Judgement: norms of weights change slowly."""
@@ -53,7 +53,7 @@ DECAY_SHARE = 0.3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Collapse:
+class Collapse(CheckedRule):
     """Half of the layers lost nearly all of their weights' size, or lose it so fast that no gradient can make up. Or
     all that goes into a layer and has a term of its own in the loss, as means and variances of a posterior have, is
     near 0.
@@ -77,9 +77,6 @@ class Collapse:
     """Records that these samples span. Judgement: a divergence may be large at first and small for a while."""
     layers_share: float = 0.5
     """Share of the layers, not counting norms. Prototype."""
-
-    def __post_init__(self) -> None:
-        require_positive(self)
 
     def suspects(self, rows: RecentRows) -> Mask:
         """Samples of weights that have shrunk enough for a decay, or of such small outputs."""

@@ -37,7 +37,7 @@ from gradwatch.rules.evidence.samples import (
     streak_starts,
 )
 from gradwatch.rules.evidence.wording import name_text, steps_text
-from gradwatch.rules.rule import require_positive
+from gradwatch.rules.rule import CheckedRule
 
 GRADIENT_LOOKBACK = 200
 """Records before the zeros among which the layer must have had a gradient that then became zero. Judgement."""
@@ -53,7 +53,7 @@ BIAS_GROWTH = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Dead:
+class Dead(CheckedRule):
     """A ReLU or ReLU6 gives nothing but zeros, or nine tenths of its units are off for good.
 
     Without forward statistics (activations off, functional ReLUs, compiled regions), and between their samples, it goes
@@ -72,9 +72,6 @@ class Dead:
     """Share of the units that do not fire. Prototype."""
     records: int = 20
     """Records for which these units do not fire, or for which a gradient is exactly zero. Prototype."""
-
-    def __post_init__(self) -> None:
-        require_positive(self)
 
     def suspects(self, rows: RecentRows) -> Mask:
         """Some gradients are zero and others not, or a sample has such an activation."""

@@ -29,7 +29,7 @@ from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.records import is_alone, own_losses, row_of
 from gradwatch.rules.evidence.samples import forward_order, in_run_order, layer_before, own_samples
 from gradwatch.rules.evidence.wording import capitalized, name_text, steps_text
-from gradwatch.rules.rule import require_positive
+from gradwatch.rules.rule import CheckedRule
 
 FLAT_SHARE = 0.9
 """Share of the outputs of an activation in its flat part from which that is named. As in `Saturation`."""
@@ -43,7 +43,7 @@ _Wording = tuple[str, str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Disconnected:
+class Disconnected(CheckedRule):
     """No gradient, or exactly zero, at every record of the layer's optimizer as far back as `rare_records`; or none any
     more, after one at every record.
     """
@@ -64,9 +64,6 @@ class Disconnected:
     zero_records: int = 20
     """Records with a gradient of exactly zero. Prototype: before a layer that starts at zero, the first gradients are
     zero."""
-
-    def __post_init__(self) -> None:
-        require_positive(self)
 
     def suspects(self, rows: RecentRows) -> Mask:
         """A gradient is missing or zero: at the latest of the records without one it is."""

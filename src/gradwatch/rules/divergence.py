@@ -36,7 +36,7 @@ from gradwatch.rules.evidence.weights import (
     usual_norms,
 )
 from gradwatch.rules.evidence.wording import capitalized, distance_text, name_text, ratio_text
-from gradwatch.rules.rule import require_positive
+from gradwatch.rules.rule import CheckedRule
 
 LOSSES_AFTER_STEP = 4
 """Losses in a row, all but one of which are raised after a large step whose effect lasts. Measured: tiny weights before
@@ -68,7 +68,7 @@ LEARNT_SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Divergence:
+class Divergence(CheckedRule):
     """A step moved a layer's weights by more than their own size; or the loss left its first level for good."""
 
     name: ClassVar[str] = "divergence"
@@ -103,9 +103,6 @@ class Divergence:
     """Growth of the weights of every layer, as a ratio of norms, with a loss that has no minimum. Measured: with a
     wrong sign all layers grow alike; where a critic's values grow, or a density narrows, the layer that grows least has
     1.4."""
-
-    def __post_init__(self) -> None:
-        require_positive(self)
 
     def suspects(self, rows: RecentRows) -> Mask:
         """A step as large as the weights lately, a loss far over the optimizer's first, or a sample of the weights."""

@@ -38,7 +38,7 @@ from gradwatch.rules.evidence.recurrent_gradients import grown_through_time
 from gradwatch.rules.evidence.samples import in_run_order, samples
 from gradwatch.rules.evidence.weights import has_norm_layers, sensitivity
 from gradwatch.rules.evidence.wording import name_text, ratio_text
-from gradwatch.rules.rule import require_positive
+from gradwatch.rules.rule import CheckedRule
 
 OVERFLOWING_NORM = 1e30
 """Norm from which the run is lost: its square is far beyond float32, and so is one more such growth."""
@@ -96,7 +96,7 @@ class _Growth:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Exploding:
+class Exploding(CheckedRule):
     """The first layers get far more than the last; or weights that start too large make outputs and loss huge; or the
     whole gradient grew with the loss.
     """
@@ -134,9 +134,6 @@ class Exploding:
     Judgement."""
     stale_records: int = 2000
     """Records without a signal after which gradients are compared instead. As in `Vanishing`."""
-
-    def __post_init__(self) -> None:
-        require_positive(self)
 
     def suspects(self, rows: RecentRows) -> Mask:
         """The total is that far over the opening, a sample of recurrent layers, or two layers that far apart."""

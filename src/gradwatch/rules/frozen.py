@@ -30,7 +30,7 @@ from gradwatch.rules.evidence.records import number_of, row_of
 from gradwatch.rules.evidence.samples import RECENT_RECORDS, forward_order, sampled, still_in_model, streak_lengths
 from gradwatch.rules.evidence.weights import update_samples, without_norms, zeroed_by_interventions
 from gradwatch.rules.evidence.wording import capitalized, name_text, steps_text
-from gradwatch.rules.rule import require_positive
+from gradwatch.rules.rule import CheckedRule
 
 NARROW_TYPES = frozenset({"float16", "bfloat16"})
 """Types in which an update may be lost in rounding: `Stalled` finds where that is a fault."""
@@ -48,7 +48,7 @@ SIGNAL_SAMPLES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Frozen:
+class Frozen(CheckedRule):
     """A parameter in no optimizer or one that never steps, that no step moves, or that is off amid its like."""
 
     name: ClassVar[str] = "frozen"
@@ -68,9 +68,6 @@ class Frozen:
     idle_records: int = 100
     """Records of other optimizers after the first epoch, or ten times as many in all, in which its own never stepped.
     Judgement: a critic steps more often, and what starts later mostly starts with an epoch."""
-
-    def __post_init__(self) -> None:
-        require_positive(self)
 
     def suspects(self, rows: RecentRows) -> Mask:
         """A parameter is in no optimizer, the step before left one where it was, or layers amid others are off."""

@@ -15,7 +15,7 @@ from gradwatch.rules.evidence.recent_rows import ROUNDING, RecentRows
 from gradwatch.rules.evidence.records import row_of
 from gradwatch.rules.evidence.samples import RECENT_RECORDS, in_run_order, lasted, samples, streak_starts
 from gradwatch.rules.evidence.wording import name_text
-from gradwatch.rules.rule import require_positive
+from gradwatch.rules.rule import CheckedRule
 
 SCALE_INVARIANT_MODULES = ("Norm", "Embedding")
 """Parts of the class names of layers for which the scale of their input, or of their output, does not matter."""
@@ -25,7 +25,7 @@ IDENTITY_TOLERANCE = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InputScale:
+class InputScale(CheckedRule):
     """The input of a layer to which no gradient flows back, data most often, is huge, and no norm comes first; or the
     targets are, of a loss that is a mean or sum of squares or of distances. Or the input is large, as pixels from 0 to
     255 are, and the loss jumps or the first layer dies in the first steps; or it is all zeros.
@@ -60,9 +60,6 @@ class InputScale:
     beyond: float = 10.0
     """Ratio of the distance between targets and outputs to the outputs. Judgement: a bias that starts at the mean of
     the targets is near them."""
-
-    def __post_init__(self) -> None:
-        require_positive(self)
 
     def suspects(self, rows: RecentRows) -> Mask:
         """Samples with such an input, or with such a loss: no residual is larger than it, or than the root of its

@@ -21,14 +21,14 @@ from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.records import is_own, number_of, own_records, row_of
 from gradwatch.rules.evidence.samples import forward_order, streak_lengths, streak_starts
 from gradwatch.rules.evidence.wording import batch_text, capitalized, name_text, ratio_text, uncapitalized
-from gradwatch.rules.rule import require_positive
+from gradwatch.rules.rule import CheckedRule
 
 SKIPPED_STEP_LOOKBACK = 500
 """Records in which steps of this optimizer that the fp16 scaler skipped are searched. Judgement."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Nonfinite:
+class Nonfinite(CheckedRule):
     """A gradient or the loss is NaN or infinite."""
 
     name: ClassVar[str] = "nonfinite"
@@ -47,9 +47,6 @@ class Nonfinite:
     records_before: int = 5
     """Records before the non-finite one in which an explosion is looked for; also the number of first records for
     `growth_dex`. Judgement."""
-
-    def __post_init__(self) -> None:
-        require_positive(self)
 
     def suspects(self, rows: RecentRows) -> Mask:
         """A total or a loss that is not finite."""

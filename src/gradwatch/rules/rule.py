@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass, fields
+from typing import Protocol
 
 import numpy as np
 
@@ -15,9 +15,6 @@ from gradwatch.core.history import History
 from gradwatch.core.record import Mask
 from gradwatch.core.statistics import CATALOGUE
 from gradwatch.rules.evidence.recent_rows import RecentRows
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
 
 
 class Rule(Protocol):
@@ -64,20 +61,23 @@ def rows_to_call(rule: Rule, rows: RecentRows) -> Mask:
     return np.asarray(np.logical_or.reduce([rows.nowhere, *(rows.fresh[name] for name in needs & rows.fresh.keys())]))
 
 
-def require_positive(rule: DataclassInstance) -> None:
-    """Raise ValueError if a constant of `rule`, a field of the dataclass, is not a positive number.
+@dataclass(frozen=True, slots=True)
+class CheckedRule:
+    """Base class of the rules here. Raises ValueError if a constant, a field of the dataclass, is no positive number.
 
     A field whose default is an int must be an int; one whose name ends in `_share` must be at most 1.
     """
-    for field in fields(rule):
-        value = getattr(rule, field.name)
-        whole = isinstance(field.default, int)
-        share = field.name.endswith("_share")
-        most = MOST if whole else 1 if share else sys.float_info.max
-        number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
-        if not number or not 0 < value <= most:
-            wanted = "a whole number from 1" if whole else "a share in (0, 1]" if share else "a positive number"
-            raise ValueError(
-                f"{type(rule).__name__}({field.name}={shown(value)}): "
-                f"{field.name} must be {wanted}; the default is {field.default!r}"
-            )
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            whole = isinstance(field.default, int)
+            share = field.name.endswith("_share")
+            most = MOST if whole else 1 if share else sys.float_info.max
+            number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+            if not number or not 0 < value <= most:
+                wanted = "a whole number from 1" if whole else "a share in (0, 1]" if share else "a positive number"
+                raise ValueError(
+                    f"{type(self).__name__}({field.name}={shown(value)}): "
+                    f"{field.name} must be {wanted}; the default is {field.default!r}"
+                )

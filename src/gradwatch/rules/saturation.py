@@ -34,11 +34,11 @@ from gradwatch.rules.evidence.samples import (
     streak_starts,
 )
 from gradwatch.rules.evidence.wording import steps_text
-from gradwatch.rules.rule import require_positive
+from gradwatch.rules.rule import CheckedRule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Saturation:
+class Saturation(CheckedRule):
     """Nearly all outputs of a Tanh, Sigmoid or the like are at its ends.
 
     What nothing learnt follows may get there by being right (a classifier's Sigmoid, a Tanh that paints a black
@@ -56,9 +56,6 @@ class Saturation:
     """The same at any single sample. Judgement: the share varies if there are few outputs."""
     records: int = 20
     """Records for which it lasts. Prototype."""
-
-    def __post_init__(self) -> None:
-        require_positive(self)
 
     def suspects(self, rows: RecentRows) -> Mask:
         """Samples with such an activation."""

@@ -26,7 +26,7 @@ from gradwatch.rules.evidence.records import is_alone, is_own, number_of
 from gradwatch.rules.evidence.samples import FIRST_SAMPLES
 from gradwatch.rules.evidence.weights import relative_updates, update_samples
 from gradwatch.rules.evidence.wording import batch_text, capitalized, name_text, ratio_text, steps_text
-from gradwatch.rules.rule import require_positive
+from gradwatch.rules.rule import CheckedRule
 
 QUICK_CHECK_RECORDS = 8
 """Records of a first, cheap comparison: a norm that is not far above one of them is not far above their maximum."""
@@ -42,7 +42,7 @@ LOOKBACK_WINDOWS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spike:
+class Spike(CheckedRule):
     """A layer's gradient norm jumps above all of its recent ones, and far out of their spread, for one step.
 
     That is known when the next step has come back. Where gradient or loss are beyond all that the untrained model had
@@ -79,9 +79,6 @@ class Spike:
     opening_share: float = 1e-3
     """Share of the optimizer's lowest total norm at the start of the run below which a spike is a notice, because
     nearly all is learnt. Judgement: at the start gradients may vary a hundredfold."""
-
-    def __post_init__(self) -> None:
-        require_positive(self)
 
     def suspects(self, rows: RecentRows) -> Mask:
         """It, or its optimizer's record before it, has a layer that is so far over the few before: `_at` begins so."""

@@ -15,14 +15,14 @@ from gradwatch.core.record import TOTAL, Mask
 from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.samples import streak_lengths
 from gradwatch.rules.evidence.wording import ratio_text
-from gradwatch.rules.rule import require_positive
+from gradwatch.rules.rule import CheckedRule
 
 LOOKBACK_RECORDS = 8
 """Records in which the last few with a measurement are searched. Judgement."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StaleGrad:
+class StaleGrad(CheckedRule):
     """After the optimizer has moved, backward passes add to the gradients that moved it.
 
     Judged where the run has one optimizer. Micro-batches of one step are added up on purpose; an optimizer that has not
@@ -37,9 +37,6 @@ class StaleGrad:
     loss scale that is divided out twice. Judgement; if nothing is cleared it is 0.8 or more (measured)."""
     records: int = 3
     """Steps in a row. Prototype."""
-
-    def __post_init__(self) -> None:
-        require_positive(self)
 
     def suspects(self, rows: RecentRows) -> Mask:
         """Old gradients were there."""

@@ -18,7 +18,7 @@ from gradwatch.rules.evidence.records import is_own
 from gradwatch.rules.evidence.samples import RECENT_RECORDS, sampled
 from gradwatch.rules.evidence.weights import relative_updates, update_is_new, update_samples, zeroed_by_interventions
 from gradwatch.rules.evidence.wording import name_text, ratio_text, steps_text
-from gradwatch.rules.rule import require_positive
+from gradwatch.rules.rule import CheckedRule
 
 ROUNDING_STEPS = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 """Least relative change of a weight of each narrow type: half its `torch.finfo(...).eps`."""
@@ -43,7 +43,7 @@ LOW_GRADIENT = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stalled:
+class Stalled(CheckedRule):
     """The weights of all layers stand still: since the start, or for longer than they moved before."""
 
     name: ClassVar[str] = "stalled"
@@ -74,9 +74,6 @@ class Stalled:
     """Update relative to the weights that such an optimizer does not reach. Judgement: fine-tuning has 3e-4."""
     starved_samples: int = 4
     """Samples of each optimizer, all of them since the start. Judgement: the rate must be constant."""
-
-    def __post_init__(self) -> None:
-        require_positive(self)
 
     def suspects(self, rows: RecentRows) -> Mask:
         """The step before moved no layer by enough; where optimizers take turns, any whose update is known."""

@@ -15,7 +15,7 @@ from gradwatch.core.record import MEASURED, Floats, Layout, Mask, Sites
 from gradwatch.rules.evidence.recent_rows import ROUNDING, RecentRows
 from gradwatch.rules.evidence.samples import samples, streak_starts, throughout
 from gradwatch.rules.evidence.wording import name_text, ratio_text
-from gradwatch.rules.rule import require_positive
+from gradwatch.rules.rule import CheckedRule
 
 SAME_SIZE_DEX = 0.02
 """Dex by which the norms of two correct gradients may differ: bfloat16 rounds to 0.002. Judgement."""
@@ -45,7 +45,7 @@ ONSET_SAMPLES = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tampered:
+class Tampered(CheckedRule):
     """Gradients that somebody rewrites between the backward pass and the optimizer.
 
     A bias's gradient has to be the sum of what flows back to its layer, whatever the loss is. Where at least half of
@@ -71,9 +71,6 @@ class Tampered:
     """Samples in a row otherwise. Judgement."""
     intact_share: float = 0.5
     """Share of the parameters that have to be right before others are compared with them. Judgement."""
-
-    def __post_init__(self) -> None:
-        require_positive(self)
 
     def suspects(self, rows: RecentRows) -> Mask:
         """Samples with a gradient that is turned, or two whose sizes are off by that much from one another."""

@@ -17,14 +17,14 @@ from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.records import number_of
 from gradwatch.rules.evidence.samples import samples, streak_lengths
 from gradwatch.rules.evidence.weights import has_float16
-from gradwatch.rules.rule import require_positive
+from gradwatch.rules.rule import CheckedRule
 
 SMALLEST_FLOAT16 = 2.0**-24
 """The least number above 0 in float16, and the distance of its neighbours up to 2^-14: 6e-8 (IEEE 754 binary16)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Underflow:
+class Underflow(CheckedRule):
     """In half of the layers the signal lies at the bottom of the grid of float16: zeros, and next to them hardly
     anything but its smallest number.
 
@@ -51,9 +51,6 @@ class Underflow:
     loss_share: float = 0.5
     """Share of its first level below which the loss counts as learnt, if the signals were larger before. As in
     `Stalled`."""
-
-    def __post_init__(self) -> None:
-        require_positive(self)
 
     def suspects(self, rows: RecentRows) -> Mask:
         """Samples with a signal of which that share is zero."""

@@ -41,7 +41,7 @@ from gradwatch.rules.evidence.recurrent_gradients import faded_through_time, fad
 from gradwatch.rules.evidence.samples import forward_order
 from gradwatch.rules.evidence.weights import has_norm_layers, sensitivity, starts_from_zero
 from gradwatch.rules.evidence.wording import name_text, ratio_text, steps_text
-from gradwatch.rules.rule import require_positive
+from gradwatch.rules.rule import CheckedRule
 
 SMALL_RATIO = 0.8
 """Norm of the weights of the layers in question, in the median, over the usual one, at which they are not small.
@@ -59,7 +59,7 @@ DEEP = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Vanishing:
+class Vanishing(CheckedRule):
     """The layers on the input side get next to nothing of what layers after them get; or no layer gets anything."""
 
     name: ClassVar[str] = "vanishing"
@@ -100,9 +100,6 @@ class Vanishing:
     stale_records: int = 2000
     """Records without a signal after which gradients are compared instead: twice the longest interval
     (`schedule.py`)."""
-
-    def __post_init__(self) -> None:
-        require_positive(self)
 
     def suspects(self, rows: RecentRows) -> Mask:
         """The total is that far under the opening, recurrent layers are looked at, or two layers are that far apart."""
