@@ -23,13 +23,11 @@ from gradwatch.rules import (
     Stalled,
     Vanishing,
 )
-from gradwatch.rules.dead import Death, death_of
+from gradwatch.rules.dead import Death, death_of, unlearnt
 from gradwatch.rules.evidence.baseline import first_steps, median_and_spread, was_learnt
-from gradwatch.rules.evidence.gradient_jump import gradient_jump
-from gradwatch.rules.evidence.jumps import beginning
+from gradwatch.rules.evidence.jumps import began_text, beginning, gradient_jump
 from gradwatch.rules.evidence.layer_levels import bias_text, factor_text
 from gradwatch.rules.evidence.learning_rates import better_rate, rate_text
-from gradwatch.rules.evidence.onsets import began_text, unlearnt
 from synthetic_history import INF, NAN, USUAL, judge_rows, judge_steps, layout, net, only, record, steps
 
 GROWING = 10 ** np.linspace(4.9, 0, 8)

@@ -9,10 +9,10 @@ import pytest
 
 from gradwatch.core.history import History
 from gradwatch.core.record import Missing
-from gradwatch.rules.dead import death_of
+from gradwatch.rules.dead import death_of, gradient_zero_since, unlearnt
 from gradwatch.rules.evidence.jumps import beginning
 from gradwatch.rules.evidence.layer_levels import bias_text, biases_of, weights_of, weights_over_usual
-from gradwatch.rules.evidence.onsets import gradient_zero_since, is_first_record, unlearnt
+from gradwatch.rules.evidence.records import is_first_record
 from gradwatch.rules.evidence.samples import streak_starts
 from synthetic_history import NAN, USUAL, net, record
 

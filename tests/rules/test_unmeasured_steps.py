@@ -16,8 +16,7 @@ from gradwatch.core.history import History
 from gradwatch.rules import Collapse, Divergence, Spike, Vanishing
 from gradwatch.rules.divergence import _cause
 from gradwatch.rules.evidence.baseline import first_steps
-from gradwatch.rules.evidence.gradient_jump import gradient_jump
-from gradwatch.rules.evidence.jumps import beginning
+from gradwatch.rules.evidence.jumps import beginning, gradient_jump
 from gradwatch.rules.evidence.learning_rates import rate_text
 from gradwatch.rules.evidence.wording import distance_text, steps_text
 from synthetic_history import findings, judge_rows, judge_steps, net, record

@@ -10,8 +10,10 @@ import numpy as np
 
 from gradwatch.core.alert import Effect, Finding, Severity
 from gradwatch.core.history import History
+from gradwatch.core.loss_levels import LOWER_LOSS_SHARE
 from gradwatch.core.record import MEASURED, Floats, Mask, Site, Sites
-from gradwatch.rules.evidence.jumps import beginning
+from gradwatch.rules.evidence.baseline import LEVEL_RECORDS, first_and_last_loss
+from gradwatch.rules.evidence.jumps import began_text, beginning
 from gradwatch.rules.evidence.layer_levels import (
     UNSCALED_INPUT_RMS,
     bias_text,
@@ -21,10 +23,9 @@ from gradwatch.rules.evidence.layer_levels import (
     weights_of,
 )
 from gradwatch.rules.evidence.learning_rates import measured_remedy
-from gradwatch.rules.evidence.onsets import began_text, gradient_zero_since, is_first_record, unlearnt
 from gradwatch.rules.evidence.paths import paths
-from gradwatch.rules.evidence.recent_rows import RecentRows
-from gradwatch.rules.evidence.records import is_own, own_records, row_of
+from gradwatch.rules.evidence.recent_rows import ROUNDING, RecentRows
+from gradwatch.rules.evidence.records import is_first_record, is_own, own_records, row_of
 from gradwatch.rules.evidence.samples import (
     FIRST_SAMPLES,
     RECENT_RECORDS,
@@ -385,6 +386,28 @@ def _dead_since(history: History, layer: int, silent: int, loud: int | None) -> 
     """
     zero = gradient_zero_since(history, layer)
     return silent if zero is None or (loud is not None and zero >= loud) else zero
+
+
+def gradient_zero_since(history: History, site: int) -> int | None:
+    """Since when the gradient of `site` has been exactly 0, of the records of this optimizer that have it; None where
+    it is not 0 at the latest.
+    """
+    own, norms = own_records(history), history.window("grad_norm", len(history), sites=site)
+    if norms is None or history.codes(1)[0, site] != MEASURED or norms[-1] != 0:
+        return None
+    own = own[history.codes(len(history))[-own, site] == MEASURED]
+    return int(streak_starts(norms[-own] == 0, own - 1))
+
+
+def unlearnt(history: History) -> str:
+    """' The loss is higher than at the start (2.31 -> 2.32).', empty where it is lower, or the start is not known."""
+    if not history.whole or (levels := first_and_last_loss(history, LEVEL_RECORDS)) is None:
+        return ""
+    first, last = levels
+    if not np.isfinite([first, last]).all() or last < first - LOWER_LOSS_SHARE * abs(first) * ROUNDING:
+        return ""
+    how = "higher than" if last > first else "as high as"
+    return f" The loss is {how} at the start ({first:.3g} -> {last:.3g})."
 
 
 def _starved_by(history: History, dead: Sites) -> Sites:

@@ -13,9 +13,9 @@ from gradwatch.core.history import OPENING, History
 from gradwatch.core.record import MEASURED, TOTAL, Floats, Mask, Sites
 from gradwatch.rules.evidence.applied_gradients import summed_passes
 from gradwatch.rules.evidence.baseline import LEVEL_RECORDS, first_steps, largest_first_loss, was_learnt
-from gradwatch.rules.evidence.gradient_jump import EFFECT_RECORDS, grew_alike
-from gradwatch.rules.evidence.jumps import last_jump
+from gradwatch.rules.evidence.jumps import grew_alike, last_jump
 from gradwatch.rules.evidence.learning_rates import (
+    EFFECT_RECORDS,
     MAXIMIZES,
     MAXIMIZES_REMEDY,
     RATE_JUMP_RATIO,

@@ -30,10 +30,9 @@ from gradwatch.rules.evidence.layer_levels import (
     weights_over_usual,
 )
 from gradwatch.rules.evidence.learning_rates import MAXIMIZES, MAXIMIZES_REMEDY, better_rate, maximizes
-from gradwatch.rules.evidence.onsets import is_first_record
 from gradwatch.rules.evidence.paths import NO_LAYER, Paths, paths
 from gradwatch.rules.evidence.recent_rows import RecentRows
-from gradwatch.rules.evidence.records import row_of
+from gradwatch.rules.evidence.records import is_first_record, row_of
 from gradwatch.rules.evidence.recurrent_gradients import grown_through_time
 from gradwatch.rules.evidence.samples import in_run_order, samples
 from gradwatch.rules.evidence.weights import has_norm_layers, sensitivity

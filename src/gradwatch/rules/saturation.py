@@ -21,9 +21,8 @@ from gradwatch.rules.evidence.layer_levels import (
     series_of,
     weights_over_usual,
 )
-from gradwatch.rules.evidence.onsets import is_first_record
 from gradwatch.rules.evidence.recent_rows import RecentRows
-from gradwatch.rules.evidence.records import row_of
+from gradwatch.rules.evidence.records import is_first_record, row_of
 from gradwatch.rules.evidence.samples import (
     FIRST_SAMPLES,
     in_run_order,

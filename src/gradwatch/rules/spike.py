@@ -13,7 +13,7 @@ from gradwatch.core.history import OPENING, History
 from gradwatch.core.record import Floats, Mask, Sites
 from gradwatch.rules.evidence.applied_gradients import clipping_limit
 from gradwatch.rules.evidence.baseline import largest_first_loss, median_and_spread, per_full_accumulation
-from gradwatch.rules.evidence.gradient_jump import (
+from gradwatch.rules.evidence.jumps import (
     LARGE_UPDATE,
     batch_remedy,
     grew_alike,

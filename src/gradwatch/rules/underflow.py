@@ -12,9 +12,8 @@ from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
 from gradwatch.core.record import Floats, Mask
 from gradwatch.rules.evidence.baseline import LEVEL_RECORDS, first_and_last_loss
-from gradwatch.rules.evidence.onsets import is_first_record
 from gradwatch.rules.evidence.recent_rows import RecentRows
-from gradwatch.rules.evidence.records import number_of
+from gradwatch.rules.evidence.records import is_first_record, number_of
 from gradwatch.rules.evidence.samples import samples, streak_lengths
 from gradwatch.rules.evidence.weights import has_float16
 from gradwatch.rules.rule import CheckedRule

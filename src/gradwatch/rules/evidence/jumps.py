@@ -7,10 +7,145 @@ from dataclasses import dataclass
 import numpy as np
 
 from gradwatch.core.history import History
-from gradwatch.rules.evidence.gradient_jump import EFFECT_RECORDS, GradientJump, gradient_jump
-from gradwatch.rules.evidence.learning_rates import RateJump, rate_jump
-from gradwatch.rules.evidence.onsets import began_text, is_first_record
-from gradwatch.rules.evidence.records import own_records
+from gradwatch.rules.evidence.applied_gradients import clipping_limit
+from gradwatch.rules.evidence.learning_rates import EFFECT_RECORDS, RateJump, rate_jump
+from gradwatch.rules.evidence.records import is_first_record, is_own, own_records, row_of
+from gradwatch.rules.evidence.wording import batch_text, ratio_text, steps_text
+
+OVERFLOW_RECORDS = 10
+"""Records from a jump to an overflow of the weights, at most. Judgement."""
+
+BASELINE_RECORDS = 20
+"""Records before a jump with which the gradient is compared. As in `Spike`."""
+
+JUMP_RATIO = 10.0
+"""Ratio to the highest gradient before from which a gradient is a jump. As in `Spike`."""
+
+COMMON_RATIO = 3.0
+"""Ratio up to which the growth of a layer's gradient is that of the loss, and from which the loss has jumped.
+Judgement: the norms of single batches differ by 2."""
+
+GROWN_RATIO = 2.0
+"""Times the median before it from which a gradient that is the highest so far is growing already. Judgement."""
+
+LARGE_UPDATE = 0.3
+"""Update over the size of the weights that throws them. Judgement: `Divergence` fires at 3; after the first steps
+healthy runs of the zoo have 0.05."""
+
+
+@dataclass(frozen=True, slots=True)
+class GradientJump:
+    """A gradient norm far over those of the steps before it."""
+
+    back: int
+    """Records from the end; 1 is the latest."""
+    ratio: float
+    """The norm over `highest`."""
+    highest: float
+    """The highest norm before it."""
+    before: str
+    """'20 steps': how many records before it `highest` is of."""
+    step: int | None
+    """The step at which it was; None for the latest record, which an alert is about anyway."""
+    batch: str
+    """' at batch 17 of epoch 2', as far as that is known."""
+    threw: bool
+    """Whether its step is known to have moved the weights far, and the step before it not to have."""
+    limit: float | None
+    """The norm to which gradients are clipped already; None where they are not."""
+
+    @property
+    def text(self) -> str:
+        """'the gradient at batch 17 of epoch 2 was 50 times the highest of the 20 steps before'."""
+        return jump_text(self.batch, float(np.log10(self.ratio)), self.before)
+
+    @property
+    def cause(self) -> str:
+        """A sentence, without a capital."""
+        when = self.batch
+        if self.step is not None:
+            when = f"{when}, at step {self.step}," if when else f" at step {self.step}"
+        times = ratio_text(np.log10(self.ratio))
+        jumped = f"the gradient{when} was {times} times the highest of the {self.before} until then"
+        return f"{jumped}: that one batch threw the weights far off." if self.threw else f"{jumped}."
+
+    @property
+    def remedy(self) -> str:
+        if self.limit is None:
+            value = f"Trainer(gradient_clip_val={self.highest:.2g})"
+            return f"{value}, the highest norm of the {self.before} before it."
+        return batch_remedy(self.batch, self.limit)
+
+
+def jump_text(batch: str, dex: float, steps: str) -> str:
+    """'the gradient at batch 17 of epoch 2 was 50 times the highest of the 20 steps before'; `dex`: by how many
+    decades; `steps`: '20 steps'.
+    """
+    return f"the gradient{batch} was {ratio_text(dex)} times the highest of the {steps} before"
+
+
+def batch_remedy(batch: str, limit: float) -> str:
+    """The remedy where gradients are clipped to the norm `limit` already."""
+    what = f"what came in{batch}" if batch else "that batch"
+    return f"a look at {what}; gradients are clipped to a norm of {limit:.2g} already."
+
+
+def gradient_jump(history: History, *, back: int = 1) -> GradientJump | None:
+    """The first jump among the `OVERFLOW_RECORDS` records up to the one `back` from the end, compared with the
+    `BASELINE_RECORDS` records before it; None where there is none, or too few records.
+    """
+    n = BASELINE_RECORDS + OVERFLOW_RECORDS + back
+    norms = history.window("grad_norm", n)
+    if norms is None:
+        return None
+    own = np.flatnonzero(is_own(history, n))
+    totals, backs = norms[own, 0], len(norms) - own
+    for place in np.flatnonzero((backs >= back) & (backs < back + OVERFLOW_RECORDS)):
+        earlier = totals[max(0, place - BASELINE_RECORDS) : place]
+        earlier = earlier[np.isfinite(earlier)]
+        if len(earlier) < BASELINE_RECORDS // 2 or not np.isfinite(totals[place]):
+            continue
+        highest = float(earlier.max())
+        median = float(np.median(earlier))
+        # a gradient that was growing before is no jump
+        growing = highest > median * JUMP_RATIO or (earlier[-1] == highest and highest > median * GROWN_RATIO)
+        last, moved = (largest_update(history, int(backs[at])) for at in (place - 1, place))
+        if 0 < highest * JUMP_RATIO <= totals[place] and not growing and not last >= LARGE_UPDATE:
+            threw = moved >= LARGE_UPDATE > last
+            gone, ratio = int(backs[place]), float(totals[place]) / highest
+            batch, limit = batch_text(history, back=gone), clipping_limit(history)
+            before = steps_text(history, len(earlier), back=gone + 1)
+            step = history.steps[-gone] if gone > 1 else None
+            return GradientJump(gone, ratio, highest, before, step, batch, threw, limit)
+    return None
+
+
+def grew_alike(history: History, back: int) -> bool:
+    """Whether the loss and the gradient norm of every layer grew by about the same factor at the record `back` from the
+    end, compared with their medians before it: so they do where the scale of the loss changes.
+    """
+    n = BASELINE_RECORDS + back
+    losses, norms = history.scalar("loss", n), history.window("grad_norm", n)
+    if losses is None or norms is None or not np.isfinite(losses[-back]):
+        return False
+    own = is_own(history, n)[:-back]
+    numbers = np.column_stack([losses, norms[:, history.layout.layers]])
+    numbers = numbers[:, np.isfinite(numbers[-back])]
+    before = numbers[:-back][own]
+    before = before[np.isfinite(before).all(axis=1)]
+    if len(before) < BASELINE_RECORDS // 2 or numbers.shape[1] < 3:
+        return False
+    usual = np.median(before, axis=0)
+    if not (usual > 0).all() or numbers[-back, 0] < COMMON_RATIO * usual[0]:
+        return False
+    beside = numbers[-back] / usual / (numbers[-back, 0] / usual[0])
+    return bool((beside <= COMMON_RATIO).all() and (beside >= 1 / COMMON_RATIO).all())
+
+
+def largest_update(history: History, back: int) -> float:
+    """The largest update of a layer over the size of its weights at that record; NaN where it is not known."""
+    ratios = row_of(history, "update_ratio", back=back)[history.layout.layers]
+    return float(np.fmax.reduce(ratios, initial=np.nan))
 
 
 def last_jump(
@@ -20,6 +155,14 @@ def last_jump(
     the record `gradient` from the end.
     """
     return rate_jump(history, back=rate, records=records) or gradient_jump(history, back=gradient)
+
+
+def began_text(history: History, back: int) -> str:
+    """' It is so from the first step on.', or what else is known of the time before the record `back` from the end."""
+    if is_first_record(history, back):
+        return " It is so from the first step on."
+    known = (own_records(history) > back).any()
+    return " It was not so before." if known else " It is so for as long as the record goes back."
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,11 +8,13 @@ import numpy as np
 
 from gradwatch.core.history import History
 from gradwatch.rules.evidence.applied_gradients import clipping_limit, summed_passes, usual_norm
-from gradwatch.rules.evidence.gradient_jump import EFFECT_RECORDS
 from gradwatch.rules.evidence.records import is_own, number_of, own_records
 from gradwatch.rules.evidence.samples import RECENT_RECORDS
 from gradwatch.rules.evidence.weights import relative_updates, update_samples
 from gradwatch.rules.evidence.wording import distance_text, ratio_text
+
+EFFECT_RECORDS = 5
+"""Records within which the effect of a jump shows. Judgement."""
 
 RATE_JUMP_RATIO = 5.0
 """Ratio to the rate of the step before from which it is a jump: a warm-up may double the rate. Judgement."""

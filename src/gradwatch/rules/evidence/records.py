@@ -48,3 +48,8 @@ def own_losses(history: History, n: int, *, back: int = 1) -> Floats:
         return np.empty(0)
     until = len(losses) - back + 1
     return losses[:until][(is_own(history, n) & np.isfinite(losses))[:until]]
+
+
+def is_first_record(history: History, back: int) -> bool:
+    """Whether the record `back` from the end is known to be this optimizer's first of the run."""
+    return history.whole and not (own_records(history) > back).any()
