@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from gradwatch import Watch
 from gradwatch.core.alert import Alert, Finding
 from gradwatch.core.history import History
-from gradwatch.measure.modules.time_growth import LayerCalls, time_growths
+from gradwatch.measure.modules.time_step_gradients import LayerCalls, time_growths
 from gradwatch.rules import Exploding, Vanishing
 from gradwatch.rules.evidence.recurrent_gradients import faded_through_time, grown_through_time
 from reference import bits, hooks_on

@@ -19,8 +19,8 @@ import quick
 from gradwatch import GradWatch, Watch
 from gradwatch.core.alert import Alert
 from gradwatch.core.schedule import SamplingSchedule
-from gradwatch.measure.modules.affine_nodes import count_other_hooks
 from gradwatch.measure.modules.loss_head import head_faults
+from gradwatch.measure.modules.recomputed_gradients import count_other_hooks
 from gradwatch.rules.bad_head import BadHead
 from gradwatch.rules.tampered import Tampered
 from models import mlp, module_of

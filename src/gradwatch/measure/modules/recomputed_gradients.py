@@ -6,19 +6,22 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 
 from gradwatch.core.record import ROOT, Floats, Layout
+from gradwatch.hooks.graph_release import LEAF
 from gradwatch.hooks.hook_set import HookCosts
 from gradwatch.measure.devices import moved, widest_type
 from gradwatch.measure.dtensor import is_dtensor
 from gradwatch.measure.layers import is_lazy
 from gradwatch.measure.modules import ModuleReading, ModuleStatistic, OutputCallback
-from gradwatch.measure.modules.affine_nodes import bias_of, count_other_hooks, linear_map_of, weight_of
-from gradwatch.measure.modules.autograd_graph import register_node_hook, skip_views
+from gradwatch.measure.modules.autograd_graph import kind_of, leaf_of, parents, register_node_hook, skip_views
 from gradwatch.measure.reductions import gathered, is_dense_real, joined, wide_type
 
 MIN_SHARE = 0.05
@@ -34,6 +37,24 @@ layers have a dozen."""
 
 GOLDEN_RATIO = 0.6180339887498949
 """Multiples of the golden ratio lie evenly between whole numbers: Weyl, 1916."""
+
+BIAS_NODES = {
+    "Addmm": (0, -1),
+    "Linear": (2, -1),
+    "Add": (1, -1),
+    "Convolution": (2, 1),
+    "NativeLayerNorm": (2, -1),
+    "NativeGroupNorm": (2, 1),
+    "NativeBatchNorm": (2, 1),
+    "CudnnBatchNorm": (2, 1),
+}
+"""Kinds of nodes that add a bias: which argument it is, and in which dimension of the output its elements lie."""
+
+WEIGHT_NODES = {"Addmm": 2, "Linear": 1, "Mm": 1, "Convolution": 1}
+"""Kinds of nodes that multiply by a weight: which argument it is."""
+
+OWN_MODULES, EDITING_MODULES = "gradwatch.", ("gradwatch.interventions", "gradwatch.toolbox.edit")
+"""Modules that define GradWatch's own hooks on parameters, and those of them whose hooks change a gradient."""
 
 
 @dataclass(slots=True, eq=False)
@@ -259,3 +280,66 @@ def _compare(one: _ExpectedGradient, layout: Layout) -> _ComparedGradient | None
     if one.directions is not None:
         gradient = (gradient.flatten(1).to(one.vector.dtype) @ one.directions.to(one.vector.dtype).T).flatten()
     return _ComparedGradient(site, hooks, one.vector, gradient, one.usual_norms, evenness)
+
+
+def bias_of(node: Any, module: nn.Module) -> tuple[nn.Parameter, int | None] | None:
+    """The bias of `module` that `node` adds, and the dimension of the output that the bias's elements lie along.
+
+    A custom autograd Function is assumed to add the parameter that the module calls a bias. Its dimension is unknown,
+    None.
+    """
+    if isinstance(node, BackwardCFunction):
+        own = {id(parameter) for key, parameter in module.named_parameters(recurse=False) if "bias" in key}
+        leaves = [parent.variable for parent in parents(node) if parent is not None and kind_of(parent) == LEAF]
+        biases = [leaf for leaf in leaves if id(leaf) in own]
+        return (biases[0], None) if len(biases) == 1 else None
+    kind = kind_of(node)
+    # an addition with a factor has the same name; in torch's own forward there is none
+    if kind not in BIAS_NODES or (kind == "Add" and not _is_linear(module)):
+        return None
+    argument, dim = BIAS_NODES[kind]
+    leaf = _leaf(node, argument)
+    return None if leaf is None else (leaf, dim)
+
+
+def weight_of(node: Any) -> nn.Parameter | None:
+    """The weight that `node` multiplies by."""
+    argument = None if isinstance(node, BackwardCFunction) else WEIGHT_NODES.get(kind_of(node))
+    return None if argument is None else _leaf(node, argument)
+
+
+def linear_map_of(module: nn.Module) -> Callable[..., Tensor] | None:
+    """The function (input, weight) -> output of `module` without its bias; None unless it is a plain one of torch's."""
+    if _is_linear(module):
+        return F.linear
+    for kind, convolve in ((nn.Conv1d, F.conv1d), (nn.Conv2d, F.conv2d), (nn.Conv3d, F.conv3d)):
+        if isinstance(module, kind) and type(module).forward is kind.forward:
+            if module.groups > 1 or module.padding_mode != "zeros":
+                return None
+            return partial(convolve, stride=module.stride, padding=module.padding, dilation=module.dilation)
+    return None
+
+
+def count_other_hooks(parameter: nn.Parameter) -> int | None:
+    """The number of hooks on `parameter` that are not GradWatch's; None where one of GradWatch's changes its gradient.
+
+    Both attributes are private; torch has no public one. tests/rules/test_head_and_tampered.py fails if one moves.
+    """
+    count = 0
+    for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks):
+        for hook in hooks.values() if hooks else ():
+            function = hook.func if isinstance(hook, partial) else hook
+            defined_in = str(getattr(function, "__module__", None) or type(function).__module__)
+            if defined_in.startswith(EDITING_MODULES):
+                return None
+            count += not (function is next or defined_in.startswith(OWN_MODULES))
+    return count
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+
+
+def _leaf(node: Any, argument: int) -> nn.Parameter | None:
+    arguments = parents(node)
+    return leaf_of(arguments[argument]) if argument < len(arguments) else None
