@@ -68,7 +68,8 @@ def test_infinity_that_harms_nothing_is_not_blamed(loss: Any) -> None:
 def test_a_mask_is_not_blamed_for_what_came_after_it() -> None:
     found = traced(lambda net, x: torch.log(with_causal_mask(net, x) * 0).mean())
     assert found is not None
-    assert (found.operation, found.site) == ("torch.log", "")
+    assert "at torch.log in" in found.explanation
+    assert found.site == ""
 
 
 @pytest.mark.filterwarnings("ignore:.*degrees of freedom")
@@ -90,7 +91,8 @@ def test_a_mask_is_not_blamed_for_what_came_after_it() -> None:
 def test_the_cause_is_explained(loss: Any, operation: str, words: str) -> None:
     found = traced(loss)
     assert found is not None
-    assert (found.source, found.operation) == ("forward", operation)
+    assert found.source == "forward"
+    assert f"at {operation} " in found.explanation
     assert words in found.explanation
     assert "test_batch_replay.py:" in found.explanation
 
@@ -158,7 +160,8 @@ def normed(value: float) -> nn.Sequential:
 def test_buffers_that_the_first_run_spoilt_are_not_blamed(net: Any) -> None:
     found = traced(lambda net, x: net((x - 9).log()).mean(), net=net(float("nan")))
     assert found is not None
-    assert (found.source, found.operation) == ("forward", "Tensor.log")
+    assert found.source == "forward"
+    assert "at Tensor.log " in found.explanation
 
 
 @pytest.mark.parametrize("net", [normed, Averages])
@@ -214,7 +217,7 @@ def test_names_of_operations() -> None:
         "LinalgVectorNormBackward0",
     ]
     assert [base(name) for name in names] == ["rtruediv", "log", "sqrt", "div", "linalg_vector_norm"]
-    fine = InputSummary("float32", 4, (4,), 0.1, 1.0, 0, 0)
+    fine = InputSummary("float32", 4, (4,), 0.1, 1.0, 0)
     assert "is finite" in forward("torch.erf", [fine], nan=True, dtype="float32").what
 
 

@@ -113,7 +113,8 @@ def test_a_run_with_a_replay_in_its_middle_is_bit_for_bit_the_run_without(
         "gradwatch.engine.batch_replay.find_origin", lambda *a: found.append(find_origin(*a)) or found[-1]
     )
     watched = survive(watch, fp16=fp16)
-    assert [(trace.source, trace.operation) for trace in found] == [("forward", "torch.log")]
+    assert [trace.source for trace in found] == ["forward"]
+    assert "at torch.log " in found[0].explanation
     assert "torch.log" in str(next(alert for alert in watch.alerts if alert.rule == "nonfinite"))
     assert watched == survive(None, fp16=fp16)
 

@@ -35,17 +35,11 @@ class NonfiniteOrigin:
 
     source: Literal["forward", "backward", "batch", "weights", "gradients"]
     """"gradients": the second run had the same loss, and finite gradients."""
-    module: str
-    """Dotted name of the innermost module that was running; empty for code of the LightningModule itself."""
-    site: str
-    """The layer or module to look at first; empty for the loss."""
-    operation: str
-    """The operation as the user wrote it, "torch.log"; empty where there is none."""
-    line: str
-    """File and line of the user's code, "train.py:41"; empty where unknown."""
-    explanation: str
+    explanation: str = ""
     """What happened, for the middle of a sentence."""
-    remedy: str
+    remedy: str = ""
+    site: str = ""
+    """The layer or module to look at first; empty for the loss."""
     overflow: bool = False
     """Whether values that are too large may be the cause."""
     parameters: tuple[str, ...] = ()

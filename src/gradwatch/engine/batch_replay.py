@@ -170,7 +170,7 @@ def run_again(model: ReplayModel, batch: Batch, factor: float, seen: Tensor | No
         found = find_origin(recorder, loss, factor, data)
         alike = then is not None and _same(now, then, SAME_LOSS)
         if found is None and alike and _has_finite_gradients(model.module):
-            return NonfiniteOrigin("gradients", "", "", "", "", FINITE_AGAIN, CHECK_HOOKS)
+            return NonfiniteOrigin("gradients", FINITE_AGAIN, CHECK_HOOKS)
         return found
     finally:
         recorder.close()

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import linecache
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from pathlib import Path
 from traceback import walk_stack
 from typing import Any
 
@@ -42,23 +40,6 @@ MAX_ARGUMENTS = 16
 """Arguments of a call that are examined. Judgement."""
 
 
-@dataclass(frozen=True, slots=True)
-class CodeLine:
-    """A line of the user's code."""
-
-    file: str = ""
-    number: int = 0
-
-    @property
-    def place(self) -> str:
-        """'train.py:41'."""
-        return f"{Path(self.file).name}:{self.number}" if self.file else ""
-
-    @property
-    def text(self) -> str:
-        return linecache.getline(self.file, self.number).strip() if self.file else ""
-
-
 @dataclass(slots=True, eq=False)
 class TorchCall:
     """A call of a function of torch."""
@@ -70,7 +51,8 @@ class TorchCall:
     """The last layer that ran before the call; empty where none did."""
     layers_before: int
     """How many layers ran before the call."""
-    line: CodeLine
+    line: tuple[str, int]
+    """File and number of the innermost line of the user's code; the file is empty where there is none."""
     singular: tuple[tuple[Any, int], ...] = ()
     """The arguments of a call in `SINGULAR`, with their versions."""
 
@@ -121,7 +103,8 @@ class CallRecorder(TorchFunctionMode):
         self._nonfinite: dict[int, NonfiniteOutput | str] = {}
         self._stack = [ModuleRun("", Finiteness.FINITE)]
         """Those that have begun, the innermost last."""
-        self._calls: dict[Any, TorchCall] = {}
+        self.calls: dict[Any, TorchCall] = {}
+        """Node of the autograd graph -> the call that created it."""
         self._hooks = HookSet()
         self.buffers = frozenset(clean_name(name) for name, _ in model.named_buffers())
         for name, tensor in chain[tuple[str, Tensor]](model.named_parameters(), model.named_buffers()):
@@ -137,17 +120,13 @@ class CallRecorder(TorchFunctionMode):
     def close(self) -> None:
         """Remove the hooks and drop the tensors and nodes of the run."""
         self._hooks.remove()
-        self._calls.clear()
+        self.calls.clear()
         self._nonfinite.clear()
         self.nonfinite_outputs.clear()
 
     def source(self, tensor: Tensor) -> NonfiniteOutput | str | None:
         """The source of a tensor that is not finite."""
         return self._nonfinite.get(storage_address(tensor), self._names.get(storage_address(tensor)))
-
-    def call_of(self, node: Any) -> TorchCall | None:
-        """The call that created a node of the autograd graph."""
-        return self._calls.get(node)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -231,8 +210,8 @@ class CallRecorder(TorchFunctionMode):
         new = [node]
         while new:
             node = new.pop()
-            if node is not None and node not in self._calls:
-                self._calls[node] = call
+            if node is not None and node not in self.calls:
+                self.calls[node] = call
                 new += [before for before, _ in node.next_functions]
 
 
@@ -250,9 +229,9 @@ def _before(prior: Finiteness | None, source: NonfiniteOutput | str | None) -> F
     return source.state if isinstance(source, NonfiniteOutput) else Finiteness.FINITE
 
 
-def _user_line() -> CodeLine:
-    """The innermost line of the user's code on the stack."""
+def _user_line() -> tuple[str, int]:
+    """The innermost line of the user's code on the stack: file and number."""
     for frame, number in walk_stack(sys._getframe(1)):
         if frame.f_globals.get("__name__", "").partition(".")[0] not in LIBRARIES:
-            return CodeLine(frame.f_code.co_filename, number)
-    return CodeLine()
+            return frame.f_code.co_filename, number
+    return "", 0

@@ -23,7 +23,6 @@ class InputSummary:
     low: float
     high: float
     zeros: int
-    negatives: int
     masked: int = 0
     """Values that are -inf."""
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import linecache
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,7 +44,7 @@ def find_origin(recorder: CallRecorder, loss: Tensor, factor: float, data: objec
         if found is None:
             return None
         (node, *rest), dtype = found
-        name, calls = node.name().rpartition("::")[2], [recorder.call_of(at) for at in (node, *rest)]
+        name, calls = node.name().rpartition("::")[2], [recorder.calls.get(at) for at in (node, *rest)]
         del node, rest, found
         return _backward_origin(recorder, name, calls, dtype, data)
     finally:
@@ -62,7 +64,7 @@ def origin_in_batch(data: object) -> NonfiniteOrigin | None:
                 f"the batch has {state.word} {where}{there}; unless the model ignores those values, they are the "
                 "origin (it could not be run again)."
             )
-            return NonfiniteOrigin("batch", "", "", "", "", message, CHECK_DATA)
+            return NonfiniteOrigin("batch", message, CHECK_DATA)
     return None
 
 
@@ -126,7 +128,7 @@ def _forward_origin(recorder: CallRecorder, roots: list[NonfiniteOutput | str], 
     if parts := [name for name in names if name.startswith("batch")]:
         return _batch_origin(parts[0], data)
     if names:
-        return NonfiniteOrigin("weights", "", "", "", "", "", "", parameters=tuple(names))
+        return NonfiniteOrigin("weights", parameters=tuple(names))
     if not roots or not isinstance(event := roots[0], NonfiniteOutput):
         return None
     explanation = _explanation(event)
@@ -149,7 +151,7 @@ def _batch_origin(part: str, data: object) -> NonfiniteOrigin | None:
         return None
     kind, there = finiteness_of(tensor).word, _examples(*nonfinite_examples([tensor]), data)
     message = f"{where} has {kind} in it{there}, and the loss is computed from it."
-    return NonfiniteOrigin("batch", "", "", "", "", message, CHECK_DATA)
+    return NonfiniteOrigin("batch", message, CHECK_DATA)
 
 
 def _module_origin(recorder: CallRecorder) -> NonfiniteOrigin | None:
@@ -159,9 +161,7 @@ def _module_origin(recorder: CallRecorder) -> NonfiniteOrigin | None:
         inner = any(not name or other.startswith(f"{name}.") for other in bad[index + 1 :])
         if name and not inner:
             message = f"run again, {name} is the first module whose input is finite and whose output is not."
-            return NonfiniteOrigin(
-                "forward", name, name, "", "", message, f"an epsilon or a clamp in module {name}.", True
-            )
+            return NonfiniteOrigin("forward", message, f"an epsilon or a clamp in module {name}.", name, True)
     return None
 
 
@@ -184,7 +184,7 @@ def _backward_origin(
     if isinstance(root, str):
         if root.startswith("batch"):
             return _batch_origin(root, data)
-        return NonfiniteOrigin("weights", "", "", "", "", "", "", parameters=(root,))
+        return NonfiniteOrigin("weights", parameters=(root,))
     if root is not None and not root.literal:
         explanation = _explanation(root)
         message = (
@@ -230,16 +230,7 @@ def _call_origin(
     site = call.module or near or (call.after if _layer_follows(recorder, call) else "")
     if call.module and call.after and all(layer.startswith(f"{call.module}.") for layer in recorder.layers):
         site = near or call.after  # the module has all layers: its name says nothing
-    return NonfiniteOrigin(
-        source,
-        call.module,
-        site,
-        _short_name(call.name),
-        call.line.place,
-        message,
-        explanation.remedy,
-        explanation.overflow,
-    )
+    return NonfiniteOrigin(source, message, explanation.remedy, site, explanation.overflow)
 
 
 def _layer_follows(recorder: CallRecorder, call: TorchCall) -> bool:
@@ -255,10 +246,11 @@ def _where(recorder: CallRecorder, call: TorchCall) -> str:
         where += f" after layer {call.after}" if call.after else " before the first layer"
     else:
         where += " in the loss"
-    if call.line.place:
-        text = call.line.text
+    file, number = call.line
+    if file:
+        text = linecache.getline(file, number).strip()
         text = text if len(text) <= CODE_WIDTH else text[: CODE_WIDTH - 3] + "..."
-        where += f" ({call.line.place}: `{text}`)"
+        where += f" ({Path(file).name}:{number}: `{text}`)"
     return where
 
 

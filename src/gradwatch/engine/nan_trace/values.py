@@ -30,22 +30,23 @@ def input_summary(value: object) -> InputSummary | None:
     """Summary of a tensor or a number; None for anything else."""
     if isinstance(value, Tensor):
         if value.dtype is torch.bool:
-            return InputSummary("bool", value.numel(), tuple(value.shape), 0.0, 1.0, 0, 0)
+            return InputSummary("bool", value.numel(), tuple(value.shape), 0.0, 1.0, 0)
         if not value.is_floating_point() or value.is_sparse:
             return None
         name, shape = str(value.dtype).removeprefix("torch."), tuple(value.shape)
         if not value.numel():
-            return InputSummary(name, 0, shape, 0.0, 0.0, 0, 0)
+            return InputSummary(name, 0, shape, 0.0, 0.0, 0)
         flat = value.detach().flatten().to(widest_type(value.device))
         finite = flat.isfinite()
         low = torch.where(finite, flat, torch.inf).amin()
         high = torch.where(finite, flat, -torch.inf).amax()
-        counts = [(flat == 0).sum(), (flat < 0).sum(), (flat == -torch.inf).sum()]
-        numbers = on_host(torch.stack([low, high, *(count.to(flat.dtype) for count in counts)]))
-        zeros, negatives, masked = (int(number) for number in numbers[2:])
-        return InputSummary(name, value.numel(), shape, float(numbers[0]), float(numbers[1]), zeros, negatives, masked)
+        counts = [(flat == 0).sum(), (flat == -torch.inf).sum()]
+        low, high, zeros, masked = on_host(
+            torch.stack([low, high, *(count.to(flat.dtype) for count in counts)])
+        ).tolist()
+        return InputSummary(name, value.numel(), shape, low, high, int(zeros), int(masked))
     if isinstance(value, int | float) and not isinstance(value, bool) and np.isfinite(value):
-        return InputSummary("number", 1, (), float(value), float(value), int(value == 0), int(value < 0))
+        return InputSummary("number", 1, (), float(value), float(value), int(value == 0))
     return None
 
 

@@ -66,8 +66,6 @@ class _ExpectedGradient:
     """Site index."""
     key: str
     """Name in its module."""
-    is_weight: bool
-    """Whether it is a weight, rather than a bias."""
     directions: Tensor | None = None
     """Of a weight: shape [directions, inputs]."""
     vector: Tensor | None = None
@@ -143,7 +141,7 @@ class RecomputedGradients(ModuleStatistic):
             if is_weight and not (self._hooked or count_other_hooks(parameter)):
                 continue
             weights |= is_weight
-            new = _ExpectedGradient(weakref.ref(parameter), site, key, is_weight)
+            new = _ExpectedGradient(weakref.ref(parameter), site, key)
             wanted[id(parameter)] = self._expected.setdefault(id(parameter), new)
         self._hooked |= weights
         for tensor in tensors if wanted else ():
