@@ -103,17 +103,17 @@ class Watch:
     @property
     def alerts(self) -> tuple[Alert, ...]:
         """Every incident so far, oldest first."""
-        return self._engine.queue.settled.incidents.alerts
+        return self._engine.queue.completed.incidents.alerts
 
     @property
     def history(self) -> History:
         """The recent records; see `History.series`."""
-        return self._engine.queue.settled.history
+        return self._engine.queue.completed.history
 
     @property
     def verdict(self) -> Verdict:
         """The ranked summary of the run so far; `str()` is the terminal text."""
-        return self._engine.queue.settled.verdict(self.overhead)
+        return self._engine.queue.completed.verdict(self.overhead)
 
     @property
     def overhead(self) -> float:

@@ -284,12 +284,9 @@ class Diagnosis:
         return changed
 
     def _tell_incidents(self, report: Callable[[Sequence[Alert], Sequence[Alert], int], None], step: int) -> None:
-        old = [(one.rule, one.step) in self._inherited for one in self.incidents.open_faults]
-        report(
-            [one for one, known in zip(self.incidents.open_faults, old, strict=True) if not known],
-            [one for one, known in zip(self.incidents.open_faults, old, strict=True) if known],
-            step,
-        )
+        faults = self.incidents.open_faults
+        old = [one for one in faults if (one.rule, one.step) in self._inherited]
+        report([one for one in faults if one not in old], old, step)
 
     def _switch_off(self, rule: Rule, error: Exception) -> None:
         self._rules.remove(rule)

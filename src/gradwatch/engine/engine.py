@@ -321,7 +321,7 @@ class Engine:
         begun = perf_counter()
         self._exchange()
         self.overhead.add(begun)
-        self.queue.settle()
+        self.queue.complete_early()
 
     def measure(self, optimizer: Any, info: StepInfo, loss: Tensor | None = None) -> None:
         """Measure the gradients that `optimizer` is about to use, and have the interventions act on them.
@@ -458,7 +458,7 @@ class Engine:
             return
         try:
             self._finish()
-            self.queue.work(wait=True)
+            self.queue.proceed(wait=True)
         except Exception as error:
             self.fail(error)
             if self.failed:

@@ -62,7 +62,7 @@ class StepQueue:
         """That of the last sampled step."""
         self._expected: StepState | None = None
         """The step that has not ended."""
-        self._worked, self._busy = monotonic(), False
+        self._proceeded, self._busy = monotonic(), False
         self._was_nonfinite = False
         """Whether the last step whose numbers have landed was not finite: those of a step are then waited for before
         its optimizer moves, so that its batch can be run again.
@@ -77,7 +77,7 @@ class StepQueue:
         self.pending.steps += 1
         if self.wait_for == "nothing" or step.reading.unusual or self._was_nonfinite:
             self._close_block()
-            self.work(wait=self._was_nonfinite)
+            self.proceed(wait=self._was_nonfinite)
 
     def ended(self, step: StepState) -> None:
         """`step` has ended: its optimizer has stepped, or will not."""
@@ -86,16 +86,16 @@ class StepQueue:
         self._expected = None
         if self._open and self._open[-1] is step:
             self._ended += 1
-            if self.wait_for != "ranks" and (self._ended >= ROWS or monotonic() - self._worked >= LONGEST_WAIT):
+            if self.wait_for != "ranks" and (self._ended >= ROWS or monotonic() - self._proceeded >= LONGEST_WAIT):
                 self._close_block()
         else:
             copies = step.reading_after.host_copies if step.reading_after else ()
             self.pending.then(partial(self._amend, step), *copies)
         if self.pending.waiting:
-            self.work()
+            self.proceed()
 
-    def work(self, *, wait: bool = False) -> None:
-        """Work on the blocks that need not wait for the device, or on all of them with `wait`."""
+    def proceed(self, *, wait: bool = False) -> None:
+        """Judge the blocks that need not wait for the device, or all of them with `wait`."""
         if self._busy:
             return  # a sink reads the diagnosis while it is being updated
         self._busy = True
@@ -106,13 +106,13 @@ class StepQueue:
             raise
         finally:
             self._busy = False
-            self._worked = monotonic()
+            self._proceeded = monotonic()
 
     def exchanged(self, then: Callable[[], None], host_copy: HostCopy) -> None:
         """All ranks have exchanged the steps; `then` is called when they are judged and `host_copy` has landed."""
         self._close_block()
         self.pending.then(then, host_copy)
-        self.work()
+        self.proceed()
 
     @property
     def waits_for_ranks(self) -> bool:
@@ -127,7 +127,7 @@ class StepQueue:
         try:
             if self.wait_for != "ranks":
                 self._close_block()
-            self.work(wait=True)
+            self.proceed(wait=True)
         finally:
             self._overhead.add(begun)
 
@@ -137,13 +137,13 @@ class StepQueue:
             if self.wait_for == "block":
                 del self._open[self._ended :]
                 self._close_block()
-                self.work()
+                self.proceed()
         except Exception as error:
             logger.debug("the waiting steps failed, too: %s", error, exc_info=error)
         self._discard()
 
-    def settle(self) -> None:
-        """Complete waiting steps early; only in the thread that trains."""
+    def complete_early(self) -> None:
+        """Complete the steps that wait, before their block is full; only in the thread that trains."""
         if self.wait_for != "nothing" and get_ident() == self._thread:
             try:
                 self.complete_all()
@@ -151,9 +151,9 @@ class StepQueue:
                 self._fail(error)
 
     @property
-    def settled(self) -> Diagnosis:
-        """The diagnosis with all waiting steps completed."""
-        self.settle()
+    def completed(self) -> Diagnosis:
+        """The diagnosis, when all steps are completed that can be."""
+        self.complete_early()
         return self._diagnosis
 
     def _discard(self) -> None:

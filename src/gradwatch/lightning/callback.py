@@ -182,17 +182,17 @@ class GradWatch(PackageAware, Callback):
     @property
     def alerts(self) -> tuple[Alert, ...]:
         """Every incident of the present or last fit, oldest first."""
-        return self._engine.queue.settled.incidents.alerts if self._engine else ()
+        return self._engine.queue.completed.incidents.alerts if self._engine else ()
 
     @property
     def history(self) -> History:
         """The recent records of the present or last fit; see `History.series`."""
-        return self._engine.queue.settled.history if self._engine else History(Layout(()))
+        return self._engine.queue.completed.history if self._engine else History(Layout(()))
 
     @property
     def verdict(self) -> Verdict:
         """The ranked summary of the fit so far; `str()` is the terminal text."""
-        return self._engine.queue.settled.verdict(self.overhead) if self._engine else Verdict((), 0, 0, 0.0, {})
+        return self._engine.queue.completed.verdict(self.overhead) if self._engine else Verdict((), 0, 0, 0.0, {})
 
     @property
     def overhead(self) -> float:
@@ -310,7 +310,7 @@ class GradWatch(PackageAware, Callback):
                 if engine.interventions.given:
                     engine.interventions.end_batch()
                 if trainer.is_last_batch or trainer.should_stop or 0 <= trainer.max_steps <= trainer.global_step:
-                    engine.queue.settle()  # what comes before the next batch may go by the numbers
+                    engine.queue.complete_early()  # what comes before the next batch may go by the numbers
             except UserFacingError:
                 raise
             except Exception as error:
@@ -332,7 +332,7 @@ class GradWatch(PackageAware, Callback):
 
     @event
     def on_validation_start(self, engine: Engine, trainer: Any) -> None:
-        engine.queue.settle()
+        engine.queue.complete_early()
 
     @event
     def on_train_epoch_end(self, engine: Engine, trainer: Any) -> None:
