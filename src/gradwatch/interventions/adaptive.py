@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from gradwatch.core.arguments import check_positive
-from gradwatch.interventions.contract import Action, At, Editing, InterventionSettings, ParameterScope
+from gradwatch.interventions.contract import Action, At, ByPatterns, Editing, InterventionSettings, ParameterScope
 from gradwatch.measure.devices import moved, widest_type
-from gradwatch.measure.layers import choose
 from gradwatch.measure.reductions import exact_norm
 
 SMALL_UNITS, TOGETHER = 2**16, 2**22
@@ -20,7 +19,7 @@ SMALL_UNITS, TOGETHER = 2**16, 2**22
 Judgement."""
 
 
-class AdaptiveClip:
+class AdaptiveClip(ByPatterns):
     """`AdaptiveClip(0.01, layers=["*", "!head"])`: adaptive gradient clipping, unit by unit.
 
     G_i <- G_i c max(|W_i|, eps) / |G_i| where |G_i| > c max(|W_i|, eps), else unchanged (Brock et al. 2021,
@@ -54,9 +53,6 @@ class AdaptiveClip:
             raise ValueError("at='hook': AdaptiveClip acts at the step; expected 'step' or 'auto'")
         self.clipping = check_positive("clipping", clipping, "a finite number above 0 such as 0.01")
         self.eps = check_positive("eps", eps, "a finite number above 0 such as 0.001")
-
-    def chosen(self, layers: Sequence[str]) -> Sequence[str]:
-        return choose(layers, self.settings.patterns)
 
     def begin(self, scope: ParameterScope) -> Action:
         units = _Units(self.clipping, self.eps)

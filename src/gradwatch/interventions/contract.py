@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradwatch.core.alert import Alert
 from gradwatch.core.arguments import attribute, check_choice, check_flag, shown, wrong
-from gradwatch.measure.layers import check_patterns
+from gradwatch.measure.layers import check_patterns, choose
 
 At = Literal["auto", "hook", "step"]
 On = Literal["gradient", "signal"]
@@ -183,6 +183,15 @@ class Intervention(Protocol):
     def __str__(self) -> str:
         """The text of the start-up line: "Clip at norm 1 per layer"."""
         ...
+
+
+class ByPatterns:
+    """Base class of interventions that act on the layers which the patterns of their settings choose."""
+
+    settings: InterventionSettings
+
+    def chosen(self, layers: Sequence[str]) -> Sequence[str]:
+        return choose(layers, self.settings.patterns)
 
 
 def checked(intervention: Any) -> Intervention:

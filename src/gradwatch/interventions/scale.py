@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from gradwatch.core.arguments import check_function, check_number, check_whole
-from gradwatch.interventions.contract import Action, At, InterventionSettings, On, ParameterScope, Scaling
-from gradwatch.measure.layers import choose
+from gradwatch.interventions.contract import Action, At, ByPatterns, InterventionSettings, On, ParameterScope, Scaling
 
 Schedule = Callable[[int], float]
 """Number of steps that the optimizer has begun before -> factor. Every rank calls it, and all must get the same."""
@@ -17,7 +16,7 @@ Schedule = Callable[[int], float]
 EXPECTED_FACTOR = "a finite number such as 0.1, or a function of the step"
 
 
-class Scale:
+class Scale(ByPatterns):
     """`Scale(0.1, layers="backbone.*")`: gradients are multiplied by 0.1. g <- f g.
 
     With plain SGD that is a smaller learning rate. Adam divides the factor out again: it affects only clipping, and
@@ -41,9 +40,6 @@ class Scale:
             check_function("factor", factor, EXPECTED_FACTOR)
         self.factor = factor if callable(factor) else check_number("factor", factor, EXPECTED_FACTOR)
 
-    def chosen(self, layers: Sequence[str]) -> Sequence[str]:
-        return choose(layers, self.settings.patterns)
-
     def begin(self, scope: ParameterScope) -> Action:
         def factors(norms: Tensor, present: Tensor, step: int) -> float:
             if not callable(self.factor):
@@ -56,7 +52,7 @@ class Scale:
         return "Scale by a schedule" if callable(self.factor) else f"Scale by {self.factor:g}"
 
 
-class Zero:
+class Zero(ByPatterns):
     """`Zero(layers="backbone.*", until=500)`: gradients are exactly 0, NaN and infinite ones too.
 
     Unlike freezing, this leaves the graph the same, and weight decay and momentum continue.
@@ -78,9 +74,6 @@ class Zero:
         self.settings = InterventionSettings(layers, at, on, dry_run)
         expected = "a number of optimizer steps of at least 1, or None for all"
         self.until = None if until is None else check_whole("until", until, expected)
-
-    def chosen(self, layers: Sequence[str]) -> Sequence[str]:
-        return choose(layers, self.settings.patterns)
 
     def begin(self, scope: ParameterScope) -> Action:
         def factors(norms: Tensor, present: Tensor, step: int) -> float:

@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 
 from gradwatch.core.arguments import check_flag, check_whole
-from gradwatch.interventions.contract import Action, Gate, InterventionSettings, ParameterScope, Refusal
-from gradwatch.measure.layers import choose
+from gradwatch.interventions.contract import Action, ByPatterns, Gate, InterventionSettings, ParameterScope, Refusal
 
 DEFAULT_LIMIT = 20
 """Steps in a row. Judgement: if one batch in ten is bad, 20 in a row are bad once in 1e20."""
 
 
-class SkipNonFinite:
+class SkipNonFinite(ByPatterns):
     """`SkipNonFinite()`: a step whose gradient is NaN or infinite in any layer is not taken.
 
     Weights, momenta, step counters and the running statistics of batch norms stay bit for bit those after the last step
@@ -55,9 +54,6 @@ class SkipNonFinite:
         self.settings = InterventionSettings(
             layers, "step", dry_run=dry_run, ends=limit is not None or total is not None
         )
-
-    def chosen(self, layers: Sequence[str]) -> Sequence[str]:
-        return choose(layers, self.settings.patterns)
 
     def begin(self, scope: ParameterScope) -> Action:
         counts = _Counts()

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from gradwatch.core.arguments import check_choice, check_positive, check_whole
 from gradwatch.core.median import NORMAL_MAD
-from gradwatch.interventions.contract import Action, At, InterventionSettings, ParameterScope, Scaling
+from gradwatch.interventions.contract import Action, At, ByPatterns, InterventionSettings, ParameterScope, Scaling
 from gradwatch.interventions.group_norms import GroupNorms
 from gradwatch.measure.devices import moved, widest_type
-from gradwatch.measure.layers import choose
 
 LEAST_DEVIATION = 0.05 * log(10)
 """The least deviation of natural logarithms: 0.05 decades (as in the rule `spike`). With a nearly constant history
@@ -26,7 +25,7 @@ MOST_NORMS = 10_000
 SpikePer = Literal["layer", "parameter"]
 
 
-class SpikeClip:
+class SpikeClip(ByPatterns):
     """`SpikeClip()`: scales down a layer's gradient that is a spike compared with the layer's own history.
 
     With x = ln |g|, m the median of the `window` x before it and s = 1.4826 median |x - m| over the same, at least 0.05
@@ -73,9 +72,6 @@ class SpikeClip:
         expected = f"from 3 to window={self.window} steps"
         self.warmup = check_whole("warmup", warmup, expected, least=3, most=self.window)
         self.per: SpikePer = check_choice("per", per, ("layer", "parameter"))
-
-    def chosen(self, layers: Sequence[str]) -> Sequence[str]:
-        return choose(layers, self.settings.patterns)
 
     def begin(self, scope: ParameterScope) -> Action:
         by_layer = self.per == "layer"

@@ -7,11 +7,10 @@ from typing import Any
 
 from gradwatch.core.alert import Alert, Severity
 from gradwatch.core.arguments import check_choice, check_whole, shown
-from gradwatch.interventions.contract import Action, InterventionSettings, ParameterScope, StopCondition
-from gradwatch.measure.layers import choose
+from gradwatch.interventions.contract import Action, ByPatterns, InterventionSettings, ParameterScope, StopCondition
 
 
-class Stop:
+class Stop(ByPatterns):
     """`Stop("nonfinite", "divergence")`: the training ends after the batch at which one of these incidents opens.
 
     The training ends as with EarlyStopping: checkpoints are written, all ranks end together, the verdict is printed. In
@@ -47,9 +46,6 @@ class Stop:
         self.severity = Severity(severity or ("warning" if rules else "error"))
         self.after = check_whole("after", after, "a number of steps of at least 0 such as 50", least=0)
         self.settings = InterventionSettings(layers, dry_run=dry_run, ends=True, rules=rules)
-
-    def chosen(self, layers: Sequence[str]) -> Sequence[str]:
-        return choose(layers, self.settings.patterns)
 
     def begin(self, scope: ParameterScope) -> Action:
         everywhere, layers = self.settings.layers is None, frozenset(scope.layers)

@@ -74,9 +74,8 @@ def from_replay(history: History, trace: NonfiniteOrigin) -> NonfiniteForward:
         lost = np.unique(np.array([layout.sites[place].layer for place in places], dtype=np.intp))
         return replace(_of_weights(history, lost, 1), traced=True)
     cause = f"{capitalized(name_text(trace.parameters, 'tensor'))} of the model had values that are not finite by then."
-    return NonfiniteForward(
-        TOTAL, cause, f"torch.isfinite on {trace.parameters[0]}, and a look at what writes to it.", False, True
-    )
+    remedy = f"torch.isfinite on {trace.parameters[0]}, and a look at what writes to it."
+    return NonfiniteForward(TOTAL, cause, remedy, overflow=False, traced=True)
 
 
 def _lost(history: History, back: int) -> Sites:
@@ -93,35 +92,29 @@ def _of_weights(history: History, lost: Sites, back: int) -> NonfiniteForward:
     layout, names = history.layout, history.layout.names(lost)
     own = own_records(history)
     own = own[own > back]
-    whose = f"the weights of {name_text(names)} are not finite"
+    whose, steps, by_step = f"The weights of {name_text(names)} are not finite", history.steps, False
     if not len(own):
-        cause = f"{capitalized(whose)} from the start: so they were initialised, or came out of a checkpoint."
-        return NonfiniteForward(names[0], cause, f"nn.init.kaiming_normal_ for the weights of layer {names[0]}.", False)
-    if not np.isfinite(row_of(history, "grad_norm", back=int(own[-1]))[lost]).all():
-        cause = f"{capitalized(whose)} any more: an earlier step with a gradient that was not finite went into them."
-        return NonfiniteForward(
-            names[0], cause, "a checkpoint from before that step; its cause is reported where it happened.", False
+        cause = f"{whose} from the start: so they were initialised, or came out of a checkpoint."
+        remedy = f"nn.init.kaiming_normal_ for the weights of layer {names[0]}."
+    elif not np.isfinite(row_of(history, "grad_norm", back=int(own[-1]))[lost]).all():
+        cause = f"{whose} any more: an earlier step with a gradient that was not finite went into them."
+        remedy = "a checkpoint from before that step; its cause is reported where it happened."
+    elif steps[-back] - steps[-int(own[-1])] > len(np.unique(history.optimizers(len(history)))):
+        cause = f"{whose} any more, since one of the steps before, which were not measured."
+        remedy = "GradWatch(every_n_steps=1) for one run: it names the operation."
+    else:
+        by_step = True
+        cause = (
+            f"{whose} since the step before, whose gradients were: the optimizer's own step made them so, by a "
+            "division of 0 by 0 or an overflow, or code that wrote to the weights after it."
         )
-    steps = history.steps
-    if steps[-back] - steps[-int(own[-1])] > len(np.unique(history.optimizers(len(history)))):
-        cause = f"{capitalized(whose)} any more, since one of the steps before, which were not measured."
-        return NonfiniteForward(
-            names[0], cause, "GradWatch(every_n_steps=1) for one run: it names the operation.", False
+        remedy = (
+            "a finite lr and an eps above 0 in configure_optimizers, and a look at what else writes to the weights."
         )
-    cause = (
-        f"{capitalized(whose)} since the step before, whose gradients were: the optimizer's own step made them so, by "
-        "a division of 0 by 0 or an overflow, or code that wrote to the weights after it."
-    )
-    if has_float16(layout):
-        cause += " The weights are in float16, in which Adam's eps=1e-8 is 0."
-        return NonfiniteForward(
-            names[0], cause, 'Trainer(precision="16-mixed"), or eps=1e-4 for Adam in configure_optimizers.'
-        )
-    return NonfiniteForward(
-        names[0],
-        cause,
-        "a finite lr and an eps above 0 in configure_optimizers, and a look at what else writes to the weights.",
-    )
+        if has_float16(layout):
+            cause += " The weights are in float16, in which Adam's eps=1e-8 is 0."
+            remedy = 'Trainer(precision="16-mixed"), or eps=1e-4 for Adam in configure_optimizers.'
+    return NonfiniteForward(names[0], cause, remedy, overflow=by_step)
 
 
 def _of_batch(history: History, site: int) -> NonfiniteForward:
@@ -130,13 +123,8 @@ def _of_batch(history: History, site: int) -> NonfiniteForward:
         f"What comes into layer {name}{batch_text(history)} is not finite: the batch has NaN or infinity in it, or "
         "what is done to it before that layer makes it so, a division by 0 for one."
     )
-    return NonfiniteForward(
-        name,
-        cause,
-        f"torch.nan_to_num(batch), or an epsilon in the division before layer {name}.",
-        False,
-        in_batch=True,
-    )
+    remedy = f"torch.nan_to_num(batch), or an epsilon in the division before layer {name}."
+    return NonfiniteForward(name, cause, remedy, overflow=False, in_batch=True)
 
 
 def _of_loss(layout: Layout, ran: Sites, largest: Floats, *, bad_loss: bool) -> NonfiniteForward:
@@ -170,12 +158,11 @@ def _of_module(layout: Layout, ran: Sites, largest: Floats) -> NonfiniteForward:
         )
     else:
         cause += ", the first to run, and what comes into it is finite: it overflows, or divides by 0."
+    remedy = f"an epsilon in the division, logarithm or root before {here}, or a clamp of its input."
     if has_float16(layout):
         cause += " float16 holds 65,504 at most."
-        return NonfiniteForward(name, cause, 'Trainer(precision="bf16-mixed"): bfloat16 has the range of float32.')
-    return NonfiniteForward(
-        name, cause, f"an epsilon in the division, logarithm or root before {here}, or a clamp of its input."
-    )
+        remedy = 'Trainer(precision="bf16-mixed"): bfloat16 has the range of float32.'
+    return NonfiniteForward(name, cause, remedy)
 
 
 def _grown(largest: Floats, ran: Sites) -> str:

@@ -46,22 +46,17 @@ def grown_through_time(history: History, *, dex: float, records: int) -> Finding
     worst = int(sites[growth[-1, sites].argmax()])
     value, steps = float(growth[-1, worst]), int(history.at("time_steps", ago)[-1, worst])
     what = f"of {steps} time steps of layer {layout.sites[worst].name}"
+    grown = f"first {what} is {ratio_text(value)} times stronger than that of the last"
     if _both_ways(layout, worst):
-        message = (
-            f"The gradient that reaches the ends {what} has grown {ratio_text(value)} times on its way through them"
-        )
-    else:
-        message = (
-            f"The gradient that reaches the first {what} is {ratio_text(value)} times stronger than that of the last"
-        )
-    message += (
-        f"; up to {ratio_text(dex)} is normal. It grows by "
+        grown = f"ends {what} has grown {ratio_text(value)} times on its way through them"
+    message = (
+        f"The gradient that reaches the {grown}; up to {ratio_text(dex)} is normal. It grows by "
         f"{10 ** (value / (steps - 1)):.2g} times a step: the recurrent weights amplify."
     )
     remedy = f"nn.init.orthogonal_({_recurrent_weight(layout, worst)}), and gradient clipping."
     names, layer = layout.names(sites), layout.sites[worst].name
     ago = _samples(history, STREAK_SAMPLES)
-    back = _begun(_is_steep(history, ago, dex)[:, sites], ago)
+    back = int(streak_starts(np.asarray(_is_steep(history, ago, dex)[:, sites].any(axis=1)), ago))
     headline = f"the gradient grows {ratio_text(value)} times over {steps} time steps"
     return Finding("exploding", Severity.WARNING, layer, names, value, dex, message, remedy, back, headline)
 
@@ -96,7 +91,7 @@ def faded_through_time(history: History, *, dex: float, records: int) -> Finding
     cause, remedy = _forgetting(layout, worst, steps)
     names, layer = layout.names(sites), layout.sites[worst].name
     text, ago = f"{message} {cause}", _samples(history, STREAK_SAMPLES)
-    back = _begun(np.asarray(history.at("time_growth", ago)[:, sites] <= -dex), ago)
+    back = int(streak_starts(np.asarray((history.at("time_growth", ago)[:, sites] <= -dex).any(axis=1)), ago))
     headline = f"the gradient fades {ratio_text(value)} times over {steps} time steps"
     return Finding("vanishing", Severity.WARNING, layer, names, value, dex, text, remedy, back, headline)
 
@@ -112,11 +107,6 @@ def _is_steep(history: History, ago: Sites, dex: float) -> Mask:
     """Where the gradient grew by `dex`, step by step, so many records `ago`: shape [records, sites]."""
     growth, jump = history.at("time_growth", ago), history.at("time_jump", ago)
     return np.asarray((growth >= dex) & (jump < ABRUPT_SHARE * growth))
-
-
-def _begun(shown: Mask, ago: Sites) -> int:
-    """The position, from the end, of the first of the samples in a row, up to the latest, at which any is `shown`."""
-    return int(streak_starts(np.asarray(shown.any(axis=1)), ago))
 
 
 def _stuck(history: History) -> tuple[float, float] | None:
