@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from gradwatch.core.leading_optimizer import ABSENT_STEPS, LeadingOptimizer
+from gradwatch.core.loss_levels import ABSENT_STEPS, LeadingOptimizer
 
 IN_TURN = [*[1] * 5, 0] * 40
 REPLACED = [*[0] * 70, *[1] * 70, *[2] * 70]

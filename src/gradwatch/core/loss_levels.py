@@ -1,4 +1,4 @@
-"""The level of the loss at the start of a run and at its end: whether anything was learnt."""
+"""The level of the loss at the start of a run and at its end, and which steps stand for it with several optimizers."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from gradwatch.core.block import Block
-from gradwatch.core.leading_optimizer import LeadingOptimizer
-from gradwatch.core.record import Floats
+from gradwatch.core.record import Floats, Mask
 
 LEVEL_LOSSES = 10
 """Losses whose median is a level. Judgement: single batches differ."""
@@ -21,6 +21,28 @@ JUDGED_STEPS = 50
 LOWER_LOSS_SHARE = 0.02
 """Share of its first level by which a loss has to fall to count as lower. Judgement: the noise of a level of ten losses
 is about that where nothing is learnt."""
+
+ABSENT_STEPS = 32
+"""Steps in a row without an optimizer, from which on another has replaced it. Judgement: a critic takes fewer between
+two of its generator."""
+
+
+class LeadingOptimizer:
+    """Chooses the steps of one optimizer at a time, because each may have a loss and a rate of its own: those of the
+    first one, and where that has not stepped lately, of the first that has.
+    """
+
+    def __init__(self) -> None:
+        self._recent = np.zeros(ABSENT_STEPS - 1, dtype=np.int64)
+
+    def rows(self, optimizers: NDArray[np.int64]) -> Mask:
+        """Which of the next steps are its, by the number of each one's optimizer: shape [k]."""
+        numbers = np.concatenate([self._recent, optimizers])
+        self._recent = numbers[len(optimizers) :]
+        if not numbers.any():
+            return np.ones(len(optimizers), dtype=np.bool_)
+        leading = sliding_window_view(numbers, ABSENT_STEPS).min(axis=1) if len(optimizers) else optimizers
+        return np.asarray(optimizers == leading)
 
 
 class LossLevels:

@@ -125,12 +125,15 @@ def norm_into(tensor: Tensor, out: Tensor) -> None:
     values = dense_real(tensor)
     if values.numel() == 0:
         out.zero_()
-        return
-    wide = wide_type(values)
-    if values.numel() > ONE_SUM and wide is torch.float32 and values.device.type not in TREE_SUMS:
-        out.copy_(_chunked_norm(values), non_blocking=not out.is_cpu)
     else:
-        out.copy_(torch.linalg.vector_norm(values, dtype=wide), non_blocking=not out.is_cpu)
+        out.copy_(norm(values), non_blocking=not out.is_cpu)
+
+
+def norm(values: Tensor) -> Tensor:
+    """The same of a dense real tensor with elements, 0-d."""
+    if values.numel() > ONE_SUM and values.dtype is not torch.float64 and values.device.type not in TREE_SUMS:
+        return _chunked_norm(values)
+    return wide_norm(values)
 
 
 def _chunked_norm(values: Tensor) -> Tensor:

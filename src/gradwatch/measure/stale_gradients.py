@@ -50,10 +50,14 @@ class _CheckedParameter:
     new: Tensor | None = None
     """The largest norm that any of them brought, 0-d."""
 
+    @property
+    def gradient(self) -> Tensor | None:
+        parameter = self.parameter()
+        return None if parameter is None else parameter.grad
+
     def remember(self) -> Tensor | None:
         """Have the present gradient be the `last`; that one."""
-        parameter = self.parameter()
-        gradient = None if parameter is None else parameter.grad
+        gradient = self.gradient
         self.last = None if gradient is None else weakref.ref(gradient)
         return gradient
 
@@ -190,7 +194,7 @@ def _on_arrival(checked: _CheckedParameter, errors: list[Exception]) -> Callable
         try:
             if checked.cleared or gradient is None or is_vmapped(gradient) or is_capturing():
                 return
-            there = _gradient(checked)
+            there = checked.gradient
             if there is None or (checked.gradient_version is not None and checked.gradient_version != _version(there)):
                 checked.cleared, checked.gone = True, there is None
                 return
@@ -217,11 +221,6 @@ def _on_accumulated(checked: _CheckedParameter, errors: list[Exception]) -> Call
             errors.append(error)
 
     return accumulated
-
-
-def _gradient(checked: _CheckedParameter) -> Tensor | None:
-    parameter = checked.parameter()
-    return None if parameter is None else parameter.grad
 
 
 def _able(parameter: nn.Parameter) -> bool:

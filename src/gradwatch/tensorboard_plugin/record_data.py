@@ -10,8 +10,7 @@ from threading import Lock
 
 import numpy as np
 
-from gradwatch.core.leading_optimizer import LeadingOptimizer
-from gradwatch.core.loss_levels import LossLevels
+from gradwatch.core.loss_levels import LeadingOptimizer, LossLevels
 from gradwatch.core.record import MEASURED, ROOT, as_float32
 from gradwatch.sinks.record.record_format import PARAMETERS, RecordedBlock, TagDescription, unpack
 from gradwatch.sinks.record.schema import NAMES_MAX, PARAMETERS_MAX, InvalidError, RunLimits

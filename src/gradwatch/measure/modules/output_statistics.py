@@ -21,14 +21,12 @@ from gradwatch.measure.reductions import (
     ONE_SUM,
     SAFE_SQUARE,
     SMALL,
-    TREE_SUMS,
     dense_real,
     exact_norm,
     gathered,
     is_dense_real,
     joined,
-    norm_into,
-    wide_norm,
+    norm,
     wide_type,
 )
 
@@ -325,7 +323,7 @@ def _measure(step: _StepOutputs, tensor: Tensor, site: int, tensor_kind: TensorK
 def _reduce_one(step: _StepOutputs, tensor: Tensor, site: int, tensor_kind: TensorKind) -> None:
     """Add the numbers of one output to `step`, each by one kernel where that is possible."""
     rows, size = step.rows, tensor.numel()
-    rows[tensor_kind.row].single.append((_norm(tensor, exact=site in step.unsafe), site, size))
+    rows[tensor_kind.row].single.append(((exact_norm if site in step.unsafe else norm)(tensor), site, size))
     units = _units(tensor, 0, channels=step.channels) if tensor_kind.rectifies else None
     if units is not None:
         dims = [dim for dim in range(tensor.ndim) if dim != units]
@@ -338,7 +336,7 @@ def _reduce_one(step: _StepOutputs, tensor: Tensor, site: int, tensor_kind: Tens
     if tensor_kind.rectifies or tensor_kind.reach:
         some = tensor if size <= MAX_COUNTED else tensor[: max(1, MAX_COUNTED * len(tensor) // size)]
         name, ones = _ones(some, tensor_kind)
-        rows[name].single.append((_norm(ones), site, some.numel()))
+        rows[name].single.append((norm(ones), site, some.numel()))
 
 
 def _reduce_stack(step: _StepOutputs, waiting: _OutputStack) -> None:
@@ -384,17 +382,6 @@ def _unwrapped(tensor: Tensor) -> Tensor | None:
     if type(tensor) is Tensor and tensor.is_complex():
         tensor = dense_real(tensor.detach())
     return tensor if is_dense_real(tensor) else None
-
-
-def _norm(tensor: Tensor, *, exact: bool = False) -> Tensor:
-    """2-norm of `tensor`, 0-d; `exact`: in the widest type of its device."""
-    if exact:
-        return exact_norm(tensor)
-    if tensor.numel() > ONE_SUM and tensor.device.type not in TREE_SUMS:
-        norm = torch.empty((), dtype=wide_type(tensor), device=tensor.device)
-        norm_into(tensor, norm)
-        return norm
-    return wide_norm(tensor)
 
 
 def _units(tensor: Tensor, first: int, *, channels: bool) -> int | None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from gradwatch.core.alert import Alert, Severity, Verdict
 from gradwatch.core.block import Block
-from gradwatch.core.leading_optimizer import LeadingOptimizer
+from gradwatch.core.loss_levels import LeadingOptimizer
 from gradwatch.runs.names import with_short_names
 from gradwatch.runs.reader import Progress, read_run
 from gradwatch.sinks.downsampling import Downsampling

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from gradwatch import __version__
 from gradwatch.core.alert import Alert, Verdict
-from gradwatch.core.leading_optimizer import LeadingOptimizer
+from gradwatch.core.loss_levels import LeadingOptimizer
 from gradwatch.core.median import lower_median
 from gradwatch.core.printable import INVISIBLE
 from gradwatch.core.record import MEASURED, Missing
