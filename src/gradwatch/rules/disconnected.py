@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar
 
 import numpy as np
@@ -38,8 +37,78 @@ FADED_SHARE = 1e-3
 """Share of the least signal of the layers that have a gradient, under which one may have been rounded to 0. Judgement:
 layers differ less in how their inputs make a gradient of a signal."""
 
-_Wording = tuple[str, str, str]
-"""Headline, message and remedy."""
+CALL_IT = "call layer {last} in forward, or leave its parameters out in configure_optimizers."
+
+TEXTS = {
+    "cleared": (
+        "its gradient is cleared before the step",
+        "{All} got a gradient in the backward pass and had none, or only zeros, at the step, in {steps}: zero_grad(), "
+        "p.grad = None or a hook clears it in between.",
+        "zero_grad() before backward(), not between it and the step; in a loop of your own, watch.step() right after "
+        "backward().",
+    ),
+    "no_backward": (
+        "no gradient in {steps}",
+        "No watched layer got a gradient in {steps}: backward() is not called before the step, as where training_step "
+        "returns None; or detach(), torch.no_grad() or .item() cuts the loss off from the weights.",
+        "return the loss from training_step, or loss.backward() before the step.",
+    ),
+    "stopped": (
+        "no gradient any more, in {steps}",
+        "{All} had a gradient at each of {before}, and none in the {steps} since: detach(), torch.no_grad() or another "
+        "branch of forward cuts the way to the loss.",
+        "no detach() or no_grad() between {kind} {last} and the loss; if its training is meant to end there, "
+        "requires_grad_(False).",
+    ),
+    "no_slope_inside": (
+        "its gradient was exactly 0 at each of {steps}, unlike what flows back to it",
+        "The gradient of {all} was exactly 0 at each of {steps}, while what flowed back to {output} was not: a hook "
+        "that makes it 0, inputs that are all 0 or padding, or an operation without a slope inside the layer.",
+        "without the register_hook or register_post_accumulate_grad_hook on layer {last}, or inputs that are not all "
+        "0.",
+    ),
+    "no_slope": (
+        "its gradient was exactly 0 at each of {steps}",
+        "The gradient of {all} was exactly 0 at each of {steps}: {flat}a loss weight of 0, a mask or padding that "
+        "leaves nothing, a hook that makes it 0, an operation without a slope (round, sign, a comparison, a clamp or "
+        "an activation in its flat part, a softmax or norm of one number), or units that are dead{since}.",
+        "{normed}a weight above 0 for the loss of layer {last}, no clamp of its outputs, or straight through: "
+        "x + (round(x) - x).detach().",
+    ),
+    "no_loss": (
+        "its gradient was exactly 0 at each of {steps}, and the loss is 0",
+        "The gradient of {all} was exactly 0 at each of {steps}, and the loss is exactly 0: a loss weight of 0, a mask "
+        "or padding that leaves nothing, no reward yet, a margin that nothing violates, or targets that CTC cannot "
+        "align, with zero_infinity=True.",
+        "a loss weight above 0; and a look at targets, rewards, masks and lengths of a batch.",
+    ),
+    "without_gradients": (
+        "it runs with gradients disabled",
+        "{All} {run} in the forward pass and got no gradient in {steps}: no output was seen there with gradients "
+        "enabled. That is so inside torch.no_grad(), and with reentrant checkpointing of inputs that need no gradient.",
+        "checkpoint(..., use_reentrant=False), or no torch.no_grad(), around layer {last}.",
+    ),
+    "detached": (
+        "no gradient in {steps}, although it runs",
+        "{All} {run} in the forward pass and got no gradient in {steps}: nothing uses the output, or detach(), "
+        "torch.no_grad() or an operation without a gradient (argmax, a comparison, .item(), .numpy()) cuts the way to "
+        "the loss.",
+        "no detach(), no_grad() or .numpy() between layer {last} and the loss, which must use its output; for f(x) "
+        "such as x > 0, y + (f(x) - y).detach() with y = x.clamp(-1, 1).",
+    ),
+    "unused": ("it never runs", "{All} never {run}: {steps} without a gradient.", CALL_IT),
+    "unreached": (
+        "no gradient in {steps}",
+        "{All} got no gradient in {steps}: unused in forward, or detached.",
+        CALL_IT,
+    ),
+    "left_out": (
+        "forward does not use it",
+        "{All} got no gradient in {steps}, while others of the layer did: forward does not use them.",
+        "use {last} in forward, or remove it.",
+    ),
+}
+"""Headline, message and remedy of each kind; `unreached`: where it is not known what runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,18 +167,19 @@ class Disconnected(CheckedRule):
         nowhere = self._nowhere(history, self.rare_records)
         cut = whole & ~cleared & (not nowhere)
         for kind, text in (
-            (whole & cleared, _cleared),
-            (whole & ~cleared & nowhere, _no_backward),
-            (cut & ran & hidden, _without_gradients),
-            (cut & ran & ~hidden, _detached),
-            (cut & ~ran, _unused if layout.order else _unreached),
-            (~whole & cleared, partial(_cleared, kind="parameter")),
-            (~whole & ~cleared, _left_out),
+            (whole & cleared, "cleared"),
+            (whole & ~cleared & nowhere, "no_backward"),
+            (cut & ran & hidden, "without_gradients"),
+            (cut & ran & ~hidden, "detached"),
+            (cut & ~ran, "unused" if layout.order else "unreached"),
+            (~whole & cleared, "cleared"),
+            (~whole & ~cleared, "left_out"),
         ):
             if (kind & unhealthy).any():
                 places = sites[kind & unhealthy]
                 names, counts = layout.names(_as_they_run(layout, places)), absences[kind & unhealthy]
-                wording = text(names, steps_text(history, int(counts.min())))
+                kind_of = "layer" if whole[kind & unhealthy].all() else "parameter"
+                wording = _worded(text, names, steps_text(history, int(counts.min())), kind_of)
                 codes = history.codes(len(history))[:, places]
                 back = _begun(codes == MEASURED, codes == NO_GRADIENT, codes)
                 found.append(self._finding(names, counts, wanted[kind & unhealthy], wording, back))
@@ -148,7 +218,7 @@ class Disconnected(CheckedRule):
             back = _begun(codes == MEASURED, codes == NO_GRADIENT, codes)
             steps = steps_text(history, int(counts[chosen].min()))
             before = steps_text(history, min(self.steady_records, int(steady[chosen].min())), back=back + 1)
-            wording = _no_backward(names, steps) if nowhere else _stopped(names, steps, before=before, kind=kind)
+            wording = _worded("no_backward" if nowhere else "stopped", names, steps, kind, before=before)
             found.append(self._finding(names, counts[chosen], np.full(len(own), limit), wording, back))
         return found
 
@@ -184,17 +254,16 @@ class Disconnected(CheckedRule):
         losses = own_losses(history, self.zero_records)
         nothing = history.total == 0 and len(losses) and not losses.any()
         records, found = int(zeros.min()), []
+        flat, normed = _flat_activation(history, layers, records)
+        why = "no_loss" if nothing else "no_slope"
         if _has_signal(history, layers, records)[~cleared].all():
-            why: Callable[[Sequence[str], str], _Wording] = _no_slope_inside
-        elif nothing:
-            why = _no_loss
-        else:
-            why = partial(_no_slope, ever=ever, flat=_flat_activation(history, layers, records))
-        for kind, text in ((cleared, _cleared), (~cleared, why)):
+            why = "no_slope_inside"
+        for kind, text in ((cleared, "cleared"), (~cleared, why)):
             if kind.any():
                 names, counts = history.layout.names(_as_they_run(history.layout, layers[kind])), zeros[kind]
                 back = _begun(norms[:, kind] > 0, norms[:, kind] == 0, codes[:, kind])
-                wording = text(names, steps_text(history, int(counts.min())))
+                more = {"flat": flat, "normed": normed, "since": "" if ever else " from the start"}
+                wording = _worded(text, names, steps_text(history, int(counts.min())), **more)
                 wanted = np.full(len(counts), self.zero_records)
                 found.append(self._finding(names, counts, wanted, wording, back))
         return found
@@ -204,10 +273,18 @@ class Disconnected(CheckedRule):
         """Ever longer looks back, each at those only that had no gradient in the one before."""
         return self.unused_records, 5 * self.unused_records, self.rare_records
 
-    def _finding(self, names: Sequence[str], records: Sites, wanted: Sites, wording: _Wording, back: int) -> Finding:
-        headline, message, remedy = wording
+    def _finding(self, names: Sequence[str], records: Sites, wanted: Sites, texts: Sequence[str], back: int) -> Finding:
+        headline, message, remedy = texts
         value, limit, sites = float(records.min()), float(wanted.min()), tuple(names)
         return Finding(self.name, Severity.WARNING, names[-1], sites, value, limit, message, remedy, back, headline)
+
+
+def _worded(text: str, names: Sequence[str], steps: str, kind: str = "layer", **more: str) -> list[str]:
+    """Those of `TEXTS`, about `names`, each a `kind`, in so many `steps`."""
+    every, one = name_text(names, kind), len(names) == 1
+    more |= {"all": every, "All": capitalized(every), "last": names[-1], "steps": steps, "kind": kind}
+    more |= {"run": "runs" if one else "run", "output": "its output" if one else "their outputs"}
+    return [part.format(**more) for part in TEXTS[text]]
 
 
 def _without_parts(layout: Layout, sites: Sites) -> tuple[Sites, Sites]:
@@ -248,39 +325,6 @@ def _ran_without_gradients(history: History, sites: Sites) -> Mask:
     return np.asarray(seen & np.isnan(outputs[sites]) & ~np.isnan(order[sites]))
 
 
-def _cleared(names: Sequence[str], steps: str, *, kind: str = "layer") -> _Wording:
-    message = (
-        f"{capitalized(name_text(names, kind))} got a gradient in the backward pass and had none, or only zeros, at "
-        f"the step, in {steps}: zero_grad(), p.grad = None or a hook clears it in between."
-    )
-    remedy = (
-        "zero_grad() before backward(), not between it and the step; in a loop of your own, watch.step() right after "
-        "backward()."
-    )
-    return ("its gradient is cleared before the step", message, remedy)
-
-
-def _no_backward(names: Sequence[str], steps: str) -> _Wording:
-    message = (
-        f"No watched layer got a gradient in {steps}: backward() is not called before the step, as where "
-        "training_step returns None; or detach(), torch.no_grad() or .item() cuts the loss off from the weights."
-    )
-    remedy = "return the loss from training_step, or loss.backward() before the step."
-    return (f"no gradient in {steps}", message, remedy)
-
-
-def _stopped(names: Sequence[str], steps: str, *, before: str, kind: str) -> _Wording:
-    message = (
-        f"{capitalized(name_text(names, kind))} had a gradient at each of {before}, and none in the {steps} since: "
-        "detach(), torch.no_grad() or another branch of forward cuts the way to the loss."
-    )
-    remedy = (
-        f"no detach() or no_grad() between {kind} {names[-1]} and the loss; if its training is meant to end there, "
-        "requires_grad_(False)."
-    )
-    return (f"no gradient any more, in {steps}", message, remedy)
-
-
 def _has_signal(history: History, layers: Sites, records: int) -> Mask:
     """To which of `layers` something flows back at the newest sample of the last `records`: no less than to others that
     have a gradient, so that rounding has not made it 0.
@@ -310,96 +354,6 @@ def _flat_activation(history: History, layers: Sites, records: int) -> tuple[str
     site, share = layout.sites[flat[-1]], 100 * float(shares[-1, flat[-1]])
     cause = f"the {site.module} {site.name}, {share:.0f} % of whose outputs lie in its flat part; or "
     return cause, f"nn.LayerNorm after layer {layout.sites[before[-1]].name}, before the {site.module}; or "
-
-
-def _no_slope_inside(names: Sequence[str], steps: str) -> _Wording:
-    headline = f"its gradient was exactly 0 at each of {steps}, unlike what flows back to it"
-    message = (
-        f"The gradient of {name_text(names)} was exactly 0 at each of {steps}, while what flowed back to "
-        f"{'its output' if len(names) == 1 else 'their outputs'} was not: a hook that makes it 0, inputs that are all "
-        "0 or padding, or an operation without a slope inside the layer."
-    )
-    remedy = (
-        f"without the register_hook or register_post_accumulate_grad_hook on layer {names[-1]}, or inputs that are not "
-        "all 0."
-    )
-    return headline, message, remedy
-
-
-def _no_slope(names: Sequence[str], steps: str, *, ever: bool, flat: tuple[str, str]) -> _Wording:
-    """`flat`: as `_flat_activation` gives it."""
-    headline = f"its gradient was exactly 0 at each of {steps}"
-    message = (
-        f"The gradient of {name_text(names)} was exactly 0 at each of {steps}: {flat[0]}a loss weight of 0, a "
-        "mask or padding that leaves nothing, a hook that makes it 0, an operation without a slope (round, sign, a "
-        "comparison, a clamp or an activation in its flat part, a softmax or norm of one number), or units that are "
-        f"dead{'' if ever else ' from the start'}."
-    )
-    remedy = (
-        f"{flat[1]}a weight above 0 for the loss of layer {names[-1]}, no clamp of its outputs, or straight through: "
-        "x + (round(x) - x).detach()."
-    )
-    return headline, message, remedy
-
-
-def _no_loss(names: Sequence[str], steps: str) -> _Wording:
-    headline = f"its gradient was exactly 0 at each of {steps}, and the loss is 0"
-    message = (
-        f"The gradient of {name_text(names)} was exactly 0 at each of {steps}, and the loss is exactly 0: a "
-        "loss weight of 0, a mask or padding that leaves nothing, no reward yet, a margin that nothing violates, or "
-        "targets that CTC cannot align, with zero_infinity=True."
-    )
-    return headline, message, "a loss weight above 0; and a look at targets, rewards, masks and lengths of a batch."
-
-
-def _without_gradients(names: Sequence[str], steps: str) -> _Wording:
-    message = (
-        f"{_subject(names, 'runs', 'run')} in the forward pass and got no gradient in {steps}: no output was "
-        "seen there with gradients enabled. That is so inside torch.no_grad(), and with reentrant checkpointing of "
-        "inputs that need no gradient."
-    )
-    remedy = f"checkpoint(..., use_reentrant=False), or no torch.no_grad(), around layer {names[-1]}."
-    return ("it runs with gradients disabled", message, remedy)
-
-
-def _detached(names: Sequence[str], steps: str) -> _Wording:
-    message = (
-        f"{_subject(names, 'runs', 'run')} in the forward pass and got no gradient in {steps}: nothing "
-        "uses the output, or detach(), torch.no_grad() or an operation without a gradient (argmax, a comparison, "
-        ".item(), .numpy()) cuts the way to the loss."
-    )
-    remedy = (
-        f"no detach(), no_grad() or .numpy() between layer {names[-1]} and the loss, which must use its output; for "
-        "f(x) such as x > 0, y + (f(x) - y).detach() with y = x.clamp(-1, 1)."
-    )
-    return (f"no gradient in {steps}, although it runs", message, remedy)
-
-
-def _unused(names: Sequence[str], steps: str) -> _Wording:
-    message = f"{_subject(names, 'never runs', 'never run')}: {steps} without a gradient."
-    return ("it never runs", message, _call_it(names))
-
-
-def _unreached(names: Sequence[str], steps: str) -> _Wording:
-    """Where it is not known what runs."""
-    message = f"{capitalized(name_text(names))} got no gradient in {steps}: unused in forward, or detached."
-    return (f"no gradient in {steps}", message, _call_it(names))
-
-
-def _call_it(names: Sequence[str]) -> str:
-    return f"call layer {names[-1]} in forward, or leave its parameters out in configure_optimizers."
-
-
-def _left_out(names: Sequence[str], steps: str) -> _Wording:
-    message = (
-        f"{capitalized(name_text(names, 'parameter'))} got no gradient in {steps}, while others of the layer "
-        "did: forward does not use them."
-    )
-    return ("forward does not use it", message, f"use {names[-1]} in forward, or remove it.")
-
-
-def _subject(names: Sequence[str], one: str, many: str) -> str:
-    return f"{capitalized(name_text(names))} {one if len(names) == 1 else many}"
 
 
 def _as_they_run(layout: Layout, sites: Sites) -> list[int]:
