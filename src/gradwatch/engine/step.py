@@ -45,6 +45,10 @@ class StepState:
     """Whether the loop gave its loss, which lies beside the row of norms."""
     reading: Reading
     signals: ModuleHooksReading | None = None
+    signal_values: dict[str, Floats] | None = None
+    """The values of `signals`, where the host had its numbers at once: to compute them adjusts the next sample, and
+    judging may come later.
+    """
     flow: LayerFlow | None = None
     """What is known of the layers, if the step was sampled."""
     numbers: dict[str, HostCopy] = field(default_factory=dict)
@@ -106,7 +110,7 @@ class StepState:
         """Statistic -> one number per site, all but `grad_norm`, which is given and completed: shape [sites]."""
         values = self.reading.values()
         if self.signals is not None:
-            values |= self.signals.values()
+            values |= self.signals.values() if self.signal_values is None else self.signal_values
         if self.tapped is not None:
             values |= self.tapped.into(grad_norm)
         if self.effect is not None:
@@ -175,7 +179,7 @@ def read(
             step.signals = samples.collect(reader.layout)
             step.flow = samples.flow
             if step.signals is not None and step.signals.host_copy.done:
-                step.signals.values()  # now: that adjusts the next sample, and judging may come later
+                step.signal_values = step.signals.values()
         stale = reader.stale_gradients.take(sampled=samples is not None)
         if isinstance(stale, Tensor):
             step.numbers["stale"] = HostCopy({"stale": stale})

@@ -31,7 +31,7 @@ class _Sample:
     """Whether the step has been read: gradients that arrive later are not its own."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class ModuleHooksReading:
     """What the statistics have measured in one step, being copied to the host."""
 
@@ -40,18 +40,15 @@ class ModuleHooksReading:
     readings: Sequence[ModuleReading]
     order: tuple[int, ...] = ()
     """Sites of layers and activations in the order in which they first ran in the step."""
-    _values: dict[str, Floats] | None = None
 
     def values(self) -> dict[str, Floats]:
-        """Statistic -> one number per site: those of all statistics, and `run_order`. Computed once."""
-        if self._values is None:
-            numbers = self.host_copy.wait()
-            found: dict[str, Floats] = {"run_order": np.full(len(self.layout), np.nan)}
-            found["run_order"][list(self.order)] = np.arange(len(self.order))
-            for reading in self.readings:
-                found |= reading.values(numbers)
-            self._values = found
-        return self._values
+        """Statistic -> one number per site: those of all statistics, and `run_order`."""
+        numbers = self.host_copy.wait()
+        found: dict[str, Floats] = {"run_order": np.full(len(self.layout), np.nan)}
+        found["run_order"][list(self.order)] = np.arange(len(self.order))
+        for reading in self.readings:
+            found |= reading.values(numbers)
+        return found
 
 
 class ModuleHooks:
