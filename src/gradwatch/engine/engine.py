@@ -19,9 +19,8 @@ from gradwatch.core.schedule import FIRST_STEPS, SamplingSchedule
 from gradwatch.core.training_loop import TrainingMode, TrainingState
 from gradwatch.engine.batch_replay import STEPS_UNTIL_ON_HOST, BatchReplay
 from gradwatch.engine.block_builder import BlockBuilder
-from gradwatch.engine.diagnosis import Diagnosis
+from gradwatch.engine.diagnosis import AlertReaction, Diagnosis
 from gradwatch.engine.interventions.runtime import InterventionRuntime
-from gradwatch.engine.on_alert import AlertReaction
 from gradwatch.engine.options import Options
 from gradwatch.engine.step import StepState, read, read_after
 from gradwatch.engine.step_queue import StepQueue

@@ -11,7 +11,6 @@ import numpy as np
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import OPENING, History
 from gradwatch.core.record import MEASURED, TOTAL, Floats, Mask, Sites
-from gradwatch.rules.evidence.applied_gradients import summed_passes
 from gradwatch.rules.evidence.baseline import LEVEL_RECORDS, first_steps, largest_first_loss, was_learnt
 from gradwatch.rules.evidence.jumps import grew_alike, last_jump
 from gradwatch.rules.evidence.learning_rates import (
@@ -24,6 +23,7 @@ from gradwatch.rules.evidence.learning_rates import (
     maximizes,
     rate_jump,
     rate_text,
+    summed_passes,
 )
 from gradwatch.rules.evidence.recent_rows import ROUNDING, RecentRows
 from gradwatch.rules.evidence.records import is_own, number_of, own_losses, own_records

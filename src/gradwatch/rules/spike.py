@@ -11,7 +11,6 @@ import numpy as np
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import OPENING, History
 from gradwatch.core.record import Floats, Mask, Sites
-from gradwatch.rules.evidence.applied_gradients import clipping_limit
 from gradwatch.rules.evidence.baseline import largest_first_loss, median_and_spread, per_full_accumulation
 from gradwatch.rules.evidence.jumps import (
     LARGE_UPDATE,
@@ -20,7 +19,7 @@ from gradwatch.rules.evidence.jumps import (
     jump_text,
     largest_update,
 )
-from gradwatch.rules.evidence.learning_rates import SANE_SHARE, rate_jump
+from gradwatch.rules.evidence.learning_rates import SANE_SHARE, clipping_limit, rate_jump
 from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.records import is_alone, is_own, number_of
 from gradwatch.rules.evidence.samples import FIRST_SAMPLES

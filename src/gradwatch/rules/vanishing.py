@@ -12,7 +12,6 @@ import numpy as np
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
 from gradwatch.core.record import MEASURED, TOTAL, Layout, Mask, Sites
-from gradwatch.rules.evidence.attention import queries_and_keys
 from gradwatch.rules.evidence.baseline import first_and_last, first_and_last_loss, is_stuck, streak
 from gradwatch.rules.evidence.depth import (
     FADED,
@@ -39,7 +38,7 @@ from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.records import is_alone
 from gradwatch.rules.evidence.recurrent_gradients import faded_through_time, fades_are_due
 from gradwatch.rules.evidence.samples import forward_order
-from gradwatch.rules.evidence.weights import has_norm_layers, sensitivity, starts_from_zero
+from gradwatch.rules.evidence.weights import has_norm_layers, queries_and_keys, sensitivity, starts_from_zero
 from gradwatch.rules.evidence.wording import name_text, ratio_text, steps_text
 from gradwatch.rules.rule import CheckedRule
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gradwatch.core.history import History
-from gradwatch.rules.evidence.applied_gradients import clipping_limit
-from gradwatch.rules.evidence.learning_rates import EFFECT_RECORDS, RateJump, rate_jump
+from gradwatch.rules.evidence.learning_rates import EFFECT_RECORDS, RateJump, clipping_limit, rate_jump
 from gradwatch.rules.evidence.records import is_first_record, is_own, own_records, row_of
 from gradwatch.rules.evidence.wording import batch_text, ratio_text, steps_text
 
