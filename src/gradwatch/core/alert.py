@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
+from numbers import Integral
 from textwrap import wrap
 from typing import Any
 
@@ -200,21 +201,17 @@ def whole_model(layer: str) -> str:
 
 def alert_to_dict(alert: Alert) -> dict[str, object]:
     """The fields of `alert` as numbers, strings and lists, which JSON can hold."""
-    fields = {key: str(value) if isinstance(value, str) else value for key, value in asdict(alert).items()}
-    numbers = {"value": float(alert.value), "threshold": float(alert.threshold)}
-    steps = {"step": int(alert.step), "noticed": int(alert.noticed)}
-    effects = [
-        {
-            "rule": str(one.rule),
-            "sites": [str(site) for site in one.sites],
-            "layer": str(one.layer),
-            "step": None if one.step is None else int(one.step),
-            "noticed": None if one.noticed is None else int(one.noticed),
-        }
-        for one in alert.effects
-    ]
-    sites = [str(site) for site in alert.sites]
-    return {**fields, **numbers, **steps, "severity": alert.severity.value, "sites": sites, "effects": effects}
+    fields: dict[str, object] = _plain(asdict(alert))
+    return fields | {"value": float(alert.value), "threshold": float(alert.threshold)}
+
+
+def _plain(value: Any) -> Any:
+    """`value` of Python's own types, which numpy's scalars and enums extend."""
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return str(value) if isinstance(value, str) else int(value) if isinstance(value, Integral) else value
 
 
 def alert_from_dict(fields: Mapping[str, Any]) -> Alert:
