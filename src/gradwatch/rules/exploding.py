@@ -139,13 +139,7 @@ class Exploding(CheckedRule):
         suspected = rows.totals >= 10.0**self.total_dex * rows.openings[:, 0]
         if "time_growth" in rows.fresh:
             suspected |= rows.fresh["time_growth"]
-        apart = may_differ(
-            rows,
-            signal_dex=self.signal_dex,
-            gradient_dex=self.gradient_dex,
-            stale_records=self.stale_records,
-            zeros=False,
-        )
+        apart = may_differ(rows, self.signal_dex, self.gradient_dex, self.stale_records, zeros=False)
         if "output_rms" in rows.fresh:
             suspected = suspected | (rows.range("output_rms")[1] >= 10.0**self.activation_dex)
         return np.asarray(suspected | apart)
@@ -157,9 +151,7 @@ class Exploding(CheckedRule):
             return [grew]
         if grew := grown_through_time(history, dex=self.time_dex, records=self.records):
             return [grew]
-        found = judged_profile(
-            history, signal_dex=self.signal_dex, gradient_dex=self.gradient_dex, stale_records=self.stale_records
-        )
+        found = judged_profile(history, self.signal_dex, self.gradient_dex, self.stale_records)
         over_depth = None if found is None else self._over_depth(history, *found)
         if not over_depth and (large := self._starts_large(history)):
             return [large]

@@ -105,13 +105,8 @@ class Vanishing(CheckedRule):
         suspected = rows.totals <= 10.0**-self.total_dex * rows.openings[:, 1]
         if rows.history.window("time_growth", 1) is not None:
             suspected |= fades_are_due(rows.lengths, rows.fresh.get("time_growth", rows.nowhere))
-        apart = may_differ(
-            rows,
-            signal_dex=min(self.signal_dex, self.stuck_dex),
-            gradient_dex=self.gradient_dex,
-            stale_records=self.stale_records,
-            zeros=True,
-        )
+        least = min(self.signal_dex, self.stuck_dex)
+        apart = may_differ(rows, least, self.gradient_dex, self.stale_records, zeros=True)
         return np.asarray(suspected | apart)
 
     def __call__(self, history: History) -> Sequence[Finding] | None:
@@ -122,9 +117,7 @@ class Vanishing(CheckedRule):
             return [died]
         if faded := faded_through_time(history, dex=self.time_dex, records=self.records):
             return [faded]
-        judged = judged_profile(
-            history, signal_dex=self.signal_dex, gradient_dex=self.gradient_dex, stale_records=self.stale_records
-        )
+        judged = judged_profile(history, self.signal_dex, self.gradient_dex, self.stale_records)
         if judged is None:
             return None
         found = self._over_depth(history, *judged)

@@ -98,7 +98,7 @@ def _steepest(logs: Floats) -> tuple[int, float]:
     return edge, float(rises[edge] / (envelope[-1] - envelope[0]))
 
 
-def may_differ(rows: RecentRows, *, signal_dex: float, gradient_dex: float, stale_records: int, zeros: bool) -> Mask:
+def may_differ(rows: RecentRows, signal_dex: float, gradient_dex: float, stale_records: int, *, zeros: bool) -> Mask:
     """At which rows `judged_profile` has a profile in which two layers, `zeros` left aside or not, are so far apart."""
     suspected = rows.nowhere
     if "signal_norm" in rows.fresh:
@@ -112,7 +112,7 @@ def may_differ(rows: RecentRows, *, signal_dex: float, gradient_dex: float, stal
 
 
 def judged_profile(
-    history: History, *, signal_dex: float, gradient_dex: float, stale_records: int
+    history: History, signal_dex: float, gradient_dex: float, stale_records: int
 ) -> tuple[Profile, float] | None:
     """The latest record's profile, and the limit in dex for what is measured there.
 
