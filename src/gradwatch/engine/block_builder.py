@@ -36,11 +36,7 @@ class BlockBuilder:
     """
 
     def __init__(
-        self,
-        diagnosis: Diagnosis,
-        interventions: InterventionRuntime,
-        source: NonfiniteSource,
-        clip_norm: float | None,
+        self, diagnosis: Diagnosis, interventions: InterventionRuntime, source: NonfiniteSource, clip_norm: float | None
     ) -> None:
         """`clip_norm`: as `TrainingMode` has it."""
         self.noise = NoiseScale()

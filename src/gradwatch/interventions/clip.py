@@ -10,15 +10,7 @@ import torch
 from torch import Tensor
 
 from gradwatch.core.arguments import check_choice, check_positive, shown, wrong
-from gradwatch.interventions.contract import (
-    Action,
-    At,
-    Editing,
-    InterventionSettings,
-    On,
-    ParameterScope,
-    Scaling,
-)
+from gradwatch.interventions.contract import Action, At, Editing, InterventionSettings, On, ParameterScope, Scaling
 from gradwatch.interventions.group_norms import GroupNorms
 from gradwatch.measure.devices import moved, widest_type
 from gradwatch.measure.layers import choose

@@ -191,12 +191,7 @@ class GradientReader:
         return self._by_optimizer[id(optimizer)]
 
     def measure(
-        self,
-        parameters: OptimizerParameters,
-        info: StepInfo,
-        *,
-        sampled: bool = False,
-        loss: Tensor | None = None,
+        self, parameters: OptimizerParameters, info: StepInfo, *, sampled: bool = False, loss: Tensor | None = None
     ) -> Reading:
         """Read the gradients that the optimizer of `parameters` is about to use.
 

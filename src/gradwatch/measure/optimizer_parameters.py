@@ -169,12 +169,7 @@ class OptimizerParameters:
             self._updates.drop()
 
     def reduce(
-        self,
-        buffer: DeviceBuffer,
-        row: str,
-        tensors: Sequence[Tensor | None],
-        *,
-        reduction: Reduction = NORM,
+        self, buffer: DeviceBuffer, row: str, tensors: Sequence[Tensor | None], *, reduction: Reduction = NORM
     ) -> Indices:
         """Reduce `tensors`, one per member, into `row` of the buffer; the slot of each parameter."""
         with torch.no_grad():

@@ -13,13 +13,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from gradwatch.hooks.garbage_collector import no_collections
-from gradwatch.hooks.hook_set import (
-    HookSet,
-    after_backward,
-    backward_pass,
-    is_capturing,
-    is_hooked_by_others,
-)
+from gradwatch.hooks.hook_set import HookSet, after_backward, backward_pass, is_capturing, is_hooked_by_others
 from gradwatch.measure.devices import moved, widest_type
 from gradwatch.measure.dtensor import is_dtensor
 from gradwatch.measure.layers import is_lazy

@@ -313,13 +313,7 @@ class Plan:
     Made for the tensors it is first shown; `run` raises TypeError or RuntimeError when others no longer fit.
     """
 
-    def __init__(
-        self,
-        tensors: Sequence[Tensor | None],
-        out: Tensor,
-        *,
-        reduction: Reduction = NORM,
-    ) -> None:
+    def __init__(self, tensors: Sequence[Tensor | None], out: Tensor, *, reduction: Reduction = NORM) -> None:
         """`out`: 1-d, at least as long as `tensors`. None's are left out."""
         self.positions: list[int] = []
         """The position in the list of each slot of `out` that `run` writes, from the first slot on."""

@@ -12,13 +12,7 @@ from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import OPENING, History
 from gradwatch.core.record import Floats, Mask, Sites
 from gradwatch.rules.evidence.baseline import largest_first_loss, median_and_spread, per_full_accumulation
-from gradwatch.rules.evidence.jumps import (
-    LARGE_UPDATE,
-    batch_remedy,
-    grew_alike,
-    jump_text,
-    largest_update,
-)
+from gradwatch.rules.evidence.jumps import LARGE_UPDATE, batch_remedy, grew_alike, jump_text, largest_update
 from gradwatch.rules.evidence.learning_rates import SANE_SHARE, clipping_limit, rate_jump
 from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.records import is_alone, is_own, number_of
@@ -165,15 +159,7 @@ class Spike(CheckedRule):
         return [self._finding(history, now, sites, ceiling[high][far], counts, back, returned=after is not None)]
 
     def _finding(
-        self,
-        history: History,
-        now: Floats,
-        sites: Sites,
-        ceiling: Floats,
-        counts: Sites,
-        back: int,
-        *,
-        returned: bool,
+        self, history: History, now: Floats, sites: Sites, ceiling: Floats, counts: Sites, back: int, *, returned: bool
     ) -> Finding:
         """`counts`: of the normal steps of each of `sites`, whose highest is its `ceiling`."""
         jumps = np.log10(now[sites] / ceiling)

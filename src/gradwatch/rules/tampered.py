@@ -151,13 +151,7 @@ class Tampered(CheckedRule):
         return many & throughout(multiple, self.exact_records) & _steady(off)
 
     def _finding(
-        self,
-        history: History,
-        which: Mask,
-        recent: dict[str, Floats],
-        off: Floats,
-        ago: Sites,
-        severity: Severity,
+        self, history: History, which: Mask, recent: dict[str, Floats], off: Floats, ago: Sites, severity: Severity
     ) -> Finding:
         layout = history.layout
         latest = {name: rows[-1] for name, rows in recent.items()}

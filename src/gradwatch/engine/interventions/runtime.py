@@ -150,14 +150,7 @@ class InterventionRuntime:
 
     @torch.no_grad()
     def act(
-        self,
-        optimizer: Any,
-        step: int,
-        info: StepInfo,
-        passes: int,
-        reading: Reading,
-        *,
-        reader: GradientReader,
+        self, optimizer: Any, step: int, info: StepInfo, passes: int, reading: Reading, *, reader: GradientReader
     ) -> StepEffect | None:
         """Change the gradients that `optimizer` is about to use, of which `reader` has read `reading`.
 

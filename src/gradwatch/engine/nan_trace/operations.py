@@ -134,8 +134,7 @@ def forward(name: str, inputs: Sequence[InputSummary], *, nan: bool, dtype: str)
         return Explanation("there is no value in its input", "a test for an empty selection before it.")
     if nan and any(facts.masked for facts in inputs):
         return Explanation(
-            "one of its inputs contains an infinity that is a constant of the code",
-            f"{FINITE}, or a mask after it.",
+            "one of its inputs contains an infinity that is a constant of the code", f"{FINITE}, or a mask after it."
         )
     peak = max((max(-facts.low, facts.high) for facts in inputs), default=0.0)
     if dtype == "float16":
@@ -161,8 +160,7 @@ def constant(name: str, *, nan: bool) -> Explanation:
     """Infinity or NaN that is a constant of the code and reached the loss."""
     instead = "another number than NaN" if nan else FINITE
     return Explanation(
-        "the value is a constant of the code, and reached the loss",
-        f"{instead} in {name}, or a mask of the loss.",
+        "the value is a constant of the code, and reached the loss", f"{instead} in {name}, or a mask of the loss."
     )
 
 

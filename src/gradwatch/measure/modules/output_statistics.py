@@ -217,11 +217,7 @@ class OutputStatistics(ModuleStatistic):
 
 
 def _values(
-    n: int,
-    rows_of: Mapping[str, SiteNumbers],
-    unsafe: set[int],
-    exact: frozenset[int],
-    numbers: Mapping[str, Floats],
+    n: int, rows_of: Mapping[str, SiteNumbers], unsafe: set[int], exact: frozenset[int], numbers: Mapping[str, Floats]
 ) -> dict[str, Floats]:
     """Statistic -> one number for each of `n` sites, NaN where not measured.
 

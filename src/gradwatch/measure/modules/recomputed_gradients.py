@@ -182,12 +182,7 @@ class RecomputedGradients(ModuleStatistic):
 
 
 def _values(
-    n: int,
-    sites: list[int],
-    hooks: list[int],
-    owners: list[int],
-    even: list[int],
-    numbers: Mapping[str, Floats],
+    n: int, sites: list[int], hooks: list[int], owners: list[int], even: list[int], numbers: Mapping[str, Floats]
 ) -> dict[str, Floats]:
     """`gradient_cosine`, `gradient_dex`, `gradient_evenness` and `other_hooks`, one number for each of `n` sites.
 
