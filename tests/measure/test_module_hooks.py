@@ -58,7 +58,7 @@ def sample(hooks: ModuleHooks, net: nn.Module, layout: Layout, *, calls: int = 1
     """The loss of a sampled step whose hooks have been removed again."""
     hooks.attach(find_layers(net), layout)
     loss = torch.stack([net(torch.ones(3, 2)).sum() for _ in range(calls)]).sum()
-    hooks.remove()
+    hooks.hooks.remove()
     return loss
 
 

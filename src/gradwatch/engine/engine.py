@@ -421,12 +421,12 @@ class Engine:
             step.norms_only = False
             step.effect = self.interventions.act(optimizer, index, info, step.passes, step.reading, reader=reader)
         self._optimizers.awaited = None if step.effect and step.effect.skips else optimizer
-        if errors := reader.errors or self.source.errors or (self._samples.errors if step.sampled else []):
+        if errors := reader.errors or self.source.errors or (self._samples.costs.errors if step.sampled else []):
             raise errors[0]
         if step.sampled:
             if unsupported := self._samples.unsupported():
                 self.diagnosis.note(unsupported, log=not self._mode.rank)
-            self.overhead.seconds += self._samples.seconds
+            self.overhead.seconds += self._samples.costs.seconds
         if not step.norms_only:
             self.overhead.seconds += reader.take_seconds(sampled=step.sampled)
         self.queue.measured(step)

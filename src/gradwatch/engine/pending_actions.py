@@ -30,6 +30,3 @@ class PendingActions:
                 return
             self.waiting.popleft()
             action()
-
-    def cancel(self) -> None:
-        self.waiting.clear()

@@ -158,7 +158,7 @@ class StepQueue:
 
     def _discard(self) -> None:
         """Discard all steps that wait, and the one that has not ended: what comes next depends on what was not done."""
-        self.pending.cancel()
+        self.pending.waiting.clear()
         self._open, self._ended, self._expected = [], 0, None
 
     def _close_block(self) -> None:

@@ -143,14 +143,14 @@ class Collapse(CheckedRule):
     def _shrunk(self, history: History, layers: Sites, ago: Sites) -> Sequence[Finding]:
         """The findings for `layers` at the samples so many records `ago`, the latest record among them."""
         some = ago[np.linspace(0, len(ago) - 1, min(PEAK_SAMPLES, len(ago))).astype(np.intp)]
-        earlier = _finite(history.at("weight_norm", some)[:, layers])
+        earlier = np.nan_to_num(history.at("weight_norm", some)[:, layers], posinf=0.0)  # an overflow is no peak
         peak, now = earlier.max(axis=0), history.at("weight_norm", ago[-1:])[0, layers]
         gone = now < self.left * peak
         since = int(some[earlier.sum(axis=1).argmax()])
         if gone.any() and np.count_nonzero(gone) >= self._wanted(history, len(layers), since):
             names = history.layout.names(layers[gone])
             share = float(np.median(now[gone] / peak[gone]))
-            sizes = _finite(history.at("weight_norm", ago)[:, layers[gone]] / peak[gone]).sum(axis=1)
+            sizes = np.nan_to_num(history.at("weight_norm", ago)[:, layers[gone]] / peak[gone], posinf=0.0).sum(axis=1)
             back = 1 + int(ago[::-1][sizes[::-1].argmax()])
             message = (
                 f"The weights of {name_text(names)} have shrunk to {100 * share:.2g} % of their highest norm, in "
@@ -216,7 +216,7 @@ def _why(history: History, names: tuple[str, ...], back: int, *, lower: int) -> 
     known = how.sentence
     if lost > 0:
         known += (
-            f" Each step takes {_percent(lost)} of them; at lr={rate:.2g} a weight_decay of {lost / rate:.2g} "
+            f" Each step takes {100 * lost:.2g} % of them; at lr={rate:.2g} a weight_decay of {lost / rate:.2g} "
             "in SGD or AdamW takes as much."
         )
     return known, how.remedy or _less_decay(history, lost, rate)
@@ -263,10 +263,6 @@ def _less_decay(history: History, lost: float, rate: float) -> str:
     return f"{less:.1g} times the penalty on the weights, or what else shrinks them: {then}"
 
 
-def _percent(share: float) -> str:
-    return f"{100 * share:.2g} %"
-
-
 def _unwritten(history: History, layers: Sites, ago: Sites) -> Sites:
     """Those of the samples `ago` since something other than the optimizer last wrote any of `layers`: clipped or pruned
     them, say.
@@ -293,10 +289,6 @@ def _learnt(history: History, since: int) -> bool:
         return False
     before, now = float(np.median(own[:some])), float(np.median(own[-some:]))
     return now < before - (1 - IMPROVED_RATIO) * abs(before)
-
-
-def _finite(norms: Floats) -> Floats:
-    return np.where(np.isfinite(norms), norms, 0.0)  # an overflow is no peak
 
 
 @lru_cache(maxsize=8)

@@ -307,7 +307,7 @@ class InterventionRuntime:
         """`step`: the number of the next step, until the optimizers' own counts are known."""
         if self.gradient_hooks is not None:
             self.gradient_hooks.steps = [step] * len(self.gradient_hooks.steps)
-        self.signal_hooks.resume(step)
+        self.signal_hooks.step = step
 
     def _attach(self, reader: GradientReader, device: torch.device) -> None:
         """Attach the hooks of the parameters on which interventions act in hooks."""

@@ -41,7 +41,7 @@ class SignalHooks:
         """Site -> the layer, and the actions on its signals in order."""
         self._factors = torch.ones((numbers, 0), dtype=torch.float32)
         """Factor by which each intervention changed the norm of a site's signal, the farthest from 1 of all calls."""
-        self._step = 0
+        self.step = 0
         """The number of the next step."""
         self._scale: Tensor | None = None
         """The loss scale of the signals, 0-d."""
@@ -106,10 +106,6 @@ class SignalHooks:
         self._hooks.remove()
         self._layers = {}
 
-    def resume(self, step: int) -> None:
-        """`step`: the number of the next step."""
-        self._step = step
-
     def scaled(self, scale: Callable[[], Tensor | None]) -> None:
         """A backward pass begins; `scale` gives the loss scale that will be in its signals, 0-d."""
         if self._layers:
@@ -122,7 +118,7 @@ class SignalHooks:
 
         `step`: the number of the next step.
         """
-        self._step = step
+        self.step = step
         applied: list[AppliedFactors] = []
         factors: dict[str, Tensor] = {}
         if not self._layers:
@@ -138,11 +134,6 @@ class SignalHooks:
         self._costs.collect()
         self._factors.fill_(1.0)
         return applied, factors
-
-    def _record(self, number: int, site: int, factor: Tensor | float) -> None:
-        """An intervention changed a signal's norm by `factor`; NaN where no factor leads to the new norm."""
-        if not isinstance(factor, float) or factor != 1.0:
-            keep_most_changed(self._factors[number, site], factor, first=False)
 
     def _hook(self, site: int, actions: Sequence[HookedAction]) -> Callable[[Tensor | None], Tensor | None]:
         this, device = weakref.ref(self), self._factors.device
@@ -160,9 +151,10 @@ class SignalHooks:
                         norm = moved(norm_of(signal), device).reshape(1)
                         norm = norm if owner._scale is None else norm / moved(owner._scale, device)
                     other, factor, after = apply_action(
-                        hooked.action, new, norm, present, new, owner._scale, owner._step
+                        hooked.action, new, norm, present, new, owner._scale, owner.step
                     )
-                    owner._record(hooked.number, site, factor)
+                    if not isinstance(factor, float) or factor != 1.0:  # NaN where none leads to the new norm
+                        keep_most_changed(owner._factors[hooked.number, site], factor, first=False)
                     if not hooked.dry:
                         new, norm = other, after
                 except Exception as error:  # raised here, it would end the user's backward pass

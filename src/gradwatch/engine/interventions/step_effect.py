@@ -105,7 +105,8 @@ class StepEffect:
             return values
         norm, before = reading.per_parameter("grad_norm"), read
         if (applied != 1.0).any():
-            self.used = _after(layout, coverage, norm, applied, self._measured())
+            edited = np.nan if self.host_copy is None else self.host_copy.wait().get("after", np.nan)
+            self.used = _after(layout, coverage, norm, applied, edited)
         if self.host_copy is not None and "before" in (numbers := self.host_copy.wait()):
             norm = np.where(np.isnan(numbers["before"]), norm, numbers["before"])
             values["grad_norm"] = before = norms(layout, norm, coverage)
@@ -121,10 +122,6 @@ class StepEffect:
         rate[covered & changed] = 1.0
         rate[0] = np.count_nonzero(changed[layout.layers]) / np.count_nonzero(covered[layout.layers])
         return values
-
-    def _measured(self) -> Floats | float:
-        """The norms after edits, shape [parameters]; NaN where there were none."""
-        return np.nan if self.host_copy is None else self.host_copy.wait().get("after", np.nan)
 
 
 class ChangeCounts:

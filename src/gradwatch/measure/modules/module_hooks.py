@@ -59,16 +59,16 @@ class ModuleHooks:
         self.hooks = HookSet()
         self.statistics = statistics
         self._sample = _Sample()
-        self._layers: dict[int, None] = {}
-        """Sites of layers in the order in which they first ran, in the last step or an earlier one."""
+        self.order: dict[int, None] = {}
+        """Sites of layers in the order in which they first ran, up to the last `collect`."""
         self._costs = costs
         self._made: list[_HooksOfModule] = []
         self._made_for: object = None
         """What the hooks that are made depend on, besides their modules."""
 
     def attach(self, layers: Sequence[Layer], layout: Layout, *, full: bool = False) -> None:
-        """Hook `layers` and their activations until `remove`; measurements are kept until `collect`. A second call does
-        nothing.
+        """Hook `layers` and their activations until `hooks` are removed; measurements are kept until `collect`. A
+        second call does nothing.
 
         `full`: backward signals by torch's own full backward hooks.
         """
@@ -90,28 +90,20 @@ class ModuleHooks:
             for made, (module, _, _) in zip(self._made, modules, strict=True):
                 made.attach(module, self._sample, self.hooks)
         except BaseException:
-            self.remove()
+            self.hooks.remove()
             raise
-
-    def remove(self) -> None:
-        """Remove the hooks."""
-        self.hooks.remove()
 
     def on_loss(self, loss: Tensor) -> None:
         """A backward pass begins at `loss`."""
         for statistic in self.statistics if len(self.hooks) else ():
             statistic.on_loss(loss)
 
-    def order(self) -> tuple[int, ...]:
-        """Site indices of the layers in the order in which they first ran, up to the last `collect`."""
-        return tuple(self._layers)
-
     def collect(self, layout: Layout) -> ModuleHooksReading | None:
         """What has been measured since `attach`; None if nothing has."""
         sample, self._sample = self._sample, _Sample()
         sample.collected = True
         calls = Counter(sample.sites)
-        self._layers |= dict.fromkeys([site for site in calls if layout.sites[site].kind == "layer"])
+        self.order |= dict.fromkeys([site for site in calls if layout.sites[site].kind == "layer"])
         if repeated := [site for site, count in calls.items() if count > 1]:
             for statistic in self.statistics:
                 statistic.on_repeated_calls(repeated)

@@ -47,27 +47,23 @@ class SampledStep:
     def __init__(self, signals: Literal["auto", "safe", "full", "off"], activations: Literal["auto"] | bool) -> None:
         """`activations`: whether forward statistics are measured; "auto": where signals are."""
         self._full = signals == "full"
-        self._costs = HookCosts()
+        self.costs = HookCosts()
+        """Errors inside hooks, and the seconds spent in them for the last `collect`."""
         self._head = LossHead()
-        self._recomputed = RecomputedGradients(self._costs)
+        self._recomputed = RecomputedGradients(self.costs)
         forward = signals != "off" if activations == "auto" else bool(activations)
         statistics: list[ModuleStatistic] = [OutputStatistics(), FrozenWeights()] if forward else []
         if signals != "off":
-            statistics += [SignalStatistics(), self._head, TimeStepGradients(self._costs)]
-            statistics += [LogitMisfit(self._costs), self._recomputed]
+            statistics += [SignalStatistics(), self._head, TimeStepGradients(self.costs)]
+            statistics += [LogitMisfit(self.costs), self._recomputed]
         self._data_flow = DataFlow()
         if statistics:
             statistics.append(self._data_flow)
-        self._module_hooks = ModuleHooks(statistics, self._costs)
+        self._module_hooks = ModuleHooks(statistics, self.costs)
         self.pause: ExitStack | None = None
         """Within which Python's garbage collector is paused; None while it is not."""
         self._refusal_reported = False
         self._unowned = UnownedParameters()
-
-    @property
-    def errors(self) -> list[Exception]:
-        """Errors inside hooks."""
-        return self._costs.errors
 
     @property
     def hooks_modules(self) -> bool:
@@ -91,12 +87,12 @@ class SampledStep:
 
     def unhook_modules(self) -> None:
         """Remove all hooks; a second call does nothing."""
-        self._module_hooks.remove()
+        self._module_hooks.hooks.remove()
         self._resume()
 
     def unsupported(self) -> str:
         """A sentence about an option that has no effect in this run, once; otherwise empty."""
-        if self._refusal_reported or not self._costs.refused:
+        if self._refusal_reported or not self.costs.refused:
             return ""
         self._refusal_reported = True
         return FULL_HOOKS_REFUSED
@@ -111,20 +107,16 @@ class SampledStep:
 
     def collect(self, layout: Layout) -> ModuleHooksReading | None:
         """The statistics of the modules."""
-        self._module_hooks.remove()  # the collector waits for the end of the batch: the graph may be there until then
-        self._costs.collect()
+        # the collector waits for the end of the batch: the graph may be there until then
+        self._module_hooks.hooks.remove()
+        self.costs.collect()
         return self._module_hooks.collect(layout)
 
     @property
     def flow(self) -> LayerFlow | None:
         """What is known since the last `collect`; None where no layer has run."""
-        order = self._module_hooks.order()
+        order = tuple(self._module_hooks.order)
         return LayerFlow(order, self._data_flow.edges, self._unowned.names) if order else None
-
-    @property
-    def seconds(self) -> float:
-        """Seconds spent in the hooks for the last `collect`."""
-        return self._costs.seconds
 
     def _resume(self) -> None:
         if self.pause is not None:
