@@ -71,7 +71,7 @@ class Gates:
         """Whether a gate refused the step that was reported last."""
         self._optimizers: dict[int, int] = {}
         self.batchnorm = BatchNormBuffers()
-        self._skipped_step = SkippedStep()
+        self.skipped_step = SkippedStep()
         self._logs = True
         self._on_cpu = False
         """Whether parameters lie on the CPU: a fused optimizer reads there a `found_inf` that has not arrived yet."""
@@ -99,13 +99,9 @@ class Gates:
 
     def detach(self) -> None:
         """Remove everything from the optimizers, and release the model."""
-        self._skipped_step.detach()
+        self.skipped_step.detach()
         self.batchnorm.detach()
         self._diagnosis.on_incidents = None
-
-    def begin(self, optimizer: Any) -> None:
-        """A step of `optimizer` begins."""
-        self._skipped_step.begin(optimizer)
 
     def decide(
         self,
@@ -133,7 +129,7 @@ class Gates:
         apart = self._on_cpu and not norms.is_cpu
         if waits and (dry or scaled or (not apart and skips_by_found_inf(optimizer))):  # the host need not wait
             if not (dry or scaled):
-                self._skipped_step.set_found_inf(optimizer, refused)
+                self.skipped_step.set_found_inf(optimizer, refused)
             if not dry:
                 self.batchnorm.restore(refused)
             return GateDecision(number, optimizer_number, step, run_step, None, dry, scaled, HostCopy(sent))
@@ -141,7 +137,7 @@ class Gates:
         if known and not dry:
             self.batchnorm.restore(None)
             if not scaled:
-                self._skipped_step.remove_gradients(optimizer)
+                self.skipped_step.remove_gradients(optimizer)
         host_copy = HostCopy(sent) if known else None
         return GateDecision(number, optimizer_number, step, run_step, known, dry, scaled, host_copy)
 

@@ -158,7 +158,7 @@ class InterventionRuntime:
         not known.
         """
         reader.latest = None
-        self.gates.begin(optimizer)
+        self.gates.skipped_step.begin(optimizer)
         self.pending, self._last[id(optimizer)] = False, step
         for number, error in (*(self.gradient_hooks.errors if self.gradient_hooks else ()), *self.signal_hooks.errors):
             self._drop(self._all[number], error)
