@@ -86,7 +86,8 @@ class Clip:
     def begin(self, scope: ParameterScope) -> Action:
         if self.value is not None:
             return Editing(partial(_within, self.value))
-        which = [self._limit_of(layer) for layer in scope.layers]
+        matches = [set(choose(scope.layers, (pattern,), require_match=False)) for pattern, _ in self.limits]
+        which = [max(i for i, names in enumerate(matches) if layer in names) for layer in scope.layers]
         group_of: Sequence[int] = {
             "parameter": range(len(scope.names)),
             "layer": scope.owners,
@@ -104,9 +105,6 @@ class Clip:
             return groups.for_each(factor)
 
         return Scaling(factors, groups.groups)
-
-    def _limit_of(self, layer: str) -> int:
-        return max(i for i, (pattern, _) in enumerate(self.limits) if choose((layer,), (pattern,), require_match=False))
 
     def __str__(self) -> str:
         if self.value is not None:

@@ -83,10 +83,6 @@ class _Growth:
         return path
 
     @property
-    def first_layers(self) -> list[int]:
-        return self.way[: self.ends]
-
-    @property
     def last_layers(self) -> NDArray[np.bool_]:
         """Which layers behind `first` are near the loss."""
         start = np.zeros(len(self.flow), dtype=bool)
@@ -210,7 +206,9 @@ class Exploding(CheckedRule):
         weights = sensitivity(history, found.now.sites)
         if weights is None:
             return False
-        return bool(weights[found.first_layers].max() < weights[found.last_layers].max() * 10.0**self.sensitivity_dex)
+        return bool(
+            weights[found.way[: found.ends]].max() < weights[found.last_layers].max() * 10.0**self.sensitivity_dex
+        )
 
     def _activations_grow(self, history: History, found: _Growth) -> bool:
         """Whether what the layers near the loss give out is far over all before: then the growth is no matter of scale,
