@@ -149,25 +149,28 @@ def select_rows(count: int, marked: Sequence[int], limit: int) -> list[int]:
 
 def shorten_name(name: str, width: int, *, ascii_only: bool = False) -> str:
     """A dotted name in `width` columns of a terminal, of which East Asian characters take two: outer parts become
-    initials, except numbers; then its beginning is cut.
+    initials with their numbers; then its middle is cut.
     """
     from rich.cells import cell_len
 
     parts = name.split(".")
     for i in range(len(parts) - 1):
         if cell_len(".".join(parts)) > width and not parts[i].isdigit():
-            parts[i] = parts[i][:1]
+            parts[i] = re.sub(r"(?s)(?<=^.).*?(?=\d*$)", "", parts[i], count=1)
     name = ".".join(parts)
     if cell_len(name) <= width:
         return name
-    name = name[1 - width :]
-    while cell_len(name) >= width:
-        name = name[1:]
-    return ("~" if ascii_only else "…") + name
+    begin, end = name[: (width - 1) // 2], name
+    while cell_len(begin) > (width - 1) // 2:
+        begin = begin[:-1]
+    while cell_len(begin) + 1 + cell_len(end) > width:
+        end = end[1:]
+    return begin + ("~" if ascii_only else "…") + end
 
 
 def format_number(number: float, width: int) -> str:
     """Up to three significant digits in `width` characters, five or more: '0.034', '3.4e-5'."""
+    number = float(f"{number:.3g}")  # 0.01 as float32 is less
     plain = number == 0 or not math.isfinite(number) or 0.01 <= abs(number) < 1000
     for digits in (3, 2) if plain else (2, 1):
         text = f"{number:.{digits}g}" if plain else f"{number:.{digits - 1}e}"

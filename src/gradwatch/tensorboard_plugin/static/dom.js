@@ -59,16 +59,18 @@ export function swatch(name) {
   return el("span", { class: "swatch", style: `background:var(--${name})` });
 }
 
-/** `text` in at most `width` pixels of `context`'s font; it loses its beginning, since a layer's end tells it apart. */
+/** A name in at most `width` pixels of `context`'s font: outer parts become initials with their numbers, then its middle is cut. */
 export function fitted(context, whole, width) {
-  const text = visible(whole);
-  if (context.measureText(text).width <= width) return text;
-  let low = 0;
-  let high = text.length;
-  while (low < high) {
-    const middle = (low + high) >> 1;
-    if (context.measureText(`…${text.slice(middle)}`).width <= width) high = middle;
-    else low = middle + 1;
+  const fits = (text) => context.measureText(text).width <= width;
+  const parts = visible(whole).split(".");
+  for (let i = 0; i + 1 < parts.length && !fits(parts.join(".")); i += 1) {
+    if (!/^\d+$/.test(parts[i])) parts[i] = parts[i].replace(/(?<=^.).*?(?=\d*$)/u, "");
   }
-  return `…${text.slice(low)}`;
+  const text = parts.join(".");
+  if (fits(text)) return text;
+  let kept = text.length;
+  const cut = () => `${text.slice(0, kept >> 1)}…${text.slice(text.length - kept + (kept >> 1))}`;
+  do kept -= 1;
+  while (kept > 1 && !fits(cut()));
+  return cut();
 }
