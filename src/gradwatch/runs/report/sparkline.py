@@ -34,7 +34,7 @@ def sparkline(low: Logs, high: Logs) -> str:
         share = (np.where(np.isfinite(logs), logs, np.nan) - floor) / span
         return [None if y != y else round(HEIGHT - 1 - y * (HEIGHT - 2)) for y in share.tolist()]
 
-    stretch = WIDTH / max(1, points - 1)
+    stretch = (WIDTH - 1) / max(1, points - 1)
     xs = [round(place * stretch) for place in range(points)]
     ticks = [
         (kind, "".join(f"M{xs[place]} {HEIGHT}v-3" for place in np.flatnonzero(where)))

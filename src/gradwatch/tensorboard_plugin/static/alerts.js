@@ -2,7 +2,7 @@
 
 import { mark, SHAPES } from "./heatmap.js";
 import { drawing, el, themed } from "./dom.js";
-import { listing, period } from "./format.js";
+import { layersOf, listing, period } from "./format.js";
 
 /** `jump(alert)` shows the place; `open(layer)` the layer's page. */
 export function alertList(run, { jump, open }) {
@@ -20,7 +20,7 @@ function item(alert, known, { jump, open }) {
   const context = drawing(sign, 16, 16);
   context.fillStyle = themed(alert.severity);
   mark(context, SHAPES[alert.severity], 8, 9);
-  const where = listing(alert.sites.length ? alert.sites : [alert.layer]);
+  const where = listing(layersOf(alert));
   return el(
     "li",
     { class: alert.severity },

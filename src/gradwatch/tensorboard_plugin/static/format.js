@@ -9,7 +9,7 @@ export function short(number) {
   if (Number.isNaN(number)) return "-";
   if (!Number.isFinite(number)) return number > 0 ? "inf" : "-inf";
   if (number === 0) return "0";
-  const size = Math.abs(number);
+  const size = Math.abs(Number(number.toPrecision(3))); // 0.01 as float32 is less
   if (size >= 0.01 && size < 1000) return String(Number(number.toPrecision(3)));
   return number.toExponential(1).replace("e+", "e");
 }
@@ -60,6 +60,11 @@ export function shortened(name, most) {
   if (name.length <= most) return name;
   const ending = Math.ceil(0.6 * most);
   return `${name.slice(0, most - 1 - ending)}…${name.slice(name.length - ending)}`;
+}
+
+/** The layers of an alert, in words. */
+export function layersOf(alert) {
+  return alert.sites.length ? alert.sites : [alert.layer === "total" ? "the whole model" : alert.layer];
 }
 
 /** Where an alert begins on the x-axis. */

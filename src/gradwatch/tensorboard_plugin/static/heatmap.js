@@ -2,6 +2,7 @@
 
 import { columnAt, spacing } from "./api.js";
 import { stepAxis } from "./axes.js";
+import { NOT_FINITE } from "./colour.js";
 import { drawing, el, fitted, themed } from "./dom.js";
 import { began, ended, LOST, NOT_A_NUMBER, noticed } from "./format.js";
 import { drawLabels, GUTTER, widest } from "./labels.js";
@@ -43,7 +44,8 @@ export function heatmap(act) {
     const rows = place.rows.map((row) => row.members);
     const image = painted(shown.grid, { ...shown, rows, from: place.from, to: place.to, width: wide, height: high });
     context.fillStyle = themed("void");
-    context.fillRect(place.plot.left, place.plot.top, place.plot.width, place.plot.height);
+    const [begin, end] = recorded();
+    context.fillRect(begin, place.plot.top, Math.max(0, end - begin), place.plot.height);
     context.drawImage(image, place.plot.left, place.plot.top, place.plot.width, place.plot.height);
     drawLabels(context, place, shown);
     if (shown.loss) drawLoss(context);
@@ -52,6 +54,15 @@ export function heatmap(act) {
     const axis = { left, right: left + width, top: top + height, from: place.from, to: place.to, x: place.x };
     stepAxis(context, { ...axis, colour: themed("quiet") });
     point(null);
+  }
+
+  /** Where the steps of the run begin and end in the plot, in pixels. */
+  function recorded() {
+    const { plot, x } = place;
+    const { grid } = shown;
+    if (!grid.columns) return [plot.left, plot.left];
+    const end = x(grid.last[grid.columns - 1] + spacing(grid));
+    return [Math.max(plot.left, x(grid.first[0])), Math.min(plot.left + plot.width, end)];
   }
 
   function drawLoss(context) {
@@ -90,6 +101,12 @@ export function heatmap(act) {
       context.lineTo(middle + half, y(loss.high[piece[0]]));
     }
     context.stroke();
+    context.fillStyle = `rgb(${NOT_FINITE})`;
+    for (let c = 0; c < loss.columns; c += 1) {
+      if (loss.states[c] < NOT_A_NUMBER) continue;
+      const left = place.x(loss.first[c]);
+      context.fillRect(left, top, Math.max(2, place.x(loss.last[c] + 1) - left + 0.5), 3);
+    }
     context.restore();
     context.fillStyle = themed("quiet");
     context.textAlign = "right";
@@ -102,8 +119,16 @@ export function heatmap(act) {
     const size = plot.height / rows.length;
     shown.alerts.forEach((alert, number) => {
       const at = Math.round(x(began(alert) + 0.5));
-      if (at < plot.left - 1 || at > plot.left + plot.width + 1) return;
       context.fillStyle = context.strokeStyle = themed(alert.severity);
+      const [first, last] = recorded();
+      const end = ended(alert);
+      const [from, until] = [Math.max(at, first), Math.min(last, end == null ? Infinity : x(end + 1))];
+      if (until > from + 8) {
+        context.globalAlpha = 0.35;
+        context.fillRect(from, plot.top - 13, until - from, 3);
+        context.globalAlpha = 1;
+      }
+      if (at < plot.left - 1 || at > plot.left + plot.width + 1) return;
       const own = rows.flatMap((row, i) => (row.members.some((n) => shown.faults[number].own.has(n)) ? [i] : []));
       if (own.length) {
         context.setLineDash([4, 3]);
@@ -113,13 +138,6 @@ export function heatmap(act) {
         context.lineTo(at + 0.5, plot.top + (own[own.length - 1] + 1) * size);
         context.stroke();
         context.setLineDash([]);
-      }
-      const end = ended(alert);
-      const until = Math.min(plot.left + plot.width, end == null ? Infinity : x(end + 1));
-      if (until > at + 8) {
-        context.globalAlpha = 0.35;
-        context.fillRect(at, plot.top - 13, until - at, 3);
-        context.globalAlpha = 1;
       }
       const seen = Math.round(x(noticed(alert) + 0.5));
       if (seen > at + 8 && seen < plot.left + plot.width) {

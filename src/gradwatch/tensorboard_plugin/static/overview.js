@@ -172,8 +172,8 @@ export function runsTable(open) {
         hint: "layers from top to bottom, steps from left to right",
         cell: (line) => line.map && el("button", { class: "link", value: "", title: `Open ${line.name}`, onclick: () => open(line.name) }, picture(...MAP, (canvas) => thumbnail(canvas, line))),
       },
-      { key: "steps", title: "steps", kind: "number", sort: (line) => line.last, cell: (line) => count(line.last + 1) },
-      { key: "updated", title: "last step at", kind: "when", sort: (line) => line.updated, cell: (line) => new Date(1000 * line.updated).toLocaleString([], { dateStyle: "short", timeStyle: "short" }) },
+      { key: "steps", title: "last step", kind: "number", sort: (line) => line.last, cell: (line) => count(line.last) },
+      { key: "updated", title: "at", kind: "when", sort: (line) => line.updated, cell: (line) => new Date(1000 * line.updated).toLocaleString([], { dateStyle: "short", timeStyle: "short" }) },
     ];
   }
 

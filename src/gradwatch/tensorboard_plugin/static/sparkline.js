@@ -17,17 +17,20 @@ export function sparkline(canvas, grid, n, log) {
   const lows = new Float64Array(WIDTH).fill(NaN);
   const highs = new Float64Array(WIDTH).fill(NaN);
   const marks = [];
-  const broken = new Set(); // pixels at which steps are lost
+  const broken = new Set(); // pixels at which steps are lost, zero or not finite
   let [low, high] = [Infinity, -Infinity];
   for (let c = 0; c < grid.columns; c += 1) {
     const at = n * grid.columns + c;
     const x = Math.min(WIDTH - 1, Math.round(((grid.first[c] - from) / span) * (WIDTH - 1)));
-    if (grid.states[at] === LOST) broken.add(x);
+    if (grid.states[at] === LOST || grid.states[at] >= NOT_A_NUMBER) broken.add(x);
     if (grid.states[at] >= NOT_A_NUMBER) marks.push([x, `rgb(${NOT_FINITE})`, 0]);
     if (grid.states[at] !== 0) continue;
     for (const value of [grid.low[at], grid.high[at]]) {
       const number = of(value);
-      if (number === -Infinity) marks.push([x, `rgb(${ZERO})`, HEIGHT - 3]);
+      if (number === -Infinity) {
+        marks.push([x, `rgb(${ZERO})`, HEIGHT - 3]);
+        broken.add(x);
+      }
       if (!Number.isFinite(number)) continue;
       if (!(lows[x] <= number)) lows[x] = number;
       if (!(highs[x] >= number)) highs[x] = number;
@@ -42,7 +45,7 @@ export function sparkline(canvas, grid, n, log) {
   context.lineWidth = 1.2;
   context.lineJoin = "round";
   context.beginPath();
-  const pieces = [[]]; // of pixels, between lost steps
+  const pieces = [[]]; // of pixels, between those
   for (let x = 0; x < WIDTH; x += 1) {
     if (!Number.isNaN(lows[x])) pieces[pieces.length - 1].push(x);
     else if (broken.has(x)) pieces.push([]);

@@ -1,7 +1,7 @@
 // The first line that a person reads: is the run healthy, where not, since when.
 
 import { el } from "./dom.js";
-import { began, count, listing, period, percent, plural, shortened } from "./format.js";
+import { began, count, layersOf, listing, period, percent, plural, shortened } from "./format.js";
 
 const SIGNS = { error: "✕", warning: "!", healthy: "✓", stuck: "–", "no end": "…", unmeasured: "–" };
 const WORDS = {
@@ -23,7 +23,7 @@ export function healthSign(kind) {
 
 /** An alert in one line: "dead in encoder.0, since step 31, still open". */
 export function lineOf(alert, longest = LONGEST) {
-  const sites = alert.sites.length ? alert.sites : [alert.layer];
+  const sites = layersOf(alert);
   const most = sites.length > 1 ? Math.min(AMONG, longest) : longest;
   const where = listing(sites.map((name) => shortened(name, most)));
   return `${alert.rule} in ${where}, ${period(alert)}`;
@@ -50,7 +50,7 @@ export function verdictOf(run, jump) {
     ...(verdict?.notes ?? []),
     ...untrained(verdict?.untrained ?? {}).map((text) => `Not trained: ${text}`),
   ];
-  const whole = loud.length ? [loud[0].layer, ...loud[0].sites].join(", ") : null;
+  const whole = loud.length ? layersOf(loud[0]).join(", ") : null;
   return el(
     "section",
     { class: `verdict ${kind}`, "aria-label": `Verdict on ${run.run}` },
