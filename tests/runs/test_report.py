@@ -352,10 +352,14 @@ def test_a_sparkline_of_nothing_is_nothing() -> None:
 @pytest.mark.parametrize(
     ("losses", "said", "pieces"),
     [
-        ([1.5], "from 1.5 to 1.5", ["M0.5 100.0", "M0.0 100.0h1.0"]),
-        ([1, np.inf, 3, np.inf], "from 1 to 3", ["M0.5 100.0", "M0.0 100.0h1.0", "M2.5 0.0", "M2.0 0.0h1.0"]),
-        ([*range(19), 40], "from 0 to 40", None),
-        ([*range(255), 9000], "from 0 to 9000, drawn up to 254", None),
+        ([1.5], "lowest 1.5, highest 1.5", ["M0.5 100.0", "M0.0 100.0h1.0"]),
+        (
+            [1, np.inf, 3, np.inf],
+            "lowest 1, highest 3; not finite where there is no line",
+            ["M0.5 100.0", "M0.0 100.0h1.0", "M2.5 0.0", "M2.0 0.0h1.0"],
+        ),
+        ([*range(19), 40], "lowest 0, highest 40", None),
+        ([*range(255), 9000], "lowest 0, highest 9000, drawn up to 254", None),
     ],
 )
 def test_the_loss_is_drawn_and_said_whole(losses: list[float], said: str, pieces: list[str] | None) -> None:

@@ -40,7 +40,8 @@ def path_of(loss: Downsampling, beside: Downsampling) -> tuple[str, str]:
         path += f"V{lower:.1f}" if lower > upper else ""
         if not before[place] and not after[place]:
             path += f"M{at - width / 2:.1f} {upper:.1f}h{width:.1f}"
-    return path, f"from {least:.4g} to {most:.4g}" + (f", drawn up to {top:.4g}" if top < most else "")
+    extent = f"lowest {least:.4g}, highest {most:.4g}" + (f", drawn up to {top:.4g}" if top < most else "")
+    return path, extent + "; not finite where there is no line" * bool(np.isinf(high).any())
 
 
 def curve(loss: Downsampling, beside: Downsampling, names: Sequence[str]) -> str:

@@ -219,4 +219,6 @@ def _duration(meta: Mapping[str, Any]) -> str:
         return ""
     seconds = round(over - begun)
     hours, minutes = seconds // 3600, seconds // 60 % 60
+    if not seconds:
+        return "under 1 s"
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds % 60} s" if minutes else f"{seconds} s"
