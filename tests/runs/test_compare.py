@@ -298,6 +298,18 @@ def test_zero_and_not_finite_have_words() -> None:
     assert [format_size(log) for log in (-46.0, 39.0, np.nan, -2.0)] == ["zero", "not finite", "not measured", "0.01"]
 
 
+def test_runs_that_are_the_same_at_first_diverge_after_that(tmp_path: Path) -> None:
+    a, b = (tmp_path / letter for letter in "ab")
+    for folder, factor in ((a, 1.0), (b, np.inf)):
+        sink = Recorder(folder=folder)
+        sink.open(Run(layout_of("fc"), "run"))
+        for step in range(120):
+            feed(sink, record_of(layout_of("fc"), step, [1.0 + 0.1 * (step % 3) if step < 2 else factor], loss=0.5))
+        sink.close(HEALTHY)
+    for pair in ((a, b), (b, a)):
+        assert compare_runs(*map(read, pair)).headline.startswith("The runs diverge at step 2, in fc: ")
+
+
 # ---- the command
 
 
@@ -335,7 +347,8 @@ def test_the_command_says_it_and_writes_the_page(tmp_path: Path, monkeypatch: An
     out, err = capsys.readouterr()
     assert err == ""
     lines = out.splitlines()
-    headline = "The runs diverge at step 20, in first: gradient norm 1 in A, 1.0e3 in B (x1.0e3; noise less than 1 %)."
+    evidence = "gradient norm 1 in A, 1.0e3 in B (x1.0e3; medians of 2 steps; noise less than 1 %)"
+    headline = f"The runs diverge at step 20, in first: {evidence}."
     assert headline in " ".join(out.split())
     assert "By step 21 also in <img src=x onerror=alert(1)>." in lines
     assert "Only A has old; the 2 others are compared." in lines

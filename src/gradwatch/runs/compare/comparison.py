@@ -26,6 +26,8 @@ class Comparison:
     pair: AlignedRuns
     last: int
     """The last optimizer step that both have reached."""
+    block_steps: int
+    """Steps of a block, of which there is one median."""
     first_difference: FirstDifference
     divergence_points: tuple[DivergencePoint, ...]
     """The first of each layer, earliest first; of those that came with the first, a cause or a strong one begins."""
@@ -87,7 +89,9 @@ class Comparison:
         ratio = f"{times}; " if (times := format_ratio(b - a)) else ""
         percent = 100 * (10 ** min(point.noise, 9.0) - 1)
         noise = f"{percent:.0f} %" if percent >= 1 else "less than 1 %"
-        return f"{WORDS[point.statistic]} {format_size(a)} in A, {format_size(b)} in B ({ratio}noise {noise})"
+        steps = self.block_steps if point.statistic == "grad_norm" else 1
+        medians = f"medians of {steps} steps; " if steps > 1 else ""
+        return f"{WORDS[point.statistic]} {format_size(a)} in A, {format_size(b)} in B ({ratio}{medians}noise {noise})"
 
     @property
     def sentences(self) -> tuple[str, ...]:
@@ -171,9 +175,8 @@ def compare_runs(a: RunArrays, b: RunArrays) -> Comparison:
     for point in found:
         firsts.setdefault(point.layer, point)
     named = list(firsts.values())
-    return Comparison(
-        (a, b), pair, last, first_difference(pair), (*named[:1], *sorted(named[1:], key=lambda p: p.step))
-    )
+    points = (*named[:1], *sorted(named[1:], key=lambda p: p.step))
+    return Comparison((a, b), pair, last, block, first_difference(pair), points)
 
 
 def format_ratio(decades: float) -> str:

@@ -101,11 +101,14 @@ def divergence_points(
         block = int(seen[place])
         before = int(seen[place - 1]) if place else block
         mover = 0 if first_moves[block, layer] else 1
-        low, high = _range(courses[1 - mover][:, layer], block)
-        sign = np.sign(signed[block, layer]) * (1 if mover else -1)
+        sign = np.sign(signed[block, layer])
         # where the block before was not measured, nothing is known of the other's range there
         since = before if before == block - 1 else block
-        step = _onset((a, b)[mover], layer, edges, since, block, low, high, sign)
+        # at the beginning either may have moved: the later onset is that of the one that did
+        step = max(
+            _onset(run, layer, edges, since, block, *_range(other[:, layer], block), way)
+            for run, other, way in ((a, courses[1], -sign), (b, courses[0], sign))
+        )
         settled = int(seen[min(place + blocks, len(seen)) - 1])  # the first block may be half before it
         values = [_nearest(run.median[:, layer], settled) for run in runs]
         if np.isnan(runs[mover].median[settled, layer]):
