@@ -525,7 +525,7 @@ def test_a_recurrent_net_that_amplifies() -> None:
     alert = incidents_of(Reader(gain=3.0, width=32), which=0, steps=8)["exploding"]
     assert (alert.layer, alert.sites, alert.step) == ("rnn", ("rnn",), 0)
     assert "The gradient that reaches the first of 40 time steps of layer rnn is " in alert.message
-    assert " times stronger than that of the last; up to 1e+04 is normal. It grows by " in alert.message
+    assert " times stronger than that of the last; up to 10000 is normal. It grows by " in alert.message
     assert alert.message.endswith("times a step: the recurrent weights amplify.")
     assert alert.remedy == "nn.init.orthogonal_(rnn.weight_hh_l0), and gradient clipping."
 

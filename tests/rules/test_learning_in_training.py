@@ -199,8 +199,8 @@ def test_the_wrong_sign_where_the_loss_falls_slowly() -> None:
 @pytest.mark.parametrize(
     ("make", "options", "cause"),
     [
-        (adam(1e-9), {}, "The learning rate is 1e-09."),
-        (sgd(), {"clip": 1e-6}, "Clipping leaves 1e-06"),
+        (adam(1e-9), {}, "The learning rate is 1e-9."),
+        (sgd(), {"clip": 1e-6}, "Clipping leaves 1e-6"),
         (sgd(), {"loss_of": lambda x, y: 1e-6 * nn.functional.mse_loss(x, y)}, "The gradient is small"),
     ],
 )

@@ -129,7 +129,7 @@ def test_a_spike_of_the_whole_model() -> None:
     assert (found.severity, found.sites) == (Severity.WARNING, tuple(f"fc{i}" for i in range(6)))
     assert found.value == pytest.approx(np.log10(300))
     assert found.message == (
-        "The whole model's gradient jumped at batch 60, its norm to 7.3e+02, 300 times the highest of its last 60 "
+        "The whole model's gradient jumped at batch 60, its norm to 730, 300 times the highest of its last 60 "
         "normal steps, in 6 of 6 layers. The loss jumped too, from 1 to 40: a bad batch, wrong targets, a loss "
         "weight, or steps that are too large."
     )

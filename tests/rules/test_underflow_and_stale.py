@@ -88,9 +88,9 @@ def test_a_small_loss_in_float16(way: str, act: type[nn.Module]) -> None:
     assert len(alert.sites) >= 2
     assert alert.message.startswith(f"In {len(alert.sites)} of 4 layers with float16 signals, ")
     assert (
-        "% of dL/d(output) is rounded to zero, and the rest is 6e-08 in size; the smallest number that" in alert.message
+        "% of dL/d(output) is rounded to zero, and the rest is 6e-8 in size; the smallest number that" in alert.message
     )
-    assert alert.message.endswith("float16 has is 6e-08. There is no loss scale, which float16 needs.")
+    assert alert.message.endswith("float16 has is 6e-8. There is no loss scale, which float16 needs.")
     assert alert.headline.endswith(" % of its signals is rounded to zero in float16")
     assert alert.remedy == (
         "dtype=torch.bfloat16 in torch.autocast, which needs no scale, or a torch.amp.GradScaler for float16."

@@ -442,7 +442,7 @@ def test_inputs_in_raw_units() -> None:
     assert (alert.step, alert.noticed) == (0, 1)
     assert alert.message.startswith("The input of layer 0 has a root mean square of")
     assert alert.message.endswith(
-        "Weights are made for about 1, and up to 1e+03 is let pass. The gradient of its weights grows with it, that of "
+        "Weights are made for about 1, and up to 1000 is let pass. The gradient of its weights grows with it, that of "
         "its bias does not, and no one learning rate fits both."
     )
     assert alert.remedy == "(x - mean) / std of the training data before layer 0."

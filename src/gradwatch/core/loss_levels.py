@@ -10,6 +10,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from gradwatch.core.block import Block
+from gradwatch.core.number_text import number_text
 from gradwatch.core.record import Floats, Mask
 
 LEVEL_LOSSES = 10
@@ -111,4 +112,4 @@ def loss_text(levels: tuple[float, float]) -> str:
     if last < first - LOWER_LOSS_SHARE * abs(first):
         return ""
     moved = "it has not moved" if last <= first + LOWER_LOSS_SHARE * size else "it is higher than at the start"
-    return f"loss {first:.3g} -> {last:.3g}: {moved}"
+    return f"loss {number_text(first, 3)} -> {number_text(last, 3)}: {moved}"

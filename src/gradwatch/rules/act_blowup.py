@@ -12,6 +12,7 @@ import numpy as np
 from gradwatch.core.alert import Finding, Severity, short_list
 from gradwatch.core.history import History
 from gradwatch.core.median import median
+from gradwatch.core.number_text import number_text
 from gradwatch.core.record import Floats, Layout, Mask, Sites
 from gradwatch.rules.evidence.baseline import LEVEL_RECORDS
 from gradwatch.rules.evidence.jumps import beginning
@@ -91,14 +92,15 @@ class ActBlowup(CheckedRule):
         back = int(streak_starts(levels[:, query] * levels[:, key] >= self.logits, ago))
         how = beginning(history, back)
         message = (
-            f"The outputs of layers {layer} and {other} have root mean squares whose product is {value:.3g}, for "
-            f"{self.samples} samples or more; up to {self.logits:.3g} is normal. Even divided by the "
+            f"The outputs of layers {layer} and {other} have root mean squares whose product is "
+            f"{number_text(value, 3)}, for "
+            f"{self.samples} samples or more; up to {number_text(self.logits, 3)} is normal. Even divided by the "
             "root of the width, such products make a softmax pick one place alone, and next to no gradient passes it."
             f"{how.began}{how.sentence}"
         )
         norm = f"nn.LayerNorm over each head's queries and keys after layers {short_list(sites)}, or a smaller lr."
         remedy = how.remedy or norm
-        headline = f"queries times keys are {value:.3g} in size, {self.logits:.3g} is normal"
+        headline = f"queries times keys are {number_text(value, 3)} in size, {number_text(self.logits, 3)} is normal"
         return [Finding(self.name, Severity.WARNING, layer, sites, value, self.logits, message, remedy, back, headline)]
 
     def _grown(self, history: History, levels: Floats, ago: Sites) -> list[Finding]:
@@ -127,7 +129,8 @@ class ActBlowup(CheckedRule):
         value = float(np.log10(now[-1, place] / first[place]))
         message = (
             f"The outputs of {name_text(names)} keep growing: those of layer {layer} have a root mean square of "
-            f"{now[-1, place]:.2g}, {ratio_text(value)} times that of the first samples ({first[place]:.2g}); up to "
+            f"{number_text(now[-1, place])}, {ratio_text(value)} times that of the first samples "
+            f"({number_text(first[place])}); up to "
             f"{ratio_text(self.growth_dex)} times is normal."
         )
         back = int(streak_starts(beyond[:, unhealthy], ago).max())

@@ -11,6 +11,7 @@ import numpy as np
 
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
+from gradwatch.core.number_text import number_text
 from gradwatch.core.record import MEASURED, Floats, Layout, Mask, Sites
 from gradwatch.rules.evidence.baseline import LEVEL_RECORDS
 from gradwatch.rules.evidence.jumps import beginning
@@ -110,16 +111,17 @@ class Collapse(CheckedRule):
             names, rms = layout.names(group), float(outputs[-1])
             message = (
                 f"The outputs of {name_text(names)}, which have a term of their own in the loss and are what layer "
-                f"{layout.sites[after].name} gets, have shrunk to a root mean square of {rms:.2g}. If they are "
-                "the mean and the logarithm of the variance of a posterior, it has collapsed onto its prior, and says "
-                "next to nothing about the input. If what follows normalizes them, their size does not matter."
+                f"{layout.sites[after].name} gets, have shrunk to a root mean square of {number_text(rms)}. If they "
+                "are the mean and the logarithm of the variance of a posterior, it has collapsed onto its prior, and "
+                "says next to nothing about the input. If what follows normalizes them, their size does not matter."
             )
             remedy = (
                 "for a posterior, a smaller weight for that term (the divergence), raised from 0 over the first "
                 "epochs; and the reconstruction summed over elements as the divergence is, not averaged."
             )
             headline = (
-                f"outputs with a term of their own in the loss have shrunk to {rms:.2g}: a posterior collapses so"
+                f"outputs with a term of their own in the loss have shrunk to {number_text(rms)}: a posterior "
+                "collapses so"
             )
             back = int(streak_starts(small, ago))
             return [
@@ -153,10 +155,10 @@ class Collapse(CheckedRule):
             sizes = np.nan_to_num(history.at("weight_norm", ago)[:, layers[gone]] / peak[gone], posinf=0.0).sum(axis=1)
             back = 1 + int(ago[::-1][sizes[::-1].argmax()])
             message = (
-                f"The weights of {name_text(names)} have shrunk to {100 * share:.2g} % of their highest norm, in "
-                f"{len(names)} of {len(layers)} layers, in the {distance_text(history, back)} since it."
+                f"The weights of {name_text(names)} have shrunk to {number_text(100 * share)} % of their highest "
+                f"norm, in {len(names)} of {len(layers)} layers, in the {distance_text(history, back)} since it."
             )
-            headline = f"the weights shrank to {100 * share:.2g} % of their highest norm"
+            headline = f"the weights shrank to {number_text(100 * share)} % of their highest norm"
             more, remedy = _why(history, names, back, lower=max(1, back - 1))
             text, limit = message + more, self.left
             return [Finding(self.name, Severity.WARNING, names[0], names, share, limit, text, remedy, back, headline)]
@@ -178,10 +180,10 @@ class Collapse(CheckedRule):
         half_life = float(np.median(-steps / np.log2(np.maximum(left[falls], 1e-12))))
         measured = "measured " * history.has_gaps(1 + int(ago[far[-1]]))
         message = (
-            f"The weights of {name_text(names)} lose half of their norm in {half_life:.2g} {measured}steps, in "
-            f"{len(names)} of {len(layers)} layers; the limit is {self.half_life:.0f} {measured}steps."
+            f"The weights of {name_text(names)} lose half of their norm in {number_text(half_life)} {measured}steps, "
+            f"in {len(names)} of {len(layers)} layers; the limit is {self.half_life:.0f} {measured}steps."
         )
-        headline = f"the weights lose half of their norm in {half_life:.2g} {measured}steps"
+        headline = f"the weights lose half of their norm in {number_text(half_life)} {measured}steps"
         norms = history.at("weight_norm", ago)[:, layers[falls]]
         back = 1 + self._falls_since(norms, ago, own, known=int(far[-1]))
         more, remedy = _why(history, names, back, lower=back)
@@ -216,8 +218,8 @@ def _why(history: History, names: tuple[str, ...], back: int, *, lower: int) -> 
     known = how.sentence
     if lost > 0:
         known += (
-            f" Each step takes {100 * lost:.2g} % of them; at lr={rate:.2g} a weight_decay of {lost / rate:.2g} "
-            "in SGD or AdamW takes as much."
+            f" Each step takes {number_text(100 * lost)} % of them; at lr={number_text(rate)} a weight_decay of "
+            f"{number_text(lost / rate)} in SGD or AdamW takes as much."
         )
     return known, how.remedy or _less_decay(history, lost, rate)
 
@@ -250,17 +252,17 @@ def _less_decay(history: History, lost: float, rate: float) -> str:
     decay = number_of(history, "weight_decay")
     if number_of(history, "decay_in_gradient") == 1:
         return (
-            f"torch.optim.AdamW in configure_optimizers: Adam adds weight_decay={decay:.3g} to the gradient and "
-            "divides by its size, which moves a weight with no other gradient by up to lr in each step. If the loss "
-            "has a penalty on the weights, a smaller factor of it."
+            f"torch.optim.AdamW in configure_optimizers: Adam adds weight_decay={number_text(decay, 3)} to the "
+            "gradient and divides by its size, which moves a weight with no other gradient by up to lr in each step. "
+            "If the loss has a penalty on the weights, a smaller factor of it."
         )
     if not lost > 0:
         return "a smaller weight_decay in configure_optimizers, or a smaller factor of a penalty on the weights."
     less = np.log(2) / LONG_HALF_LIFE / lost
     then = f"at the rate measured, {LONG_HALF_LIFE:,} steps would halve the weights then."
     if decay * rate >= DECAY_SHARE * lost:
-        return f"weight_decay={decay * less:.1g} in configure_optimizers: {then}"
-    return f"{less:.1g} times the penalty on the weights, or what else shrinks them: {then}"
+        return f"weight_decay={number_text(decay * less, 1)} in configure_optimizers: {then}"
+    return f"{number_text(less, 1)} times the penalty on the weights, or what else shrinks them: {then}"
 
 
 def _unwritten(history: History, layers: Sites, ago: Sites) -> Sites:

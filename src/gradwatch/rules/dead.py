@@ -11,6 +11,7 @@ import numpy as np
 from gradwatch.core.alert import Effect, Finding, Severity
 from gradwatch.core.history import History
 from gradwatch.core.loss_levels import LOWER_LOSS_SHARE
+from gradwatch.core.number_text import number_text
 from gradwatch.core.record import MEASURED, Floats, Mask, Site, Sites
 from gradwatch.rules.evidence.baseline import LEVEL_RECORDS, first_and_last_loss
 from gradwatch.rules.evidence.jumps import began_text, beginning
@@ -346,7 +347,10 @@ def _reason(history: History, layer: int, back: int, biased: Sequence[str], *, f
     biases = biases_of(history, layer)
     bias, before = latest(biases), latest(biases[own_records(history) > back])
     if bias >= BIAS_GROWTH * before:
-        made = f" The biases of layer {name} grew meanwhile, from a root mean square of {before:.2g} to {bias:.2g}."
+        made = (
+            f" The biases of layer {name} grew meanwhile, from a root mean square of {number_text(before)} to "
+            f"{number_text(bias)}."
+        )
     return made, measured_remedy(history, back) or f"a smaller lr in configure_optimizers, with warm-up, or {leaky}"
 
 
@@ -369,7 +373,11 @@ def _at_its_ends(history: History, bounded: Site, layer: int, back: int) -> tupl
     """
     name, how = history.layout.sites[layer].name, beginning(history, back)
     rms = latest(series_of(history, "input_rms", layer)[own_records(history) <= back])
-    inputs = f" The inputs of layer {name} have a root mean square of {rms:.3g}." if rms > UNSCALED_INPUT_RMS else ""
+    inputs = (
+        f" The inputs of layer {name} have a root mean square of {number_text(rms, 3)}."
+        if rms > UNSCALED_INPUT_RMS
+        else ""
+    )
     cause = (
         f"most often the outputs of the {bounded.module} {bounded.name} after layer {name} lie at its ends, where no "
         f"gradient passes.{how.began}{how.sentence}{inputs}{unlearnt(history)}"
@@ -407,7 +415,7 @@ def unlearnt(history: History) -> str:
     if not np.isfinite([first, last]).all() or last < first - LOWER_LOSS_SHARE * abs(first) * ROUNDING:
         return ""
     how = "higher than" if last > first else "as high as"
-    return f" The loss is {how} at the start ({first:.3g} -> {last:.3g})."
+    return f" The loss is {how} at the start ({number_text(first, 3)} -> {number_text(last, 3)})."
 
 
 def _starved_by(history: History, dead: Sites) -> Sites:

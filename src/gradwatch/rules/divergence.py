@@ -10,6 +10,7 @@ import numpy as np
 
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import OPENING, History
+from gradwatch.core.number_text import number_text
 from gradwatch.core.record import MEASURED, TOTAL, Floats, Mask, Sites
 from gradwatch.rules.evidence.baseline import LEVEL_RECORDS, first_steps, largest_first_loss, was_learnt
 from gradwatch.rules.evidence.jumps import grew_alike, last_jump
@@ -183,10 +184,10 @@ class Divergence(CheckedRule):
         cause, remedy, headline, since = _cause(history, back, records=max(EFFECT_RECORDS, between))
         message = (
             f"{'One step' if together else 'Steps'} moved the weights of {name_text(names)} by "
-            f"{'up to ' * (len(sites) > 1)}{worst:.2g} times their own size{_went(rise)}; a hundredth is usual. "
-            f"{cause}"
+            f"{'up to ' * (len(sites) > 1)}{number_text(worst)} times their own size{_went(rise)}; a hundredth is "
+            f"usual. {cause}"
         )
-        headline = headline or f"a step moved the weights by {worst:.2g} times their own size"
+        headline = headline or f"one step was {number_text(worst)} times the size of the weights"
         return Finding(self.name, Severity.ERROR, layer, names, worst, limit, message, remedy, since, headline)
 
     def _after_rate_jump(self, history: History, first: float) -> Finding | None:
@@ -200,9 +201,10 @@ class Divergence(CheckedRule):
         if jump is None:
             return None
         message = (
-            f"The loss is {now:.3g}, {_times(abs(now) / first)} the largest of "
-            f"{first_steps(history, self.first_records)} ({first:.3g}), right after the learning rate jumped to "
-            f"{jump.rate:.3g}, {_times(jump.ratio)} that of the {'measured ' * jump.after_gap}step before"
+            f"The loss is {number_text(now, 3)}, {_times(abs(now) / first)} the largest of "
+            f"{first_steps(history, self.first_records)} ({number_text(first, 3)}), right after the learning rate "
+            f"jumped to {number_text(jump.rate, 3)}, {_times(jump.ratio)} that of the "
+            f"{'measured ' * jump.after_gap}step before"
             f"{_overwritten(history, jump.back)}."
         )
         value, text = abs(now) / first, jump.text
@@ -223,13 +225,19 @@ class Divergence(CheckedRule):
         back = 1 + int(ago[np.flatnonzero(~far.any(axis=1))[-1] + 1])
         furthest = int(np.nanargmax(ratios[-1]))
         growth, layer = float(ratios[-1, furthest]), layout.sites[layout.layers[furthest]].name
-        names, went = layout.names(layout.layers[far[-1]]), f"from {levels[1]:.3g} to {levels[2]:.3g}"
+        names, went = (
+            layout.names(layout.layers[far[-1]]),
+            f"from {number_text(levels[1], 3)} to {number_text(levels[2], 3)}",
+        )
         message = (
-            f"The weights of {name_text(names)} have grown {'up to ' * (len(names) > 1)}{growth:.2g} times in "
+            f"The weights of {name_text(names)} have grown {'up to ' * (len(names) > 1)}{number_text(growth)} times in "
             f"{distance_text(history, 1 + int(ago[0]))}, {f'those of layer {layer} most, ' * (len(names) > 1)}and the "
             f"loss went back {went}: the steps carry the weights away{rate_text(history, back=back)}."
         )
-        headline, remedy = f"the weights grew {growth:.2g} times, the loss went {went}", better_rate(history, back=back)
+        headline, remedy = (
+            f"the weights grew {number_text(growth)} times, the loss went {went}",
+            better_rate(history, back=back),
+        )
         return Finding(self.name, Severity.ERROR, layer, names, growth, self.growth, message, remedy, back, headline)
 
     def _loss_grew(self, history: History, start: float) -> Sequence[Finding] | None:
@@ -267,11 +275,13 @@ class Divergence(CheckedRule):
         value = abs(now) / first if first > 0 else 1e39  # from nothing at all
         back = _excursion(history, self.loss * max(first, 0.0))
         size = "in size " * (min(start, now) < 0)
-        far = f"{size}{_times(value)} the largest of {first_steps(history, self.first_records)} ({start:.3g})"
+        far = (
+            f"{size}{_times(value)} the largest of {first_steps(history, self.first_records)} ({number_text(start, 3)})"
+        )
         steeper_text = f"and the gradient is {_times(steeper)} its first level"
-        headline = f"the loss went from {start:.3g} to {now:.3g}"
+        headline = f"the loss went from {number_text(start, 3)} to {number_text(now, 3)}"
         if maximizes(history) and now > start:
-            message, remedy = f"The loss is {now:.3g}, {far}, {steeper_text}: {MAXIMIZES}", MAXIMIZES_REMEDY
+            message, remedy = f"The loss is {number_text(now, 3)}, {far}, {steeper_text}: {MAXIMIZES}", MAXIMIZES_REMEDY
         elif now > 0 or maximizes(history):
             passes = summed_passes(history)
             cause = f"the steps are too large{rate_text(history, back=back)}"
@@ -289,13 +299,14 @@ class Divergence(CheckedRule):
                         "factor there, as where a sum replaces a mean in the loss or a weight of it changes."
                     )
                     remedy = f"the reduction and weights of the loss as before that batch, or {remedy}"
-            message = f"The loss is {now:.3g}, {far}, {steeper_text}: {cause}"
+            message = f"The loss is {number_text(now, 3)}, {far}, {steeper_text}: {cause}"
         else:
             message = (
-                f"The loss falls without bound, to {now:.3g}, {far}, {steeper_text}: what is minimised has no minimum. "
-                "Most often the sign of the loss is wrong, or nll_loss gets logits without a log_softmax."
+                f"The loss falls without bound, to {number_text(now, 3)}, {far}, {steeper_text}: what is minimised "
+                "has no minimum. Most often the sign of the loss is wrong, or nll_loss gets logits without a "
+                "log_softmax."
             )
-            headline = f"the loss falls without bound, to {now:.3g}"
+            headline = f"the loss falls without bound, to {number_text(now, 3)}"
             remedy = (
                 "return the loss, not its negative, from training_step; a reward or a log-likelihood needs the minus, "
                 "and nll_loss a log_softmax before it."
@@ -394,8 +405,8 @@ def _went(rise: tuple[Floats, Floats] | None) -> str:
         return ""
     before, after = rise
     if not np.isfinite(after).all():
-        return f", and the loss went from {np.median(before):.3g} to no finite number"
-    return f", and the loss went from {np.median(before):.3g} to {after.max():.3g}"
+        return f", and the loss went from {number_text(np.median(before), 3)} to no finite number"
+    return f", and the loss went from {number_text(np.median(before), 3)} to {number_text(after.max(), 3)}"
 
 
 def _excursion(history: History, limit: float) -> int:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
+from gradwatch.core.number_text import number_text
 from gradwatch.core.record import TOTAL, Layout, Mask
 from gradwatch.rules.evidence.baseline import first_and_last, first_and_last_loss, streak
 from gradwatch.rules.evidence.depth import (
@@ -272,11 +273,16 @@ class Exploding(CheckedRule):
         names, value = layout.names(np.sort(made[sizes >= LARGE_RATIO])), float(np.log10(outputs[-1] / inputs[-1]))
         largest, last = layout.sites[made[int(np.nanargmax(sizes))]].name, layout.sites[ran[-1]].name
         message = (
-            f"The outputs of layer {last} have a root mean square of {outputs[-1]:.2g} since the first step, and the "
-            f"loss is {losses[-1]:.3g}. The weights of {name_text(names)} are {'up to ' * (len(names) > 1)}"
-            f"{np.nanmax(sizes):.2g} times as large as is usual at the start of a training, and there is no norm."
+            f"The outputs of layer {last} have a root mean square of {number_text(outputs[-1])} since the first step, "
+            f"and the loss is {number_text(losses[-1], 3)}. The weights of {name_text(names)} are "
+            f"{'up to ' * (len(names) > 1)}"
+            f"{number_text(np.nanmax(sizes))} times as large as is usual at the start of a training, and there is no "
+            "norm."
         )
-        headline = f"its weights are {np.nanmax(sizes):.2g} times the usual ones, and the loss is {losses[-1]:.3g}"
+        headline = (
+            f"its weights are {number_text(np.nanmax(sizes))} times the usual ones, and the loss is "
+            f"{number_text(losses[-1], 3)}"
+        )
         remedy, back = f"nn.init.kaiming_normal_ for the weights of {name_text(names)}.", int(ago[0]) + 1
         limit = self.activation_dex
         return Finding(self.name, Severity.WARNING, largest, names, value, limit, message, remedy, back, headline)
@@ -297,10 +303,12 @@ class Exploding(CheckedRule):
         severity = Severity.ERROR if now > OVERFLOWING_NORM or not np.isfinite(loss[1]) else Severity.WARNING
         back = streak(history, history.series("grad_norm") >= early * over)
         message = (
-            f"The total gradient norm grew from {early:.2g} to {now:.2g} and the loss rose with it, from {loss[0]:.3g} "
-            f"to {loss[1]:.3g}: {MAXIMIZES if maximizes(history) else 'the steps are too large for this loss.'}"
+            f"The total gradient norm grew from {number_text(early)} to {number_text(now)} and the loss rose with it, "
+            f"from {number_text(loss[0], 3)} "
+            f"to {number_text(loss[1], 3)}: "
+            f"{MAXIMIZES if maximizes(history) else 'the steps are too large for this loss.'}"
         )
-        headline = f"the gradient norm grew from {early:.2g} to {now:.2g}"
+        headline = f"the gradient norm grew from {number_text(early)} to {number_text(now)}"
         remedy = MAXIMIZES_REMEDY if maximizes(history) else better_rate(history, back=back)
         return Finding(self.name, severity, TOTAL, (), growth, self.total_dex, message, remedy, back, headline)
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
+from gradwatch.core.number_text import number_text
 from gradwatch.core.record import (
     FROZEN,
     MEASURED,
@@ -204,7 +205,7 @@ class Frozen(CheckedRule):
             "rounding swallows every update."
         )
         highest = number_of(history, "lr_highest")
-        better = f"lr={highest:.2g}, the highest of all groups," if highest > 0 else "an lr above 0"
+        better = f"lr={number_text(highest)}, the highest of all groups," if highest > 0 else "an lr above 0"
         remedy = f"{better} for the parameter group of {first_named} in configure_optimizers."
         severity = Severity.NOTICE if self._scheduled(history, parameters[moving]) else Severity.WARNING
         back = 1 + int(since.max())

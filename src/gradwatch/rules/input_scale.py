@@ -10,6 +10,7 @@ import numpy as np
 
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import OPENING, History
+from gradwatch.core.number_text import number_text
 from gradwatch.core.record import Floats, Mask, Sites
 from gradwatch.rules.evidence.recent_rows import ROUNDING, RecentRows
 from gradwatch.rules.evidence.records import row_of
@@ -145,12 +146,13 @@ class InputScale(CheckedRule):
             return []
         layer, value = history.layout.sites[head].name, float(missing[-1])
         message = (
-            f"The targets are about {value:.3g} away from the outputs of layer {layer}, whose root mean square is "
-            f"{outputs[-1]:.2g}, as the loss and its gradient say together. Weights are made for targets of about 1, "
-            f"and up to {self.rms:.3g} is let pass."
+            f"The targets are about {number_text(value, 3)} away from the outputs of layer {layer}, whose root mean "
+            f"square is {number_text(outputs[-1])}, as the loss and its gradient say together. Weights are made for "
+            "targets of about 1, "
+            f"and up to {number_text(self.rms, 3)} is let pass."
         )
         remedy = f"(y - mean) / std of the training targets, and the inverse after layer {layer} where it predicts."
-        headline = f"the targets are {value:.3g} away from the outputs"
+        headline = f"the targets are {number_text(value, 3)} away from the outputs"
         every = _residuals(history, head, found[1])
         # where a residual is not known, it is no smaller
         small = (every <= self.rms) | (every < self.beyond * found[0][:, head])
@@ -171,18 +173,18 @@ class InputScale(CheckedRule):
         layout = history.layout
         layer, rms = layout.names(sites)[0], float(levels[sites[0]])
         highest = row_of(history, "input_max")[sites[0]]
-        most = "" if np.isnan(highest) else f" (largest {highest:.3g})"
+        most = "" if np.isnan(highest) else f" (largest {number_text(highest, 3)})"
         owned = layout.names(layout.parameters[layout.owners == sites[0]])
         bias = any(name.rpartition(".")[2] == "bias" for name in owned)
         failed = " once the loss jumps or the first layer is dead" if limit < self.rms else ""
         message = (
-            f"The input of layer {layer} has a root mean square of {rms:.3g}{most}. Weights are made for about 1, "
-            f"and up to {limit:.3g} is let pass{failed}. The gradient of its weights grows with it"
+            f"The input of layer {layer} has a root mean square of {number_text(rms, 3)}{most}. Weights are made for "
+            f"about 1, and up to {number_text(limit, 3)} is let pass{failed}. The gradient of its weights grows with it"
             + (", that of its bias does not, and no one learning rate fits both." if bias else ".")
         )
         remedy = f"(x - mean) / std of the training data before layer {layer}."
         names = layout.names(np.sort(sites))
-        headline = f"its input has a root mean square of {rms:.3g}, 1 is usual"
+        headline = f"its input is about {number_text(rms, 3)} in size, 1 is usual"
         return Finding(self.name, Severity.WARNING, layer, names, rms, limit, message, remedy, back, headline)
 
 

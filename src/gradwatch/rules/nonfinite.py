@@ -10,6 +10,7 @@ import numpy as np
 
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
+from gradwatch.core.number_text import number_text
 from gradwatch.core.record import MEASURED, TOTAL, Mask, Sites
 from gradwatch.rules.evidence.baseline import first_steps
 from gradwatch.rules.evidence.depth import profile
@@ -138,8 +139,8 @@ class Nonfinite(CheckedRule):
         elif np.isfinite(loss):
             origin = _border(history, unhealthy, healthy)[0]
             cause = (
-                f"the loss is finite ({loss:.3g}), so that NaN or infinity was made in its backward pass, or by code "
-                "that changes gradients after it."
+                f"the loss is finite ({number_text(loss, 3)}), so that NaN or infinity was made in its backward pass, "
+                "or by code that changes gradients after it."
             )
             remedy = "Trainer(detect_anomaly=True) for this batch: it names the operation, if one made it."
         else:
@@ -228,7 +229,8 @@ class Nonfinite(CheckedRule):
             return "", ""
         since = first_steps(history, self.records_before)
         grown = (
-            f"it exploded: the total gradient norm had grown from {lowest:.2g}, the least of {since}, to {last:.2g}."
+            f"it exploded: the total gradient norm had grown from {number_text(lowest)}, the least of {since}, to "
+            f"{number_text(last)}."
         )
         return grown, better_rate(history, back=2)
 

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
+from gradwatch.core.number_text import number_text
 from gradwatch.core.record import Floats, Mask, Sites
 from gradwatch.rules.evidence.jumps import beginning
 from gradwatch.rules.evidence.layer_levels import (
@@ -107,14 +108,14 @@ def _cause(history: History, site: int, back: int) -> tuple[str, str]:
     layer = history.layout.sites[site].name
     rms = row_of(history, "input_rms")[site]
     if rms > UNSCALED_INPUT_RMS:
-        cause = f" The inputs of layer {layer} are not scaled: their root mean square is {rms:.3g}."
+        cause = f" The inputs of layer {layer} are not scaled: their root mean square is {number_text(rms, 3)}."
         return cause, f"inputs of mean 0 and standard deviation 1 for layer {layer}."
     outputs, weights = latest(series_of(history, "output_rms", site)), weights_over_usual(history, site)
-    cause = f" The outputs of layer {layer} have a root mean square of {outputs:.2g}." if outputs > 1 else ""
+    cause = f" The outputs of layer {layer} have a root mean square of {number_text(outputs)}." if outputs > 1 else ""
     if by_bias := bias_text(history, site):
         return by_bias, f"nn.init.zeros_ for the bias of layer {layer}, or nn.LayerNorm after it."
     if weights >= LARGE_RATIO:
-        cause += f" Its weights are {weights:.2g} times as large as is usual at the start of a training."
+        cause += f" Its weights are {number_text(weights)} times as large as is usual at the start of a training."
     if not is_first_record(history, back):
         return cause, f"a smaller lr in configure_optimizers, or nn.LayerNorm after layer {layer}."
     if weights < LARGE_RATIO:  # known, and not the reason

@@ -10,6 +10,7 @@ import numpy as np
 
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import OPENING, History
+from gradwatch.core.number_text import number_text
 from gradwatch.core.record import Floats, Mask, Sites
 from gradwatch.rules.evidence.baseline import largest_first_loss, median_and_spread, per_full_accumulation
 from gradwatch.rules.evidence.jumps import LARGE_UPDATE, batch_remedy, grew_alike, jump_text, largest_update
@@ -179,7 +180,7 @@ class Spike(CheckedRule):
         times = ratio_text(jumps[shown])
         normal = [steps_text(history, count, back=back + 1, kind="normal ") for count in counts.tolist()]
         message = (
-            f"{who} jumped{batch_text(history, back=back)}, {whose} to {now[sites[shown]]:.2g}, {times} "
+            f"{who} jumped{batch_text(history, back=back)}, {whose} to {number_text(now[sites[shown]])}, {times} "
             f"times the highest of its last {normal[shown]}, in {len(layers)} of {measured} layers. "
         )
         # the gradient of a record was there before that record's rate moved anything
@@ -189,7 +190,7 @@ class Spike(CheckedRule):
         else:
             message += _loss(history, self.window, back, returned=returned)
             highest = f"the highest norm of the layer in {normal[worst]}"
-            of_layer = f'interventions=[Clip({ceiling[worst]:.2g}, layers="{layer}")], {highest}.'
+            of_layer = f'interventions=[Clip({number_text(ceiling[worst])}, layers="{layer}")], {highest}.'
             remedy = _clipping(history, self.window, back, of_layer)
             headline = jump_text(batch_text(history, back=back), jumps[shown], normal[shown])
         height = float(jumps[worst])
@@ -245,7 +246,7 @@ def _clipping(history: History, window: int, back: int, of_layer: str) -> str:
     if norms[-back, 0] <= highest:
         return of_layer
     steps = steps_text(history, len(normal), back=back + 1, kind="normal ")
-    return f"Trainer(gradient_clip_val={highest:.2g}), the highest norm of the whole model in {steps}."
+    return f"Trainer(gradient_clip_val={number_text(highest)}), the highest norm of the whole model in {steps}."
 
 
 def _loss(history: History, window: int, back: int, *, returned: bool) -> str:
@@ -256,15 +257,18 @@ def _loss(history: History, window: int, back: int, *, returned: bool) -> str:
         return "Look at this batch's inputs, targets and weights in the loss."
     now, lately = losses[-back], before[-RECENT_LOSSES:]
     last = _last_update(history, back)
-    sampled = f"The last that was sampled moved the weights by {last:.2g} times their size."
+    sampled = f"The last that was sampled moved the weights by {number_text(last)} times their size."
     # a loss that falls is highest at the start of the window, far above the recent ones
     if not now > min(before.max(), 2 * lately.max() - lately.min()):
         look = "The loss did not: look for a division or square root near 0 in the backward pass"
         return f"{look}, or for steps that are too large. {sampled}" if last >= SANE_SHARE else f"{look}."
-    jumped = f"The loss jumped too, from {float(np.median(lately)):.3g} to {now:.3g}"
+    jumped = f"The loss jumped too, from {number_text(float(np.median(lately)), 3)} to {number_text(now, 3)}"
     moved = largest_update(history, back + 1) if len(own) and own[-1] == len(losses) - back - 1 else np.nan
     if moved >= LARGE_UPDATE:
-        return f"{jumped}, after a step that moved the weights by {moved:.2g} times their size: steps are too large."
+        return (
+            f"{jumped}, after a step that moved the weights by {number_text(moved)} times their size: steps are too "
+            "large."
+        )
     if last >= SANE_SHARE:
         return f"{jumped}: a bad batch, wrong targets, a loss weight, or steps that are too large. {sampled}"
     if grew_alike(history, back):

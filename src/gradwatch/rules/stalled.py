@@ -11,6 +11,7 @@ import numpy as np
 
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import OPENING, History
+from gradwatch.core.number_text import number_text
 from gradwatch.core.record import MEASURED, TOTAL, Floats, Layout, Mask, Sites
 from gradwatch.rules.evidence.baseline import LEVEL_RECORDS, is_stuck
 from gradwatch.rules.evidence.recent_rows import RecentRows
@@ -147,11 +148,11 @@ class Stalled(CheckedRule):
             return []
         layout, ratio = history.layout, max(others) / most
         names = layout.names(layout.layers[pulled])
-        rate = "" if rates is None else f" (lr={rates[-1 - own[-1]]:.2g})"
+        rate = "" if rates is None else f" (lr={number_text(rates[-1 - own[-1]])})"
         message = (
-            f"The steps of {name_text(names)}{rate} move the weights by {most:.1g} of their size, those of another "
-            f"optimizer by {ratio_text(np.log10(ratio))} times as much, since the start: this part of the model stands "
-            "still while the other learns."
+            f"The steps of {name_text(names)}{rate} move the weights by {number_text(most, 1)} of their size, those "
+            f"of another optimizer by {ratio_text(np.log10(ratio))} times as much, since the start: this part of the "
+            "model stands still while the other learns."
         )
         remedy = "learning rates of a similar size for all optimizers in configure_optimizers."
         headline = f"another optimizer moves its weights {ratio_text(np.log10(ratio))} times as far"
@@ -202,7 +203,7 @@ class Stalled(CheckedRule):
         no_layer, no_weights = "any layer", "no weights"
         if movers:
             no_layer, no_weights = f"any layer but {name_text(movers)}", f"no weights but those of {name_text(movers)}"
-        what = f"by more than {most:.1g} of their size" if most > 0 else "at all"
+        what = f"by more than {number_text(most, 1)} of their size" if most > 0 else "at all"
         cause, remedy = _cause(history, own, int(ago[-1]), most)
         for_long = steps_text(history, steps)
         none = "none" if len(ago) >= steps else f"none of the {len(ago)} that were sampled"
@@ -225,24 +226,29 @@ def _cause(history: History, own: Sites, ago: int, most: float) -> tuple[str, st
     usual = "a usual lr in configure_optimizers: 1e-3 for Adam, or 0.1 for SGD."
     if most >= RELIABLE_UPDATE and rate > 0:
         better = rate * USUAL_UPDATE / most
-        usual = f"lr={better:.1g} in configure_optimizers: a step would move the weights by a thousandth."
+        usual = f"lr={number_text(better, 1)} in configure_optimizers: a step would move the weights by a thousandth."
     if rate < 1e-3 * highest:
-        cause = f"The learning rate has fallen from {highest:.2g} to {rate:.2g}: its schedule decays too fast."
+        cause = (
+            f"The learning rate has fallen from {number_text(highest)} to {number_text(rate)}: its schedule decays "
+            "too fast."
+        )
         return cause, '{"scheduler": ..., "interval": "epoch"} for lr_scheduler in configure_optimizers.'
     if rate == 0:
         return "The learning rate is 0.", usual
     if left < 1e-2 * norm:
         return (
-            f"Clipping leaves {left:.2g} of a gradient of norm {norm:.2g}.",
-            f"Trainer(gradient_clip_val={norm:.1g}), the norm of the gradient.",
+            f"Clipping leaves {number_text(left)} of a gradient of norm {number_text(norm)}.",
+            f"Trainer(gradient_clip_val={number_text(norm, 1)}), the norm of the gradient.",
         )
     if _grids(history.layout).all():
         cause = "The weights are in half precision, in which an update under half a unit in the last place is lost."
         return cause, 'Trainer(precision="bf16-mixed"), which keeps the weights in float32.'
     if rate < LOW_RATE:
-        return f"The learning rate is {rate:.2g}.", usual
+        return f"The learning rate is {number_text(rate)}.", usual
     if norm < LOW_GRADIENT:
-        cause = f"The gradient is small, its norm {norm:.2g}: a loss that is averaged twice, or small in scale."
+        cause = (
+            f"The gradient is small, its norm {number_text(norm)}: a loss that is averaged twice, or small in scale."
+        )
         return (
             cause,
             "a loss that is averaged once, over the batch; or torch.optim.Adam(self.parameters()), whatever its scale.",

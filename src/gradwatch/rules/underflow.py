@@ -10,6 +10,7 @@ import numpy as np
 
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
+from gradwatch.core.number_text import number_text
 from gradwatch.core.record import Floats, Mask
 from gradwatch.rules.evidence.baseline import LEVEL_RECORDS, first_and_last_loss
 from gradwatch.rules.evidence.recent_rows import RecentRows
@@ -112,8 +113,9 @@ class Underflow(CheckedRule):
         if there.any():
             usual = float(np.median(rest[there] / np.sqrt(part[there])))
             message = (
-                f"{what}, {_percent(share)} of dL/d(output) is rounded to zero, and the rest is {usual:.1g} in size; "
-                f"the smallest number that float16 has is {SMALLEST_FLOAT16:.1g}."
+                f"{what}, {_percent(share)} of dL/d(output) is rounded to zero, and the rest is "
+                f"{number_text(usual, 1)} in size; "
+                f"the smallest number that float16 has is {number_text(SMALLEST_FLOAT16, 1)}."
             )
         else:
             usual = 0.0
@@ -130,7 +132,7 @@ class Underflow(CheckedRule):
 def _loss_left(history: History) -> str:
     """', while the loss is 0.3', empty where it is 0 or not known."""
     loss = number_of(history, "loss")
-    return f", while the loss is {loss:.2g}" if loss > 0 else ""
+    return f", while the loss is {number_text(loss)}" if loss > 0 else ""
 
 
 def _remedy(history: History, *, under_scaler: bool) -> str:

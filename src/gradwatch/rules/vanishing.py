@@ -11,6 +11,7 @@ import numpy as np
 
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
+from gradwatch.core.number_text import number_text
 from gradwatch.core.record import MEASURED, TOTAL, Layout, Mask, Sites
 from gradwatch.rules.evidence.baseline import first_and_last, first_and_last_loss, is_stuck, streak
 from gradwatch.rules.evidence.depth import (
@@ -240,9 +241,9 @@ class Vanishing(CheckedRule):
         back = streak(history, norms == 0)
         for_long = steps_text(history, back)
         message = (
-            f"The gradient of every layer has been exactly 0 for {for_long}, and the loss is {loss[1]:.3g} "
-            f"({loss[0]:.3g} at first): the model stopped learning. Most often a ReLU or clamp of its outputs gives "
-            "one number only, or its units are saturated or dead, after too large a step."
+            f"The gradient of every layer has been exactly 0 for {for_long}, and the loss is {number_text(loss[1], 3)} "
+            f"({number_text(loss[0], 3)} at first): the model stopped learning. Most often a ReLU or clamp of its "
+            "outputs gives one number only, or its units are saturated or dead, after too large a step."
         )
         headline = f"every gradient has been exactly 0 for {for_long}"
         remedy = "no ReLU or clamp after the last layer; or a smaller lr in configure_optimizers, with warm-up."
@@ -269,11 +270,12 @@ class Vanishing(CheckedRule):
         fall = float(np.log10(early / now)) if now > 0 else -LOWEST
         back = streak(history, history.series("grad_norm") <= early * under)
         message = (
-            f"The total gradient norm fell from {early:.2g} to {now:.2g} while the loss did not improve ({loss[0]:.3g} "
-            f"at first, now {loss[1]:.3g}): the model stopped learning. Most often its units are saturated or dead, "
-            "after too large a step."
+            f"The total gradient norm fell from {number_text(early)} to {number_text(now)} while the loss did not "
+            f"improve ({number_text(loss[0], 3)} "
+            f"at first, now {number_text(loss[1], 3)}): the model stopped learning. Most often its units are "
+            "saturated or dead, after too large a step."
         )
-        headline = f"the gradient norm fell from {early:.2g} to {now:.2g}, the loss did not"
+        headline = f"the gradient norm fell from {number_text(early)} to {number_text(now)}, the loss did not"
         remedy = "a smaller lr in configure_optimizers, with warm-up."
         layer, sites = TOTAL, history.layout.names(())
         if not alone:
@@ -282,9 +284,10 @@ class Vanishing(CheckedRule):
             layer = sites[0] if sites else TOTAL
             message = (
                 f"The gradient of {name_text(sites)}, all that this optimizer holds, fell from a norm of "
-                f"{early:.2g} to {now:.2g} while its loss did not improve ({loss[0]:.3g} at first, now "
-                f"{loss[1]:.3g}): it learns nothing more. Most often its loss is flat where another model is sure, "
-                "as log(1 - D(G(z))) is."
+                f"{number_text(early)} to {number_text(now)} while its loss did not improve "
+                f"({number_text(loss[0], 3)} at first, now "
+                f"{number_text(loss[1], 3)}): it learns nothing more. Most often its loss is flat where another model "
+                "is sure, as log(1 - D(G(z))) is."
             )
             remedy = "a loss with a slope there, such as F.softplus(-logits); or fewer and smaller steps of the others."
         return Finding(self.name, Severity.WARNING, layer, sites, fall, self.total_dex, message, remedy, back, headline)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gradwatch.core.alert import step_word
+from gradwatch.core.number_text import number_text
 from gradwatch.core.printable import printable
 from gradwatch.runs.names import counted, extent_of
 from gradwatch.runs.report.run_data import RunData
@@ -135,7 +136,7 @@ def _loss(data: RunData, width: int, *, ascii_only: bool) -> Text | None:
         return Text("loss is not finite", style="bold red")
     span = float(finite.max() - finite.min()) or 1.0
     scaled = [(numbers - finite.min()) / span for numbers in (low, high)]  # a sparkline is a decade high at least
-    first, last = (f"{level:.4g}" if np.isfinite(level) else "not finite" for level in data.loss_levels)
+    first, last = (number_text(level, 4) if np.isfinite(level) else "not finite" for level in data.loss_levels)
     text = f" {first} to {last}"
     line = sparkline(*scaled, width=max(8, min(width - len(text) - 6, 120)), ascii_only=ascii_only)
     return Text.assemble(("loss ", "dim"), (line, "cyan"), text)

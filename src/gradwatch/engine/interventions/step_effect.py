@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from gradwatch.core.number_text import number_text
 from gradwatch.core.record import Floats, Layout
 from gradwatch.engine.interventions.gates import GateDecision
 from gradwatch.measure.device_buffer import HostCopy, Indices
@@ -161,11 +162,11 @@ class ChangeCounts:
             return f"{self._what} {would} nothing in {self._steps} steps"
         row = int(np.argmax(self._counts))
         most, known = list(self._layers)[row], self._factors[row][~np.isnan(self._factors[row])]
-        median = f", factor median {np.median(known):.3g}" if len(known) else ""
+        median = f", factor median {number_text(np.median(known), 3)}" if len(known) else ""
         hit, often = np.count_nonzero(self._counts), 100 * self._changed / self._steps
         return (
-            f"{self._what} {would} {hit} of {len(self._layers)} layers in {often:.3g} % of {self._steps} steps, most: "
-            f"{most} ({100 * self._counts[row] / self._steps:.3g} %{median})"
+            f"{self._what} {would} {hit} of {len(self._layers)} layers in {number_text(often, 3)} % of {self._steps} "
+            f"steps, most: {most} ({number_text(100 * self._counts[row] / self._steps, 3)} %{median})"
         )
 
     def state_dict(self) -> dict[str, Any]:

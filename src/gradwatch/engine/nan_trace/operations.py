@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from gradwatch.core.number_text import number_text
+
 LARGE = {"float16": 1e2, "float32": 1e15, "bfloat16": 1e15, "float64": 1e150}
 """Magnitudes of inputs from which a product or power may overflow: some orders of magnitude below the square root of
 the largest number. Judgement."""
@@ -94,7 +96,9 @@ def forward(name: str, inputs: Sequence[InputSummary], *, nan: bool, dtype: str)
         )
     if op in ROOTS and first is not None and first.low < 0:
         remedy = "a clamp: torch.sqrt(x.clamp_min(1e-6))." if _is_rounding(first) else _never_negative("square root")
-        return Explanation(f"the square root of a negative number (down to {first.low:.3g}) was taken", remedy)
+        return Explanation(
+            f"the square root of a negative number (down to {number_text(first.low, 3)}) was taken", remedy
+        )
     if op in SPREADS and nan and _of_one(inputs):
         return Explanation(
             "the spread of a single value divides by 0", "correction=0, or more than one value in a batch."
@@ -105,12 +109,12 @@ def forward(name: str, inputs: Sequence[InputSummary], *, nan: bool, dtype: str)
         return Explanation(how + count, "an epsilon in the division: x / (y + 1e-6), or y.clamp_min(1e-6).")
     if op in POWERS and first is not None and nan and first.low < 0:
         remedy = "a clamp of the base: x.clamp_min(1e-6) ** p." if _is_rounding(first) else _never_negative("power")
-        return Explanation(f"a negative number (down to {first.low:.3g}) was raised to a fraction", remedy)
+        return Explanation(f"a negative number (down to {number_text(first.low, 3)}) was raised to a fraction", remedy)
     if op in POWERS and first is not None and first.zeros and not _large(inputs):
         return Explanation("0 was raised to a negative power", "an epsilon: (x + 1e-6) ** p.")
     if op in EXPONENTIALS and first is not None:
         return Explanation(
-            f"the exponential of {first.high:.4g} is more than {dtype} holds",
+            f"the exponential of {number_text(first.high, 4)} is more than {dtype} holds",
             "torch.logsumexp or F.log_softmax instead of exp, or a clamp: torch.exp(x.clamp(max=20)).",
             True,
         )
@@ -122,7 +126,7 @@ def forward(name: str, inputs: Sequence[InputSummary], *, nan: bool, dtype: str)
         )
     if op in ARCS and first is not None:
         return Explanation(
-            f"its argument, from {first.low:.3g} to {first.high:.3g}, is outside its domain",
+            f"its argument, from {number_text(first.low, 3)} to {number_text(first.high, 3)}, is outside its domain",
             "a clamp of its argument: x.clamp(-1 + 1e-6, 1 - 1e-6).",
         )
     if op in MEANS and nan and (op in CROSS_ENTROPIES or any(facts.numel == 0 for facts in inputs)):
@@ -139,18 +143,18 @@ def forward(name: str, inputs: Sequence[InputSummary], *, nan: bool, dtype: str)
     peak = max((max(-facts.low, facts.high) for facts in inputs), default=0.0)
     if dtype == "float16":
         return Explanation(
-            f"its input reaches {peak:.3g} and its output more than the 65,504 that float16 holds",
+            f"its input reaches {number_text(peak, 3)} and its output more than the 65,504 that float16 holds",
             'Trainer(precision="bf16-mixed"), or a normalisation before it.',
             True,
         )
     if _large(inputs):
         return Explanation(
-            f"its input reaches {peak:.3g}, and its output more than {dtype} holds",
+            f"its input reaches {number_text(peak, 3)}, and its output more than {dtype} holds",
             "Trainer(gradient_clip_val=1.0), a smaller lr, or a normalisation before it.",
             True,
         )
     return Explanation(
-        f"its input reaches {peak:.3g} and is finite" if inputs else "it is a constant there",
+        f"its input reaches {number_text(peak, 3)} and is finite" if inputs else "it is a constant there",
         f"a look at what goes into {name} with this batch, and an epsilon or a clamp there.",
         not nan,
     )
@@ -210,7 +214,9 @@ def _logarithm(facts: InputSummary) -> Explanation:
         remedy = f"F.cross_entropy or F.log_softmax on logits, or {remedy}"
     if facts.low < 0:
         remedy = remedy if _is_rounding(facts) else _never_negative("logarithm")
-        return Explanation(f"the logarithm of a negative number (down to {facts.low:.3g}) was taken", remedy)
+        return Explanation(
+            f"the logarithm of a negative number (down to {number_text(facts.low, 3)}) was taken", remedy
+        )
     return Explanation(f"the logarithm of 0 was taken ({facts.zeros:,} of {facts.numel:,} values are 0)", remedy)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gradwatch.core.history import History
+from gradwatch.core.number_text import number_text
 from gradwatch.rules.evidence.learning_rates import EFFECT_RECORDS, RateJump, clipping_limit, rate_jump
 from gradwatch.rules.evidence.records import is_first_record, is_own, own_records, row_of
 from gradwatch.rules.evidence.wording import batch_text, ratio_text, steps_text
@@ -71,7 +72,7 @@ class GradientJump:
     @property
     def remedy(self) -> str:
         if self.limit is None:
-            value = f"Trainer(gradient_clip_val={self.highest:.2g})"
+            value = f"Trainer(gradient_clip_val={number_text(self.highest)})"
             return f"{value}, the highest norm of the {self.before} before it."
         return batch_remedy(self.batch, self.limit)
 
@@ -86,7 +87,7 @@ def jump_text(batch: str, dex: float, steps: str) -> str:
 def batch_remedy(batch: str, limit: float) -> str:
     """The remedy where gradients are clipped to the norm `limit` already."""
     what = f"what came in{batch}" if batch else "that batch"
-    return f"a look at {what}; gradients are clipped to a norm of {limit:.2g} already."
+    return f"a look at {what}; gradients are clipped to a norm of {number_text(limit)} already."
 
 
 def gradient_jump(history: History, *, back: int = 1) -> GradientJump | None:

@@ -6,6 +6,7 @@ import numpy as np
 
 from gradwatch.core.history import History
 from gradwatch.core.median import median
+from gradwatch.core.number_text import number_text
 from gradwatch.core.record import Floats, Sites
 from gradwatch.rules.evidence.records import own_records
 
@@ -80,7 +81,7 @@ def bias_text(history: History, layer: int, *, back: int | None = None) -> str:
         return ""
     return (
         f" The biases of layer {history.layout.sites[layer].name} make most of its outputs: their root mean square is "
-        f"{bias:.2g}, that of the outputs {outputs:.2g}."
+        f"{number_text(bias)}, that of the outputs {number_text(outputs)}."
     )
 
 
@@ -96,8 +97,11 @@ def factor_text(history: History, before: str, layer: str) -> str:
     ratio = float(given[known[0]] / made[known[0]])
     if 1 / FAR_RATIO < ratio < FAR_RATIO:
         return ""
-    far = f"{max(ratio, 1 / ratio):.1g} times as {'small' if ratio > 1 else 'large'}"
-    return f"x * {ratio:.1g} before layer {layer}: its outputs are {far} as those of layer {before}, its weights usual."
+    far = f"{number_text(max(ratio, 1 / ratio), 1)} times as {'small' if ratio > 1 else 'large'}"
+    return (
+        f"x * {number_text(ratio, 1)} before layer {layer}: its outputs are {far} as those of layer {before}, its "
+        "weights usual."
+    )
 
 
 def gives_its_bias_alone(history: History, layer: str) -> bool:

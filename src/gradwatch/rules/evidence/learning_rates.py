@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gradwatch.core.history import History
+from gradwatch.core.number_text import number_text
 from gradwatch.rules.evidence.records import is_own, number_of, own_records
 from gradwatch.rules.evidence.samples import RECENT_RECORDS
 from gradwatch.rules.evidence.weights import relative_updates, update_samples
@@ -68,11 +69,11 @@ class RateJump:
     @property
     def text(self) -> str:
         """'the learning rate jumped 300 times, to 3'."""
-        return f"the learning rate jumped {ratio_text(np.log10(self.ratio))} times, to {self.rate:.3g}"
+        return f"the learning rate jumped {ratio_text(np.log10(self.ratio))} times, to {number_text(self.rate, 3)}"
 
     @property
     def remedy(self) -> str:
-        jump = f"from lr={self.before:.3g} to lr={self.rate:.3g}"
+        jump = f"from lr={number_text(self.before, 3)} to lr={number_text(self.rate, 3)}"
         return f"an lr_scheduler in configure_optimizers that does not jump {jump}."
 
 
@@ -106,16 +107,16 @@ def rate_text(history: History, *, back: int = 1) -> str:
     if rates is None or not rates[-back] > 0:
         return ""
     rates = rates[: len(rates) + 1 - back]
-    said, lowest = f"lr={rates[-1]:.3g}", float(np.nanmin(rates[is_own(history, back + 19)[: len(rates)]]))
+    said, lowest = f"lr={number_text(rates[-1], 3)}", float(np.nanmin(rates[is_own(history, back + 19)[: len(rates)]]))
     if (jump := rate_jump(history, back=back)) is not None and jump.rate > rates[-1]:
-        said += f", after lr={jump.rate:.3g}, {ratio_text(np.log10(jump.ratio))} times the rate before it"
+        said += f", after lr={number_text(jump.rate, 3)}, {ratio_text(np.log10(jump.ratio))} times the rate before it"
     elif rates[-1] > RATE_JUMP_RATIO * lowest > 0:
         then = back + len(rates) - 1 - int(np.flatnonzero(rates == lowest)[-1])
         ago = distance_text(history, then, until=back)
         said += f", {ratio_text(np.log10(rates[-1] / lowest))} times that of {ago} before"
     if momentum >= LONG_MOMENTUM:
         summed = f"the gradients of {1 / (1 - momentum):.0f} steps" if momentum < 1 else "all gradients since the first"
-        said += f", momentum={momentum:.4g}, which adds up {summed}"
+        said += f", momentum={number_text(momentum, 4)}, which adds up {summed}"
     return f" ({said})"
 
 
@@ -144,26 +145,28 @@ def measured_remedy(history: History, back: int) -> str:
     lower = (known > 0) & (known < LOWER_RATE_SHARE * rates[-back]) & (moved <= SANE_SHARE)
     if lower.any():
         last = int(np.flatnonzero(lower)[-1])
-        as_then = f"as at step {history.steps[-1 - ago[last]]}, which moved the weights by {moved[last]:.1g}."
-        return f"lr={known[last]:.2g} in configure_optimizers, {as_then}"
+        as_then = (
+            f"as at step {history.steps[-1 - ago[last]]}, which moved the weights by {number_text(moved[last], 1)}."
+        )
+        return f"lr={number_text(known[last])} in configure_optimizers, {as_then}"
     at_this_rate = np.flatnonzero((known == rates[-back]) & np.isfinite(moved))
     if not len(at_this_rate) or not moved[at_this_rate[0]] > SANE_SHARE:
         return ""
     first = int(at_this_rate[0])
     rate = rates[-back] * GOOD_SHARE / moved[first]
     then = f"step {history.steps[-1 - ago[first]]} would have moved the weights by {GOOD_SHARE:g} of their size"
-    return f"lr={rate:.1g} in configure_optimizers: {then}."
+    return f"lr={number_text(rate, 1)} in configure_optimizers: {then}."
 
 
 def _smaller_rate(history: History, back: int) -> str:
     """A lower rate, or clipping at the usual norm before, where nothing clips yet."""
     smaller = "a smaller lr in configure_optimizers"
     if (limit := clipping_limit(history)) is not None:
-        return f"{smaller}: gradients are clipped to a norm of {limit:.2g} already."
+        return f"{smaller}: gradients are clipped to a norm of {number_text(limit)} already."
     usual = usual_norm(history, back=back)
     if usual is None:
         return f"{smaller}, with warm-up."
-    return f"{smaller}, or Trainer(gradient_clip_val={usual:.2g}), the usual norm before."
+    return f"{smaller}, or Trainer(gradient_clip_val={number_text(usual)}), the usual norm before."
 
 
 def clipping_limit(history: History) -> float | None:

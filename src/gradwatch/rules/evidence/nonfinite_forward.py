@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from gradwatch.core.history import History, NonfiniteOrigin
+from gradwatch.core.number_text import number_text
 from gradwatch.core.record import MEASURED, TOTAL, Floats, Layout, Sites
 from gradwatch.rules.evidence.records import own_records, row_of
 from gradwatch.rules.evidence.samples import in_run_order
@@ -130,7 +131,7 @@ def _of_batch(history: History, site: int) -> NonfiniteForward:
 def _of_loss(layout: Layout, ran: Sites, largest: Floats, *, bad_loss: bool) -> NonfiniteForward:
     """`ran`: the sites in the order of execution, all of whose outputs are finite."""
     after = _kind(layout, int(ran[-1]))
-    cause = f"Every output that was seen is finite, up to {after}, {largest[ran[-1]]:.3g} at most"
+    cause = f"Every output that was seen is finite, up to {after}, {number_text(largest[ran[-1]], 3)} at most"
     cause += ", and the loss is not" * bad_loss
     if grown := _grown(largest, ran):
         return NonfiniteForward(TOTAL, f"{cause}: {grown}.", SMALLER_START_REMEDY)
@@ -153,8 +154,9 @@ def _of_module(layout: Layout, ran: Sites, largest: Floats) -> NonfiniteForward:
     if len(before):
         last = _kind(layout, int(before[-1]))
         cause += (
-            f"; {last}, the last to run before it, gives {largest[before[-1]]:.3g} at most: {here}, or what is "
-            "computed between the two, overflows, divides by 0 or takes the logarithm or root of what is not above 0."
+            f"; {last}, the last to run before it, gives {number_text(largest[before[-1]], 3)} at most: {here}, or "
+            "what is computed between the two, overflows, divides by 0 or takes the logarithm or root of what is not "
+            "above 0."
         )
     else:
         cause += ", the first to run, and what comes into it is finite: it overflows, or divides by 0."
@@ -170,7 +172,7 @@ def _grown(largest: Floats, ran: Sites) -> str:
     first, last = largest[ran[[0, -1]]] if len(ran) > 1 else (1.0, 1.0)
     if not 0 < first * 10.0**GROWTH_DEX <= last:
         return ""
-    return f"outputs grow {ratio_text(np.log10(last / first))} times, to {last:.2g}: they explode with depth"
+    return f"outputs grow {ratio_text(np.log10(last / first))} times, to {number_text(last)}: they explode with depth"
 
 
 def _kind(layout: Layout, site: int) -> str:

@@ -9,6 +9,7 @@ import numpy as np
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
 from gradwatch.core.median import MEDIAN_ERROR
+from gradwatch.core.number_text import number_text
 from gradwatch.core.record import Floats, Layout, Mask, Sites
 from gradwatch.rules.evidence.baseline import first_and_last_loss, median_and_spread
 from gradwatch.rules.evidence.depth import ABRUPT_SHARE, STREAK_SAMPLES
@@ -51,7 +52,7 @@ def grown_through_time(history: History, *, dex: float, records: int) -> Finding
         grown = f"ends {what} has grown {ratio_text(value)} times on its way through them"
     message = (
         f"The gradient that reaches the {grown}; up to {ratio_text(dex)} is normal. It grows by "
-        f"{10 ** (value / (steps - 1)):.2g} times a step: the recurrent weights amplify."
+        f"{number_text(10 ** (value / (steps - 1)))} times a step: the recurrent weights amplify."
     )
     remedy = f"nn.init.orthogonal_({_recurrent_weight(layout, worst)}), and gradient clipping."
     names, layer = layout.names(sites), layout.sites[worst].name
@@ -86,7 +87,7 @@ def faded_through_time(history: History, *, dex: float, records: int) -> Finding
     message = (
         f"The gradient that reaches the {weak} {what} is {ratio_text(value)} times weaker than that of the {strong}, "
         f"for {records} samples; up to {ratio_text(dex)} is normal. The loss has not improved since the start "
-        f"({loss[0]:.3g}, now {loss[1]:.3g}): what came {lost} in a sequence cannot be learnt."
+        f"({number_text(loss[0], 3)}, now {number_text(loss[1], 3)}): what came {lost} in a sequence cannot be learnt."
     )
     cause, remedy = _forgetting(layout, worst, steps)
     names, layer = layout.names(sites), layout.sites[worst].name

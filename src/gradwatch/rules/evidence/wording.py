@@ -7,13 +7,14 @@ from collections.abc import Sequence
 
 from gradwatch.core.alert import short_list
 from gradwatch.core.history import History
+from gradwatch.core.number_text import number_text
 from gradwatch.rules.evidence.records import number_of
 
 
 def ratio_text(dex: float) -> str:
     """A ratio for a sentence, from its log10."""
     ratio = 10.0**dex
-    return f"{ratio:.0f}" if 10 <= ratio < 10_000 else f"{ratio:.2g}"
+    return f"{ratio:.0f}" if 10 <= ratio < 10_000 else number_text(ratio)
 
 
 def steps_text(history: History, count: int, *, back: int = 1, kind: str = "") -> str:

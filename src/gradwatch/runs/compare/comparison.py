@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from gradwatch.core.number_text import number_text
 from gradwatch.runs.arrays import RunArrays
 from gradwatch.runs.compare.aligned import COMPARED, HIGHEST, LOWEST, AlignedRuns, align
 from gradwatch.runs.compare.divergence_point import DivergencePoint, blocks_of, divergence_points
@@ -40,7 +41,7 @@ class Comparison:
         rates = self.first_difference.rates
         found = []
         if rates is not None and rates.step <= self.first_step:
-            found.append(("learning rate", f"{rates.a:.3g}", f"{rates.b:.3g}"))
+            found.append(("learning rate", number_text(rates.a, 3), number_text(rates.b, 3)))
         for part in ("about", "environment"):
             a, b = (run.meta.get(part, {}) for run in self.runs)
             names = [name for name in dict.fromkeys([*a, *b]) if a.get(name) != b.get(name)]
@@ -108,7 +109,10 @@ class Comparison:
                 said.append(f"Later in {later} more of {len(self.pair.layers)} layers.")
         rates = self.first_difference.rates
         if rates is not None and rates.step > self.first_step:
-            said.append(f"The learning rates differ from step {rates.step} on: {rates.a:.3g} in A, {rates.b:.3g} in B.")
+            said.append(
+                f"The learning rates differ from step {rates.step} on: {number_text(rates.a, 3)} in A, "
+                f"{number_text(rates.b, 3)} in B."
+            )
         said += self._first_difference()
         for letter, only in zip("AB", self.pair.only, strict=True):
             if only:

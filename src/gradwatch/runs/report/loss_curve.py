@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from gradwatch.core.number_text import number_text
 from gradwatch.runs.pages import figure
 from gradwatch.runs.report.heatmap import names_width
 from gradwatch.sinks.downsampling import Downsampling
@@ -40,7 +41,9 @@ def path_of(loss: Downsampling, beside: Downsampling) -> tuple[str, str]:
         path += f"V{lower:.1f}" if lower > upper else ""
         if not before[place] and not after[place]:
             path += f"M{at - width / 2:.1f} {upper:.1f}h{width:.1f}"
-    extent = f"lowest {least:.4g}, highest {most:.4g}" + (f", drawn up to {top:.4g}" if top < most else "")
+    extent = f"lowest {number_text(least, 4)}, highest {number_text(most, 4)}" + (
+        f", drawn up to {number_text(top, 4)}" if top < most else ""
+    )
     return path, extent + "; not finite where there is no line" * bool(np.isinf(high).any())
 
 
