@@ -21,7 +21,7 @@ from hypothesis.extra.numpy import arrays
 from gradwatch.core.alert import Effect, Severity, Verdict
 from gradwatch.core.record import Layout, Missing, Record, Run
 from gradwatch.sinks.headline_scalars import DueHeadlines, headlines, log_quantiles
-from gradwatch.sinks.log import Log, alert_lines
+from gradwatch.sinks.log import Log, alert_lines, one_line
 from gradwatch.sinks.memory import Memory
 from gradwatch.sinks.scalars import Scalars
 from gradwatch.sinks.tensorboard.sink import TensorBoard
@@ -200,6 +200,15 @@ def test_names_give_way_to_what_happened() -> None:
     alert = replace(alert_of("vanishing", *names), headline="its signal is 10^5.2 times weaker")
     (first, _) = alert_lines(alert)
     assert first == f"GradWatch WARNING step 3: vanishing in net.conv0 and 4 more: {alert.headline}"
+
+
+def test_the_step_at_which_it_was_noticed_gives_way_to_what_happened() -> None:
+    alert = replace(alert_of("input_scale", "encoder.embedding.projection"), noticed=4, headline="x" * 30)
+    assert alert_lines(alert)[0] == f"GradWatch WARNING step 3: input_scale in {alert.layer}: {alert.headline}"
+
+
+def test_a_line_is_cut_at_a_clause() -> None:
+    assert one_line(f"{'x' * 60}; {'else ' * 15}") == f"{'x' * 60} ..."
 
 
 @given(st.text(max_size=400), st.text(max_size=400), st.lists(st.text(min_size=1, max_size=200), min_size=1))

@@ -96,18 +96,23 @@ def alert_lines(
     `layers`: all that are watched, if known; `folder`: of the run; paths in it begin with its name; `before`: the
     alert when it was logged before, if it has become worse; `width`: of a terminal, at which they are wrapped.
     """
-    when = f"step {alert.step}" + f" (noticed at {alert.noticed})" * (alert.noticed != alert.step)
+    noticed = f" (noticed at {alert.noticed})" * (alert.noticed != alert.step)
+    when = f"step {alert.step}{noticed}"
     severity = str(alert.severity).upper()
     happened = alert.headline or alert.message.split(". ")[0].rstrip(".")
     begin = f"GradWatch {severity} {when}: {alert.rule} in"
     known = {effect.rule for effect in before.effects} if before is not None else set()
     if before is not None and (new := [one for one in alert.effects if one.step is not None and one.rule not in known]):
         begin = f"GradWatch {severity} step {new[-1].step}: {new[-1].rule} follows from {alert.rule} at {alert.step} in"
-    first = one_line(f"{begin} {_where(alert, layers)}: {happened}")
-    if first.endswith(CUT) and len(alert.sites) > 2:  # names give way, all but that of the origin; the verdict has them
-        first = one_line(f"{begin} {_short_name(alert.layer)} and {len(alert.sites) - 1} more: {happened}")
-    if first.endswith(CUT) and not alert.sites and alert.layer == TOTAL:
-        first = one_line(f"{begin.removesuffix(' in')}: {happened}")
+    texts = [f"{begin} {_where(alert, layers)}: {happened}"]
+    # what gives way, so that what happened is said whole; the verdict has it: names, all but that of the origin
+    if len(alert.sites) > 2:
+        texts.append(f"{begin} {_short_name(alert.layer)} and {len(alert.sites) - 1} more: {happened}")
+    if not alert.sites and alert.layer == TOTAL:
+        texts.append(f"{begin.removesuffix(' in')}: {happened}")
+    texts.append(texts[-1].replace(noticed, "", 1))
+    firsts = [one_line(text) for text in texts]
+    first = next((line for line in firsts if not line.endswith(CUT)), firsts[-1])
     lines = [first, one_line(f"  try: {alert.remedy.rstrip('.')}")]
     if alert.incident_file:
         lines.append(f"  incident file: {_relative(alert.incident_file, folder)}")
@@ -123,12 +128,14 @@ def alert_lines(
 
 
 def one_line(text: str) -> str:
-    """`text` in one line, up to the last whole word that fits `WIDTH` columns, with " ..." where it is cut."""
+    """`text` in one line, up to the last clause or word that fits `WIDTH` columns, with " ..." where it is cut."""
     indent = "  " * text.startswith("  ")
     text = indent + " ".join("".join(char if char.isprintable() else " " for char in text).split())
     if len(text) <= WIDTH:
         return text
-    return text[: WIDTH - len(CUT)].rsplit(" ", 1)[0].rstrip(",;:") + CUT
+    cut = text[: WIDTH - len(CUT)].rsplit(" ", 1)[0]
+    clause = cut.rfind("; ")
+    return (cut[:clause] if clause > WIDTH // 2 else cut).rstrip(",;:") + CUT
 
 
 def _where(alert: Alert, layers: Collection[str] = ()) -> str:
