@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import os
 import re
 import struct
 from html import unescape
@@ -18,6 +19,7 @@ from PIL import Image
 from gradwatch import GradWatch
 from gradwatch.core.alert import Severity, Verdict, ranked
 from gradwatch.core.record import Missing, Run
+from gradwatch.runs.pages import write
 from gradwatch.runs.report.heatmap import labelled, png, ticks_of
 from gradwatch.runs.report.loss_curve import path_of
 from gradwatch.runs.report.page import page
@@ -369,3 +371,18 @@ def test_the_loss_is_drawn_and_said_whole(losses: list[float], said: str, pieces
     path, extent = path_of(loss, norms)
     assert extent == said
     assert pieces is None or re.findall("M[^M]*", path) == pieces
+
+
+def test_a_link_and_a_pipe_are_written_to_and_stay(tmp_path: Path) -> None:
+    """As root, `-o /dev/stdout` would otherwise put a file in the place of the machine's."""
+    link, pipe = tmp_path / "link.html", tmp_path / "pipe"
+    link.symlink_to(tmp_path / "page.html")
+    write(link, "page")
+    assert link.is_symlink()
+    assert (tmp_path / "page.html").read_text() == "page"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write(pipe, "page")
+    assert os.read(reader, 9) == b"page"
+    os.close(reader)
+    assert pipe.is_fifo()

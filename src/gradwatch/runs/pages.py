@@ -49,7 +49,11 @@ def figure(name: str, **context: object) -> str:
 
 
 def write(path: Path, html: str) -> None:
-    """Write a page whole or not at all. Raises OSError."""
+    """Write a page whole or not at all. A link stays one, and so do a pipe and a device. Raises OSError."""
+    if path.exists() and not path.is_file():
+        path.write_text(html, encoding="utf-8")
+        return
+    path = path.resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
