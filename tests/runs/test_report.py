@@ -170,7 +170,7 @@ def test_a_row_says_what_was_measured(tmp_path: Path) -> None:
     rows = {}
     for row in re.findall(r"<tr><td>.*?</tr>", html):
         cells = [unescape(re.sub("<[^>]*>", "", cell)) for cell in re.findall(r"<td.*?</td>", row)]
-        rows[cells[0].split()[0]] = cells[2:]
+        rows[cells[0].split()[0]] = [*cells[3:], cells[1]]
     assert rows["good"] == ["0.01", "1.0e-4", "1", "1.0e-4", "25%", "ok"]
     assert rows["off"] == ["-", "-", "-", "-", "0%", "frozen (requires_grad is False)"]
     assert rows["bad"][:4] == ["nan"] * 4

@@ -95,7 +95,6 @@ def _described(number: int, alert: Alert) -> dict[str, Any]:
         "number": number,
         "severity": str(alert.severity),
         "rule": alert.rule,
-        "where": alert.where,
         "place": with_short_names(alert).where,
         "since": _since(alert),
         "returns": returns,

@@ -6,7 +6,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gradwatch.core.alert import whole_model
 from gradwatch.core.printable import printable
+from gradwatch.core.record import TOTAL
 from gradwatch.runs.names import counted, extent_of
 from gradwatch.runs.summary.document import MAX_BYTES
 from gradwatch.sinks.terminal.layer_table import select_rows
@@ -37,16 +39,18 @@ def _text(found: Mapping[str, Any], rows: Sequence[Sequence[Any]]) -> str:
     lines += [f"`{_code(found['source'])}`: {extent}" + ("" if run["ended"] else "; the record has no end"), ""]
     for name, course in (("Loss", found["loss"]), ("Learning rate", found["learning_rate"])):
         if course is not None:
-            lines += [f"{name}: {course['first']} at first, {course['last']} at last.", ""]
+            first, last = course["first"], course["last"]
+            lines += [f"{name}: {first}." if first == last else f"{name}: {first} at first, {last} at last.", ""]
     for place, one in enumerate(found["incidents"], 1):
-        names = ", ".join(one["layers"]["names"][:4]) or one["origin"]
+        names = ", ".join(one["layers"]["names"][:4]) or whole_model(one["origin"])
         more = f" and {one['layers']['count'] - 4} more" if one["layers"]["count"] > 4 else ""
         until = "still open" if one["last_seen"] is None else f"last seen at step {one['last_seen']}"
         noticed = f" (noticed at {one['noticed']})" if one["noticed"] != one["onset"] else ""
+        origin = f" Origin: `{_code(one['origin'])}`." * (one["origin"] != TOTAL)
         lines += [
             f"## {place}. {one['severity']}: {_plain(one['rule'])} in {_plain(names)}{more}",
             "",
-            f"Since step {one['onset']}{noticed}, {until}. Origin: `{_code(one['origin'])}`.",
+            f"Since step {one['onset']}{noticed}, {until}.{origin}",
             "",
             _plain(one["evidence"]),
             "",
