@@ -6,6 +6,7 @@ import base64
 import os
 import re
 import struct
+from dataclasses import replace
 from html import unescape
 from html.parser import HTMLParser
 from io import BytesIO
@@ -17,7 +18,7 @@ import pytest
 from PIL import Image
 
 from gradwatch import GradWatch
-from gradwatch.core.alert import Severity, Verdict, ranked
+from gradwatch.core.alert import Effect, Severity, Verdict, ranked
 from gradwatch.core.record import Missing, Run
 from gradwatch.runs.pages import write
 from gradwatch.runs.report.heatmap import labelled, png, ticks_of
@@ -179,7 +180,7 @@ def test_a_row_says_what_was_measured(tmp_path: Path) -> None:
 def test_the_replayed_report_is_the_live_one(tmp_path: Path) -> None:
     layout = layout_of("a", "b")
     rng = np.random.default_rng(0)
-    alert = alert_of("dead", "b", step=40)
+    alert = replace(alert_of("dead", "b", step=40), effects=(Effect("starved", ("a",), "a", 41, 45),))
     records = [record_of(layout, step, rng.random(2), loss=rng.random(), overhead=0.01) for step in range(90)]
     verdict = Verdict((alert,), 90, 2, 0.012, {"b.weight": "frozen"}, ("a note",), ("Clip<1> shortened 3 steps",))
     live = written_page(records, verdict, alerts=[alert], folder=tmp_path)

@@ -15,7 +15,8 @@ the `alerts` of all sessions by (`rule`, `step`); later ones replace earlier one
                 interventions: [text], incidents: [alert], worst first, loss: {first, last} or null,
                 run_steps: steps of the run, where some were not measured; else null, or not there}
     alert      {rule, severity, layer, sites: [name], step, noticed, axis, noticed_axis, value, threshold, message,
-                remedy, closed_step, closed_axis, times, headline, effects: [{rule, sites: [name]}]}
+                remedy, closed_step, closed_axis, times, headline, effects: [effect]}
+    effect     {rule, sites: [name], layer, step, noticed}; in old files without the last three
 
 `started` and `finished` are seconds since the epoch. `step` counts optimizer steps; `axis` is its position on the
 x-axis of the Trainer's logs, as is the event's own step; null where an incident is open or its position unknown.
@@ -136,6 +137,19 @@ def _checked_number(value: Any, where: str) -> float | str:
 
 _SITES = schema.list_of(schema.name, schema.PARAMETERS_MAX)
 
+_EFFECT = schema.with_defaults(
+    schema.fields(
+        rule=schema.name,
+        sites=_SITES,
+        layer=schema.text,
+        step=schema.maybe(schema.step),
+        noticed=schema.maybe(schema.step),
+    ),
+    layer="",
+    step=None,
+    noticed=None,
+)
+
 ALERT_FIELDS: Mapping[str, schema.Check] = {
     "rule": schema.name,
     "severity": schema.one_of(*(severity.value for severity in Severity)),
@@ -150,7 +164,7 @@ ALERT_FIELDS: Mapping[str, schema.Check] = {
     "closed_step": schema.maybe(schema.step),
     "times": schema.whole(1),
     "headline": schema.text,
-    "effects": schema.list_of(schema.fields(rule=schema.name, sites=_SITES), schema.STATISTICS_MAX),
+    "effects": schema.list_of(_EFFECT, schema.STATISTICS_MAX),
 }
 """What an alert is in any file."""
 
