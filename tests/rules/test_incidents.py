@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from gradwatch.core.alert import Alert, Effect, Finding, Severity, Verdict, ranked, short_list
+from gradwatch.core.alert import Alert, Effect, Finding, Severity, Verdict, ranked, short_list, wrapped
 from gradwatch.rules.incidents import IncidentTracker
 
 VANISHING = Finding(
@@ -70,6 +70,17 @@ def test_layers_that_fall_ill_later_join_the_open_incident() -> None:
     run(tracker, range(1), VANISHING)
     assert not run(tracker, range(1, 2), replace(VANISHING, sites=("fc1", "fc2")))
     assert tracker.alerts[0].sites == ("fc0", "fc1", "fc2")
+
+
+def test_what_is_said_of_each_group_of_layers_that_is_found_at_once() -> None:
+    first = replace(VANISHING, headline="it fades")
+    other = replace(
+        first, layer="fc3", sites=("fc3",), message="Layer fc3 is another matter.", headline="it is another"
+    )
+    (alert,) = run(IncidentTracker(), range(1), first, other, first)
+    assert (alert.message, alert.headline) == ("The backward signal fades. Layer fc3 is another matter.", "")
+    (alert,) = run(IncidentTracker(), range(1), first, replace(first, sites=("fc4",)))
+    assert (alert.message, alert.headline) == (VANISHING.message, "it fades")
 
 
 def test_layers_that_join_are_named_in_the_models_order() -> None:
@@ -408,6 +419,11 @@ def test_the_text_of_a_verdict() -> None:
 )
 def test_a_run_is_healthy_where_its_loss_fell(loss: tuple[float, float] | None, words: str) -> None:
     assert words in str(Verdict((), 400, 2, 0.0, {}, loss=loss))
+
+
+def test_a_number_and_its_percent_stay_in_a_line() -> None:
+    line = "GradWatch: healthy. 3 layers over 120 steps, overhead 19.6 %"
+    assert wrapped(line, len(line) - 1) == [line.removesuffix(" 19.6 %"), "19.6 %"]
 
 
 def test_notices_leave_a_run_healthy() -> None:

@@ -336,10 +336,12 @@ def step_word(verdict: Verdict) -> str:
 
 def wrapped(line: str, width: int) -> list[str]:
     """A line of a verdict in lines of `width` columns, with hanging indents. A path is not broken, so that it can be
-    copied.
+    copied; nor is a number parted from its "%".
     """
     indent = "   " if re.match(r"\d+\. ", line) else " " * (len(line) - len(line.lstrip()))
-    return wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False) or [""]
+    line = line.replace(" %", "\N{NO-BREAK SPACE}%")
+    pieces = wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return [piece.replace("\N{NO-BREAK SPACE}%", " %") for piece in pieces] or [""]
 
 
 def ranked(alerts: Iterable[Alert]) -> tuple[Alert, ...]:

@@ -179,6 +179,7 @@ class IncidentTracker:
         # one that came before in the same rule has the steps up to its end
         ends = [fault.closed_step for fault in self._faults if fault.rule == rule and fault.closed_step is not None]
         begun = min(step, max([begun, *(end + 1 for end in ends)]))
+        messages = dict.fromkeys(finding.message for finding in found)  # of layers with another cause each
         self._faults.append(
             Alert(
                 rule,
@@ -189,10 +190,10 @@ class IncidentTracker:
                 step,
                 first.value,
                 first.threshold,
-                first.message,
+                " ".join(messages),
                 first.remedy,
                 effects=first.effects,
-                headline=first.headline,
+                headline=first.headline * (len(messages) == 1),
             )
         )
         self._open[rule] = new
