@@ -13,7 +13,7 @@ const TOP = 8;
 const BOTTOM = 24;
 const HEIGHT = 170;
 
-/** `lines`: [{run, colour (of the style sheet), grid, alerts}], a grid of one name each. `span`: [from, to] of the steps. */
+/** `lines`: [{run, colour (of the style sheet), grid, alerts, until: where the run ends}], a grid of one name each. `span`: [from, to] of the steps. */
 export function chart({ title, lines, span, log, states }) {
   const canvas = el("canvas", { class: "chart" });
   const readout = el("p", { class: "readout quiet", "aria-live": "polite" });
@@ -74,9 +74,9 @@ export function chart({ title, lines, span, log, states }) {
   }
 
   function drawAlerts(context, x, right, bottom) {
-    for (const alert of lines.flatMap((line) => line.alerts)) {
+    for (const [alert, until] of lines.flatMap((line) => line.alerts.map((alert) => [alert, line.until]))) {
       const begin = Math.max(LEFT, x(began(alert)));
-      const end = Math.min(right, ended(alert) == null ? right : x(ended(alert) + 1));
+      const end = Math.min(right, x(ended(alert) == null ? until : ended(alert) + 1));
       if (end < LEFT || begin > right) continue;
       context.fillStyle = themed(alert.severity);
       context.globalAlpha = 0.07;

@@ -38,7 +38,7 @@ export async function layerPage(element, { panels, layer, states, logOf, act, cu
       const found = grid(answer.about.statistics[name], answer.arrays, `${name} `);
       const n = panel.run.names.indexOf(layer);
       const alerts = panel.run.alerts.filter((_, number) => concerns(panel.faults[number], n));
-      return [{ run: panel.run.run, colour: SERIES[i], grid: found, alerts }];
+      return [{ run: panel.run.run, colour: SERIES[i], grid: found, alerts, until: panel.run.last + 1 }];
     });
     const said = lines.map((line) => constant(line.grid));
     const often = sampled ? `sampled: ${lines.map((line) => plural(line.grid.records, "number")).join(", ")} over the run` : "";
