@@ -92,7 +92,7 @@ def test_weights_that_start_at_nearly_zero_may_grow_many_times() -> None:
 
 
 def test_a_loss_that_runs_away() -> None:
-    rising = [{"loss": 3.0**i, "gradients": 3.0**i, "lr": 0.1} for i in (1, 2, 3)]
+    rising = [{"loss": 3.0**i, "gradients": 3.0**i, "lr": 0.1, "updates": 0.3} for i in (1, 2, 3)]
     outcome = judge_steps(Divergence(), net(2), [*steps(60), *rising, *jump()[-3:]])
     assert silent(outcome[:63])
     found = only(outcome[-1])
@@ -108,10 +108,18 @@ def test_a_loss_that_runs_away() -> None:
     )
 
 
+def test_a_loss_that_grows_with_its_targets() -> None:
+    """As that of an actor-critic does with the rewards that it finds: steps are small, but for a rate that has grown."""
+    assert silent(judge_steps(Divergence(), net(2), jump(gradients=9.0)))
+    assert silent(judge_steps(Divergence(), net(2), jump(gradients=9.0, updates=0.08)))
+    warmed = [*steps(20, updates=0.08), *[{"loss": 1.0, "lr": 0.15}] * 40, *jump(gradients=9.0, lr=0.2)[-3:]]
+    assert "the steps are too large" in only(judge_steps(Divergence(), net(2), warmed)[-1]).message
+
+
 def test_the_rate_that_is_blamed_is_that_of_the_steps_that_are() -> None:
     """A scheduler may have lowered it since."""
     lowered = [{**row, "lr": 0.001} for row in jump()[-3:]]
-    rising = [{"loss": 3.0**i, "gradients": 3.0**i, "lr": 0.1} for i in (1, 2, 3)]
+    rising = [{"loss": 3.0**i, "gradients": 3.0**i, "lr": 0.1, "updates": 0.3} for i in (1, 2, 3)]
     found = only(judge_steps(Divergence(), net(2), [*steps(60), *rising, *lowered])[-1])
     assert "the steps are too large (lr=0.1), or" in found.message
 
@@ -208,7 +216,7 @@ def test_a_jump_of_the_gradient_that_is_known_to_do_no_more_is_not_blamed() -> N
     assert found.headline == "the gradient at batch 30 of epoch 2 was 50 times the highest of the 20 steps before"
     rows = [*steps(29), *steps(1, updates=0.5), large_step, *[far] * 4]
     assert "the steps are too large" in only(judge_steps(Divergence(), net(2), rows)[-1]).message
-    growing = [*steps(28), {"gradients": 2.0}, {"gradients": 5.0}, large_step | {"gradients": 60.0}, *[far] * 4]
+    growing = [*steps(28), {"gradients": 2.0, "updates": 0.3}, {"gradients": 5.0}, large_step | {"gradients": 60.0}, *[far] * 4]
     assert "the steps are too large" in only(judge_steps(Divergence(), net(2), growing)[-1]).message
 
 
@@ -348,7 +356,7 @@ def test_an_optimizer_that_goes_up_the_loss() -> None:
 
 
 def test_a_loss_that_was_negative_at_first_is_said_to_be_so() -> None:
-    rows = [{**row, "loss": 40.0 if row["loss"] == 40.0 else -1.0} for row in jump(gradients=9.0)]
+    rows = [{**row, "loss": 40.0 if row["loss"] == 40.0 else -1.0} for row in jump(gradients=9.0, updates=0.3)]
     found = only(judge_steps(Divergence(), net(2), rows)[-1])
     assert found.message.startswith("The loss is 40, in size 40 times the largest of its first 10 steps (-1), and")
     assert found.headline == "the loss went from -1 to 40"
