@@ -137,6 +137,15 @@ def test_a_cause_explains_what_comes_soon_after_it_too(after: int) -> None:
     assert [len(alert.effects) for alert in tracker.alerts] == ([1] if after == 50 else [0, 0])
 
 
+@pytest.mark.parametrize(("begun", "follows"), [(2, True), (3, True), (4, False)])
+def test_what_began_while_its_cause_lasted_is_its_effect_however_late_it_is_found(begun: int, follows: bool) -> None:
+    tracker, rules = IncidentTracker(close_after=20, effects_within=50), ("nonfinite", "vanishing")
+    run(tracker, range(2, 4), NONFINITE, rules=rules)
+    run(tracker, range(4, 100), rules=rules)
+    tracker.update(100, {"nonfinite": [], "vanishing": [VANISHING]}, onset=lambda finding: begun)
+    assert [len(alert.effects) for alert in tracker.alerts] == ([1] if follows else [0, 0])
+
+
 def test_an_effect_grows_with_its_cause_and_never_becomes_louder() -> None:
     tracker, rules = IncidentTracker(), ("nonfinite", "vanishing")
     run(tracker, range(1), NONFINITE, VANISHING, rules=rules)

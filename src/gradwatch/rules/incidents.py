@@ -215,6 +215,8 @@ class IncidentTracker:
         for place in reversed(range(new)):
             known = self._faults[place]
             recent = known.closed_step is None or fault.noticed - known.closed_step <= self.effects_within
+            if known.closed_step is not None:
+                recent |= known.step <= fault.step <= known.closed_step  # begun then, and found later
             if (known.rule, fault.rule) == ("divergence", "spike"):
                 recent |= self._has_open_effects(place)  # the run has not come back from it
             if known.rule == "spike":
