@@ -150,7 +150,7 @@ def forward(name: str, inputs: Sequence[InputSummary], *, nan: bool, dtype: str)
     if _large(inputs):
         return Explanation(
             f"its input reaches {number_text(peak, 3)}, and its output more than {dtype} holds",
-            "Trainer(gradient_clip_val=1.0), a smaller lr, or a normalisation before it.",
+            "a normalisation before it; where it grew in training, Trainer(gradient_clip_val=1.0) or a smaller lr too.",
             True,
         )
     return Explanation(
@@ -203,7 +203,7 @@ def backward(node: str, name: str, inputs: Sequence[InputSummary], *, dtype: str
         f"the gradient there is more than {most}, or 0 met infinity",
         'Trainer(precision="bf16-mixed"), or a smaller factor there.'
         if dtype == "float16"
-        else "Trainer(gradient_clip_val=1.0) against what grew before it, or a clamp or epsilon there.",
+        else "a clamp or epsilon there, or Trainer(gradient_clip_val=1.0) where it grew in training.",
         True,
     )
 
