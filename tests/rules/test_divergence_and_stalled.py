@@ -216,7 +216,13 @@ def test_a_jump_of_the_gradient_that_is_known_to_do_no_more_is_not_blamed() -> N
     assert found.headline == "the gradient at batch 30 of epoch 2 was 50 times the highest of the 20 steps before"
     rows = [*steps(29), *steps(1, updates=0.5), large_step, *[far] * 4]
     assert "the steps are too large" in only(judge_steps(Divergence(), net(2), rows)[-1]).message
-    growing = [*steps(28), {"gradients": 2.0, "updates": 0.3}, {"gradients": 5.0}, large_step | {"gradients": 60.0}, *[far] * 4]
+    growing = [
+        *steps(28),
+        {"gradients": 2.0, "updates": 0.3},
+        {"gradients": 5.0},
+        large_step | {"gradients": 60.0},
+        *[far] * 4,
+    ]
     assert "the steps are too large" in only(judge_steps(Divergence(), net(2), growing)[-1]).message
 
 

@@ -72,8 +72,8 @@ TEXTS = {
         "The gradient of {all} was exactly 0 at each of {steps}: {flat}a loss weight of 0, a mask or padding that "
         "leaves nothing, a hook that makes it 0, an operation without a slope (round, sign, a comparison, a clamp or "
         "an activation in its flat part, a softmax or norm of one number), or units that are dead{since}.",
-        "{normed}a weight above 0 for the loss of layer {last}, no clamp of its outputs, or straight through: "
-        "x + (round(x) - x).detach().",
+        "{normed}a weight above 0 for the loss of layer {last}, no clamp of its outputs, {scalar}or straight "
+        "through: x + (round(x) - x).detach().",
     ),
     "no_loss": (
         "its gradient was exactly 0 at each of {steps}, and the loss is 0",
@@ -263,6 +263,7 @@ class Disconnected(CheckedRule):
                 names, counts = history.layout.names(_as_they_run(history.layout, layers[kind])), zeros[kind]
                 back = _begun(norms[:, kind] > 0, norms[:, kind] == 0, codes[:, kind])
                 more = {"flat": flat, "normed": normed, "since": "" if ever else " from the start"}
+                more["scalar"] = "no softmax or norm of its one number, " * _gives_one(history.layout, names[-1])
                 wording = _worded(text, names, steps_text(history, int(counts.min())), **more)
                 wanted = np.full(len(counts), self.zero_records)
                 found.append(self._finding(names, counts, wanted, wording, back))
@@ -285,6 +286,12 @@ def _worded(text: str, names: Sequence[str], steps: str, kind: str = "layer", **
     more |= {"all": every, "All": capitalized(every), "last": names[-1], "steps": steps, "kind": kind}
     more |= {"run": "runs" if one else "run", "output": "its output" if one else "their outputs"}
     return [part.format(**more) for part in TEXTS[text]]
+
+
+def _gives_one(layout: Layout, layer: str) -> bool:
+    """Whether the bias of `layer` is a single number: so is what it gives of an example."""
+    bias = layout.index.get(f"{layer}.bias")
+    return bias is not None and layout.sites[bias].numel == 1
 
 
 def _without_parts(layout: Layout, sites: Sites) -> tuple[Sites, Sites]:
