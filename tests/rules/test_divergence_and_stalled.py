@@ -109,7 +109,7 @@ def test_a_loss_that_runs_away() -> None:
 
 
 def test_a_loss_that_grows_with_its_targets() -> None:
-    """As that of an actor-critic does with the rewards that it finds: steps are small, but for a rate that has grown."""
+    """As that of an actor-critic does with the rewards it finds: steps are small, but for a rate that has grown."""
     assert silent(judge_steps(Divergence(), net(2), jump(gradients=9.0)))
     assert silent(judge_steps(Divergence(), net(2), jump(gradients=9.0, updates=0.08)))
     warmed = [*steps(20, updates=0.08), *[{"loss": 1.0, "lr": 0.15}] * 40, *jump(gradients=9.0, lr=0.2)[-3:]]
