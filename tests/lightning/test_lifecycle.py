@@ -329,6 +329,18 @@ def test_copies_made_during_a_fit(duplicate: Callable[[Any], Any], tmp_path: Pat
     assert hooks_on(copies[-1], *trainer.optimizers) == []
 
 
+@pytest.mark.parametrize("duplicate", COPIES.values(), ids=COPIES)
+def test_a_watch_says_that_a_copy_of_it_may_have_watched(duplicate: Callable[[Any], Any]) -> None:
+    """As a library that copies its callbacks before each fit leaves the one that it was given."""
+    watch = GradWatch()
+    assert watch.verdict.notes == ()
+    copied = duplicate(watch)
+    with quiet():
+        quiet_trainer(copied, max_epochs=1, limit_train_batches=3, limit_val_batches=0).fit(LitOfLightning(), data())
+    assert "Note: it was copied, and a copy may have watched" in str(watch.verdict)
+    assert (copied.verdict.steps, copied.verdict.notes) == (3, ())
+
+
 def test_a_loader_with_a_list_of_classes_has_to_allow_this_one_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """As Darts loads a model with the callbacks that it was given, where one of the two Lightnings is installed."""
     monkeypatch.setattr(package_detection, "for_users_package", lambda cls: cls)

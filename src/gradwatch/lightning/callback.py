@@ -55,6 +55,8 @@ _TWO_FITS = (
     "Give each Trainer a GradWatch of its own"
 )
 
+_COPIED = "it was copied, and a copy may have watched in its place: see trainer.callbacks, the log or the report"
+
 _SECOND = (
     "another GradWatch of this Trainer prints the table and writes the report, the record and the scalars; what {} "
     "finds is in the log alone. Give it sinks=[...] of its own for more"
@@ -136,6 +138,7 @@ class GradWatch(PackageAware, Callback):
         self._may_end = False
         """Whether something may end the training: then all ranks ask each other after every batch."""
         self._injected = False
+        self._copied = False
         self._engine: Engine | None = None
         self._fitting: Callable[[], Any] = lambda: None
         """Gives the Trainer whose fit the engine watches; a watch may be in several Trainers."""
@@ -151,6 +154,7 @@ class GradWatch(PackageAware, Callback):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy, deep or pickled, is a fresh watch with the same options: hooks and records stay with the run."""
+        self._copied = True
         # only this class by name, as a loader with a list of allowed classes may see
         options = {field.name: getattr(self._options, field.name) for field in fields(self._options)}
         return plain_class(type(self)), (), {"options": options, "injected": self._injected}
@@ -192,7 +196,9 @@ class GradWatch(PackageAware, Callback):
     @property
     def verdict(self) -> Verdict:
         """The ranked summary of the fit so far; `str()` is the terminal text."""
-        return self._engine.queue.completed.verdict(self.overhead) if self._engine else Verdict((), 0, 0, 0.0, {})
+        if self._engine:
+            return self._engine.queue.completed.verdict(self.overhead)
+        return Verdict((), 0, 0, 0.0, {}, notes=(_COPIED,) * self._copied)
 
     @property
     def overhead(self) -> float:
