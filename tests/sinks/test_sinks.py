@@ -21,7 +21,7 @@ from hypothesis.extra.numpy import arrays
 from gradwatch.core.alert import Effect, Severity, Verdict
 from gradwatch.core.record import Layout, Missing, Record, Run
 from gradwatch.sinks.headline_scalars import DueHeadlines, headlines, log_quantiles
-from gradwatch.sinks.log import Log, alert_lines, one_line
+from gradwatch.sinks.log import CUT, Log, alert_lines, one_line
 from gradwatch.sinks.memory import Memory
 from gradwatch.sinks.scalars import Scalars
 from gradwatch.sinks.tensorboard.sink import TensorBoard
@@ -209,6 +209,26 @@ def test_the_step_at_which_it_was_noticed_gives_way_to_what_happened() -> None:
 
 def test_a_line_is_cut_at_a_clause() -> None:
     assert one_line(f"{'x' * 60}; {'else ' * 15}") == f"{'x' * 60} ..."
+
+
+@pytest.mark.parametrize(
+    ("noticed", "names", "what", "headline"),
+    [
+        (16, 1, "step 3: collapse in module.decoder.px_...ne.encoder.layer.0", "the weights lose half of it"),
+        (16, 1, "step 3: collapse in module.d....layer.0", "the weights lose half of their norm in 13 steps"),
+        (3, 2, "step 3: collapse in module.d....layer.0 and 1 more", "the weights lose half of their norm in 7"),
+        (16, 5, "step 3: collapse in module.d....layer.0 and 4 more", "the weights lose half in 13 steps"),
+        (16, 5, "step 3: collapse in module.d....layer.0 and 4 more", "words " * 20),
+    ],
+)
+def test_long_names_and_the_step_of_notice_give_way_to_what_happened(
+    noticed: int, names: int, what: str, headline: str
+) -> None:
+    """As in models of libraries, whose layers have names of 40 characters and more."""
+    layers = [f"module.decoder.px_dropout_decoder_gene.encoder.layer.{number}" for number in range(names)]
+    alert = replace(alert_of("collapse", *layers, step=3), noticed=noticed, headline=headline)
+    assert alert_lines(alert)[0].startswith(f"GradWatch WARNING {what}: {headline[:35]}")
+    assert alert_lines(alert)[0].endswith(CUT) == ("words" in headline)
 
 
 @given(st.text(max_size=400), st.text(max_size=400), st.lists(st.text(min_size=1, max_size=200), min_size=1))

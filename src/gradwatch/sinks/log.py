@@ -23,6 +23,9 @@ and a logging prefix takes some.
 NAME_WIDTH = 40
 """Columns of a layer's name in the line of an alert, at most. Judgement."""
 
+SHORT_NAME_WIDTH = 20
+"""The same where there is no room for what happened. Judgement."""
+
 CUT = " ..."
 """The end of a line that was cut."""
 
@@ -96,23 +99,22 @@ def alert_lines(
     `layers`: all that are watched, if known; `folder`: of the run; paths in it begin with its name; `before`: the
     alert when it was logged before, if it has become worse; `width`: of a terminal, at which they are wrapped.
     """
-    noticed = f" (noticed at {alert.noticed})" * (alert.noticed != alert.step)
-    when = f"step {alert.step}{noticed}"
     severity = str(alert.severity).upper()
     happened = alert.headline or alert.message.split(". ")[0].rstrip(".")
-    begin = f"GradWatch {severity} {when}: {alert.rule} in"
+    begin, noticed, fault = f"GradWatch {severity} step {alert.step}", "", alert.rule
     known = {effect.rule for effect in before.effects} if before is not None else set()
     if before is not None and (new := [one for one in alert.effects if one.step is not None and one.rule not in known]):
-        begin = f"GradWatch {severity} step {new[-1].step}: {new[-1].rule} follows from {alert.rule} at {alert.step} in"
-    texts = [f"{begin} {_where(alert, layers)}: {happened}"]
-    # what gives way, so that what happened is said whole; the verdict has it: names, all but that of the origin
-    if len(alert.sites) > 2:
-        texts.append(f"{begin} {_short_name(alert.layer)} and {len(alert.sites) - 1} more: {happened}")
-    if not alert.sites and alert.layer == TOTAL:
-        texts.append(f"{begin.removesuffix(' in')}: {happened}")
-    texts.append(texts[-1].replace(noticed, "", 1))
-    firsts = [one_line(text) for text in texts]
-    first = next((line for line in firsts if not line.endswith(CUT)), firsts[-1])
+        begin = f"GradWatch {severity} step {new[-1].step}"
+        fault = f"{new[-1].rule} follows from {alert.rule} at {alert.step}"
+    elif alert.noticed != alert.step:
+        noticed = f" (noticed at {alert.noticed})"
+    # names give way, all but that of the origin, and the step of notice: the verdict has them
+    others = f" and {len(alert.sites) - 1} more" * (len(alert.sites) > 1)
+    shorter = [f" in {_short_name(alert.layer, width)}{others}" for width in (NAME_WIDTH, SHORT_NAME_WIDTH)]
+    places = [f" in {_where(alert, layers)}", *([""] if alert.layer == TOTAL else shorter)]
+    heads = [f"{begin}{when}: {fault}{place}" for when in (noticed, "") for place in places[: 2 if when else None]]
+    fits = (head for head in heads if not one_line(f"{head}: {happened}").endswith(CUT))
+    first = one_line(f"{next(fits, min(heads, key=len))}: {happened}")
     lines = [first, one_line(f"  try: {alert.remedy.rstrip('.')}")]
     if alert.incident_file:
         lines.append(f"  incident file: {_relative(alert.incident_file, folder)}")
@@ -144,11 +146,11 @@ def _where(alert: Alert, layers: Collection[str] = ()) -> str:
     return short_list([_short_name(name) for name in alert.sites]) or whole_model(_short_name(alert.layer))
 
 
-def _short_name(name: str) -> str:
-    """`name` without its middle where it is longer than `NAME_WIDTH`."""
-    if len(name) <= NAME_WIDTH:
+def _short_name(name: str, width: int = NAME_WIDTH) -> str:
+    """`name` without its middle where it is longer than `width`."""
+    if len(name) <= width:
         return name
-    half = (NAME_WIDTH - 3) // 2
+    half = (width - 3) // 2
     return f"{name[:half]}...{name[-half:]}"
 
 
