@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +15,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
 from gradwatch.core.record import ROOT, clean_name
-from gradwatch.measure.layers import check_patterns, find_layers, is_lazy, layout_of, structure_of
+from gradwatch.measure.layers import check_patterns, find_layers, is_lazy, layout_of, libraries_of, structure_of
 
 
 def encoder() -> nn.Module:
@@ -186,6 +189,27 @@ def test_scripted_modules_take_no_module_hooks() -> None:
 def test_a_model_without_parameters_has_no_layers() -> None:
     assert find_layers(nn.ReLU()) == []
     assert find_layers(nn.ReLU(), ("encoder.*",)) == []
+
+
+def test_modules_of_installed_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Containers of torch are parts of what holds them; a class that is derived from a library's is the user's."""
+    folder = tmp_path / "site-packages"
+    (folder / "some_library").mkdir(parents=True)
+    code = "from torch import nn\nclass Block(nn.Module): pass\n"
+    (folder / "some_library" / "__init__.py").write_text(code)
+    monkeypatch.syspath_prepend(folder)
+    library = importlib.import_module("some_library")
+    monkeypatch.delitem(sys.modules, "some_library")
+    monkeypatch.setitem(sys.modules, "some_library", library)
+
+    class Derived(library.Block):  # type: ignore[name-defined, misc]
+        pass
+
+    model = encoder()
+    model.block = library.Block()
+    model.block.parts = nn.ModuleList([nn.Linear(2, 2), Derived()])
+    assert libraries_of(model) == dict.fromkeys(("block", "block.parts", "block.parts.0"), "Block of some_library")
+    assert list(libraries_of(library.Block())) == [""]
 
 
 def test_layout_is_append_only() -> None:

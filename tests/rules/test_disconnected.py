@@ -1,5 +1,6 @@
 """Disconnected and frozen: a faulty run raises the right alert, a healthy one none."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,23 @@ def test_an_unused_layer(order: tuple[str, ...], words: str) -> None:
     found = only(outcome[19])
     assert found.message == words
     assert found.remedy == "call layer fc1 in forward, or leave its parameters out in configure_optimizers."
+
+
+def test_a_layer_that_a_library_does_not_use_is_a_notice() -> None:
+    """With which options it would, its user has not written; layers below a part that no one calls are the user's."""
+    names = ["vae.z", "vae.l.0", "vae.l.1", "other.0", "head"]
+    known = replace(layout(names, order=["vae.z", "head"]), libraries={"vae": "VAE of scvi", "other": "Net of timm"})
+    gone = dict.fromkeys(("vae.l.0", "vae.l.1", "other.0"), Missing.NO_GRADIENT)
+    outcome = judge_rows(Disconnected(), History(known), [{"codes": gone}] * 20)
+    assert silent(outcome[:19])
+    notice, warning = sorted(outcome[19] or (), key=lambda found: found.severity.order)
+    assert (notice.severity, notice.sites) == (Severity.NOTICE, ("vae.l.0", "vae.l.1"))
+    assert notice.message == (
+        "Layers vae.l.0, vae.l.1 never run: 20 steps without a gradient. VAE of scvi, whose layers they are, runs "
+        "without them."
+    )
+    assert notice.remedy == "an option of VAE of scvi with which it uses layer vae.l.1, if that should train."
+    assert (warning.severity, warning.sites) == (Severity.WARNING, ("other.0",))
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ from gradwatch.measure.layers import (
     has_doubles,
     is_lazy,
     layout_of,
+    libraries_of,
     main_device,
     structure_of,
 )
@@ -103,7 +104,8 @@ class GradientReader:
         if not adopted and not gone:
             return ()
         modules = frozenset(type(module).__name__ for module in self.model.modules())
-        self.layout = layout_of(self.layers, before=self.layout, modules=modules)
+        libraries = libraries_of(self.model)
+        self.layout = layout_of(self.layers, before=self.layout, modules=modules, libraries=libraries)
         self.parameters = [found.get(name, REMOVED) for name in self.layout.names(self.layout.parameters)]
         self._place = {id(p): place for place, p in enumerate(self.parameters) if p is not REMOVED}
         doubles = has_doubles(self.parameters)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import cache
 from itertools import count
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -134,16 +136,21 @@ def _no_match(pattern: str, names: Sequence[str], argument: str) -> str:
     return f"{argument}: the pattern {shown(pattern)} matches no layer; {nearest}"
 
 
+def _wrapper_prefix(model: nn.Module) -> str:
+    return "module." if isinstance(model, DataParallel | DistributedDataParallel) else ""
+
+
+def _clean_path(path: str, wrapper_prefix: str) -> str:
+    return clean_name(f"{path}.".removeprefix(wrapper_prefix)).rstrip(".")
+
+
 def _all_layers(model: nn.Module) -> Iterator[Layer]:
-    wrapper_prefix = "module." if isinstance(model, DataParallel | DistributedDataParallel) else ""
+    wrapper_prefix = _wrapper_prefix(model)
     owned: dict[str, tuple[nn.Module, list[tuple[str, nn.Parameter]], bool]] = {}
     activations: dict[str, list[Activation]] = {}
     seen: set[int] = set()
     compiled: list[str] = []
     kinds: dict[type, str | None] = {}
-
-    def clean(path: str) -> str:
-        return clean_name(f"{path}.".removeprefix(wrapper_prefix)).rstrip(".")
 
     for path, module in model.named_modules():
         if is_compiled(path, module):
@@ -158,8 +165,8 @@ def _all_layers(model: nn.Module) -> Iterator[Layer]:
             continue
         # the original tensors of a parametrized weight belong to the module that has the weight
         owner, inside, _ = path.partition(".parametrizations.")
-        whole = clean(path)
-        name = (clean(owner) if inside else whole) or ROOT
+        whole = _clean_path(path, wrapper_prefix)
+        name = (_clean_path(owner, wrapper_prefix) if inside else whole) or ROOT
         hookable = not isinstance(module, ScriptModule)
         if compiled and hookable:
             hookable = not any(is_within(path, region) for region in compiled)
@@ -204,8 +211,36 @@ def is_within(path: str, region: str) -> bool:
     return not region or path == region or path.startswith(region + ".")
 
 
+def libraries_of(model: nn.Module) -> dict[str, str]:
+    """The modules of `model` whose class is of an installed package, and of which: name -> 'VAE of scvi'.
+
+    Modules of torch inside one count as parts of it.
+    """
+    prefix, packages, found = _wrapper_prefix(model), dict[type, str](), dict[str, str]()
+    for path, module in model.named_modules():
+        kind, name = type(module), _clean_path(path, prefix)
+        if kind not in packages:
+            packages[kind] = _installed_package(kind)
+        if packages[kind] == "torch":
+            if path and (around := found.get(_clean_path(path.rpartition(".")[0], prefix))):
+                found[name] = around
+        elif packages[kind]:
+            found[name] = f"{kind.__name__} of {packages[kind]}"
+    return found
+
+
+def _installed_package(kind: type) -> str:
+    """The top-level package of a class, if that was installed; empty for a class of the user's own files."""
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+    return kind.__module__.partition(".")[0] if {"site-packages", "dist-packages"} & {*Path(file).parts} else ""
+
+
 def layout_of(
-    layers: Sequence[Layer], *, before: Layout | None = None, modules: frozenset[str] = frozenset()
+    layers: Sequence[Layer],
+    *,
+    before: Layout | None = None,
+    modules: frozenset[str] = frozenset(),
+    libraries: Mapping[str, str] | None = None,
 ) -> Layout:
     """The sites of `layers`: the total, the layers, their parameters, the activations that follow them.
 
@@ -237,7 +272,8 @@ def layout_of(
             sites[key] = site._replace(name=unique_name(site.name, taken))
             taken.add(sites[key].name)
     order, edges = (before.order, before.edges) if before else ((), None)
-    return Layout(tuple(sites.values()), order, modules or (before.modules if before else frozenset()), edges)
+    modules = modules or (before.modules if before else frozenset())
+    return Layout(tuple(sites.values()), order, modules, edges, libraries=libraries or {})
 
 
 @cache

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import ClassVar
 
 import numpy as np
@@ -97,6 +98,11 @@ TEXTS = {
         "such as x > 0, y + (f(x) - y).detach() with y = x.clamp(-1, 1).",
     ),
     "unused": ("it never runs", "{All} never {run}: {steps} without a gradient.", CALL_IT),
+    "unused_by": (
+        "it never runs",
+        "{All} never {run}: {steps} without a gradient. {library}, whose {own}, runs without {them}.",
+        "an option of {library} with which it uses layer {last}, if that should train.",
+    ),
     "unreached": (
         "no gradient in {steps}",
         "{All} got no gradient in {steps}: unused in forward, or detached.",
@@ -108,7 +114,8 @@ TEXTS = {
         "use {last} in forward, or remove it.",
     ),
 }
-"""Headline, message and remedy of each kind; `unreached`: where it is not known what runs."""
+"""Headline, message and remedy of each kind; `unused_by`: which options of a library use which layers is not for its
+user to write; `unreached`: where it is not known what runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,12 +173,16 @@ class Disconnected(CheckedRule):
         hidden, cleared = _ran_without_gradients(history, sites), self._arrived(history, sites)
         nowhere = self._nowhere(history, self.rare_records)
         cut = whole & ~cleared & (not nowhere)
+        without = _libraries_without(layout)
+        library = np.array([without.get(int(site), "") for site in sites], dtype=np.str_)
+        library[~(cut & ~ran)] = ""
         for kind, text in (
             (whole & cleared, "cleared"),
             (whole & ~cleared & nowhere, "no_backward"),
             (cut & ran & hidden, "without_gradients"),
             (cut & ran & ~hidden, "detached"),
-            (cut & ~ran, "unused" if layout.order else "unreached"),
+            (cut & ~ran & (library == ""), "unused" if layout.order else "unreached"),
+            *((library == name, "unused_by") for name in np.unique(library[library != ""])),
             (~whole & cleared, "cleared"),
             (~whole & ~cleared, "left_out"),
         ):
@@ -179,10 +190,12 @@ class Disconnected(CheckedRule):
                 places = sites[kind & unhealthy]
                 names, counts = layout.names(_as_they_run(layout, places)), absences[kind & unhealthy]
                 kind_of = "layer" if whole[kind & unhealthy].all() else "parameter"
-                wording = _worded(text, names, steps_text(history, int(counts.min())), kind_of)
+                whose = str(library[kind][0])
+                wording = _worded(text, names, steps_text(history, int(counts.min())), kind_of, library=whose)
                 codes = history.codes(len(history))[:, places]
                 back = _begun(codes == MEASURED, codes == NO_GRADIENT, codes)
-                found.append(self._finding(names, counts, wanted[kind & unhealthy], wording, back))
+                finding = self._finding(names, counts, wanted[kind & unhealthy], wording, back)
+                found.append(replace(finding, severity=Severity.NOTICE) if whose else finding)
         return found
 
     def _no_longer(self, history: History, sites: Sites) -> list[Finding]:
@@ -285,7 +298,28 @@ def _worded(text: str, names: Sequence[str], steps: str, kind: str = "layer", **
     every, one = name_text(names, kind), len(names) == 1
     more |= {"all": every, "All": capitalized(every), "last": names[-1], "steps": steps, "kind": kind}
     more |= {"run": "runs" if one else "run", "output": "its output" if one else "their outputs"}
+    more |= {"own": "layer it is" if one else "layers they are", "them": "it" if one else "them"}
     return [part.format(**more) for part in TEXTS[text]]
+
+
+@lru_cache(maxsize=8)
+def _libraries_without(layout: Layout) -> dict[int, str]:
+    """Layers that have not run -> the module around them that has, where that is of an installed library."""
+    running = {part for site in layout.order for part in _around(layout.sites[site].name)}
+    found: dict[int, str] = {}
+    for site in {*layout.layers.tolist()}.difference(layout.order) if layout.libraries else ():
+        for part in _around(layout.sites[site].name):
+            if part in running:
+                if part in layout.libraries:
+                    found[site] = layout.libraries[part]
+                break
+    return found
+
+
+def _around(name: str) -> list[str]:
+    """The names of the modules around the layer `name`, from the inside: 'a.b', 'a' and '' of 'a.b.c'."""
+    parts = name.split(".")
+    return [".".join(parts[:end]) for end in range(len(parts) - 1, -1, -1)]
 
 
 def _gives_one(layout: Layout, layer: str) -> bool:
