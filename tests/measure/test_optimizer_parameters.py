@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import gradwatch.measure.optimizer_parameters
+from gradwatch import Watch
 from gradwatch.measure.device_buffer import DeviceBuffer
 from gradwatch.measure.optimizer_parameters import OptimizerParameters
 
@@ -68,3 +69,26 @@ def test_weights_that_are_zero_and_stay_so(size: int) -> None:
     for _ in range(3):
         of_optimizer.reduce(buffer, "weights", of_optimizer.weights())
         assert not buffer["weights"][:9].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.bool, torch.float8_e5m2], ids=str)
+def test_weights_of_types_without_a_norm(dtype: torch.dtype) -> None:
+    """As weights in four bits, which are frozen but in the optimizer, and indices that are kept as parameters."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
+    model[0].packed = nn.Parameter(torch.ones(8).to(dtype), requires_grad=False)
+    model.codes = nn.Parameter(torch.ones(3).to(dtype), requires_grad=False)
+    model[1].table = nn.Parameter(torch.ones(3).to(dtype), requires_grad=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Watch(model, sinks=[]) as watch:
+        for _ in range(10):
+            loss = model(torch.randn(8, 4)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            watch.step(optimizer, loss=loss)
+            optimizer.step()
+    assert watch.verdict.notes == ()
+    assert len(watch.history) == 10
+    assert watch.verdict.untrained_by_reason == {"frozen (requires_grad is False)": ["codes", "0.packed", "1.table"]}
+    weights, updates = (watch.history.series(name, "0.weight") for name in ("weight_norm", "update_ratio"))
+    assert (weights > 0).sum() == (updates > 0).sum() > 0

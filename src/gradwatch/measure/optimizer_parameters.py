@@ -27,7 +27,7 @@ from gradwatch.core.record import (
 from gradwatch.measure.device_buffer import CLIP_CHECKS, DeviceBuffer, Indices
 from gradwatch.measure.dtensor import largest_part, local_tensor
 from gradwatch.measure.layers import REMOVED, is_lazy
-from gradwatch.measure.reductions import NORM, FloatLimits, Plan, Reduction, version_of
+from gradwatch.measure.reductions import NORM, WITH_NORM, FloatLimits, Plan, Reduction, version_of
 from gradwatch.measure.site_values import Coverage
 from gradwatch.measure.weight_updates import UpdateNorms
 
@@ -153,13 +153,15 @@ class OptimizerParameters:
         return self._clip_checks
 
     def weights(self) -> Sequence[Tensor | None]:
-        """The weights, or of sharded ones the parts that this rank has; None for lazy ones."""
+        """The weights, or of sharded ones the parts that this rank has; None for lazy ones, and for those of a type
+        that has no norm.
+        """
         if self._all_local is None:
-            self._all_local = not self.sharded and not any(map(is_lazy, self.parameters))
+            self._all_local = not self.sharded and all(map(_has_norm, self.parameters))
         return (
             self.parameters
             if self._all_local
-            else [None if is_lazy(p) else local_tensor(p.detach()) for p in self.parameters]
+            else [local_tensor(p.detach()) if _has_norm(p) else None for p in self.parameters]
         )
 
     def release(self) -> None:
@@ -201,7 +203,7 @@ class OptimizerParameters:
         """Keep the weights for `moved`."""
         if self._updates is None:
             # by the largest part that any rank has, so that all ranks copy the same parameters
-            sizes = [(0, 1) if is_lazy(p) else (largest_part(p), p.element_size()) for p in self.parameters]
+            sizes = [(largest_part(p), p.element_size()) if _has_norm(p) else (0, 1) for p in self.parameters]
             self._updates = UpdateNorms(sizes)
         self._updates.copy(self.weights(), buffer)
 
@@ -261,6 +263,11 @@ def _unlike_most(parameter: nn.Parameter, its_parameters: OptimizerParameters) -
         return LAZY if is_lazy(parameter) else code
     left_over = not parameter.requires_grad and _is_left_over(parameter, its_parameters)
     return FROZEN if left_over else MEASURED
+
+
+def _has_norm(parameter: nn.Parameter) -> bool:
+    """Whether torch has norms and differences of it; not of a lazy one."""
+    return (parameter.dtype in WITH_NORM or parameter.is_complex()) and not is_lazy(parameter)
 
 
 def _is_left_over(parameter: nn.Parameter, its_parameters: OptimizerParameters) -> bool:

@@ -40,6 +40,9 @@ COUNTED_TOGETHER = 48 * 2**20
 NARROW = (torch.float16, torch.bfloat16)
 """Types whose numbers have 3 digits: products and differences are taken in float32, so that a factor keeps its own."""
 
+WITH_NORM = frozenset({*NARROW, torch.float32, torch.float64})
+"""Types of which torch has norms and differences: not whole numbers, nor floats of 8 bits as packed weights are."""
+
 SAFE_SQUARE = 1e-34
 """Mean square under which float32 squares begin to underflow: norms below it are computed again."""
 
@@ -49,9 +52,9 @@ ENLARGED = 2.0**100
 
 def is_dense_real(tensor: Tensor) -> bool:
     """Whether it is a strided tensor of real numbers with memory of its own: no DTensor, no wrapper of torch.func, not
-    traced.
+    traced, not packed to 8 bits.
     """
-    if type(tensor) is not Tensor or not tensor.is_floating_point() or tensor.layout is not torch.strided:
+    if type(tensor) is not Tensor or tensor.dtype not in WITH_NORM or tensor.layout is not torch.strided:
         return False
     try:
         return tensor.data_ptr() != 0 and not tensor.is_nested
