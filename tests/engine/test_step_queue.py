@@ -125,6 +125,19 @@ def test_slow_steps_wait_for_nothing(calm: tuple[Training, Late], timeless: list
         assert late.records[-1].step == training.steps - 1
 
 
+@pytest.mark.parametrize("seconds", [0.001, 0.004, 0.01, 0.03, 0.2, 2.0])
+def test_no_step_waits_for_more_than_32_steps_and_more_than_a_quarter_of_a_second(
+    calm: tuple[Training, Late], timeless: list[float], seconds: float
+) -> None:
+    training, late = calm
+    for late.now in range(CALM, CALM + 4 * ROWS):
+        timeless[0] += seconds
+        training.step()
+    waited = [now - step for step, now in late.heard.items() if step >= CALM]
+    assert len(waited) >= 3 * ROWS
+    assert all(steps <= 32 or steps * seconds <= 0.25 + seconds for steps in waited)
+
+
 @pytest.mark.parametrize("ask", ["alerts", "history", "verdict"])
 def test_who_asks_gets_how_things_stand_now(calm: tuple[Training, Late], ask: str) -> None:
     training, late = calm

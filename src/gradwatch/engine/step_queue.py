@@ -26,6 +26,9 @@ logger = logging.getLogger("gradwatch")
 LONGEST_WAIT = 1.0
 """Seconds that a step waits for others at most, and one step more. Judgement."""
 
+LATE_STEPS, LATE_SECONDS = 32, 0.25
+"""An alert comes at most so many steps after its own, or so many seconds and one step, whichever is later."""
+
 
 class StepQueue:
     """Makes blocks of steps and has them judged and sent on, in order, when their numbers are on the host.
@@ -49,7 +52,7 @@ class StepQueue:
         """
         self.pending = PendingActions()
         self.wait_for: Literal["nothing", "block", "ranks"] = "nothing"
-        """What steps wait for. A block: `ROWS` of them, or `LONGEST_WAIT` seconds. Ranks: until all have exchanged what
+        """What steps wait for. A block: as `ended` closes it. Ranks: until all have exchanged what
         they have, which none may ask for alone.
         """
         self._diagnosis, self._builder, self._overhead = diagnosis, builder, overhead
@@ -86,7 +89,9 @@ class StepQueue:
         self._expected = None
         if self._open and self._open[-1] is step:
             self._ended += 1
-            if self.wait_for != "ranks" and (self._ended >= ROWS or monotonic() - self._proceeded >= LONGEST_WAIT):
+            waited = monotonic() - self._proceeded
+            late = self._ended >= LATE_STEPS and waited >= LATE_SECONDS
+            if self.wait_for != "ranks" and (late or self._ended >= ROWS or waited >= LONGEST_WAIT):
                 self._close_block()
         else:
             copies = step.reading_after.host_copies if step.reading_after else ()
