@@ -208,7 +208,7 @@ def test_modules_of_installed_packages(tmp_path: Path, monkeypatch: pytest.Monke
     model = encoder()
     model.block = library.Block()
     model.block.parts = nn.ModuleList([nn.Linear(2, 2), Derived()])
-    assert libraries_of(model) == dict.fromkeys(("block", "block.parts", "block.parts.0"), "Block of some_library")
+    assert libraries_of(model) == dict.fromkeys(("block", "block.parts", "block.parts.0"), "some_library")
     assert list(libraries_of(library.Block())) == [""]
 
 

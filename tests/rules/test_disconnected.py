@@ -56,17 +56,17 @@ def test_an_unused_layer(order: tuple[str, ...], words: str) -> None:
 def test_a_layer_that_a_library_does_not_use_is_a_notice() -> None:
     """With which options it would, its user has not written; layers below a part that no one calls are the user's."""
     names = ["vae.z", "vae.l.0", "vae.l.1", "other.0", "head"]
-    known = replace(layout(names, order=["vae.z", "head"]), libraries={"vae": "VAE of scvi", "other": "Net of timm"})
+    known = replace(layout(names, order=["vae.z", "head"]), libraries={"vae": "scvi", "other": "timm"})
     gone = dict.fromkeys(("vae.l.0", "vae.l.1", "other.0"), Missing.NO_GRADIENT)
     outcome = judge_rows(Disconnected(), History(known), [{"codes": gone}] * 20)
     assert silent(outcome[:19])
     notice, warning = sorted(outcome[19] or (), key=lambda found: found.severity.order)
     assert (notice.severity, notice.sites) == (Severity.NOTICE, ("vae.l.0", "vae.l.1"))
     assert notice.message == (
-        "Layers vae.l.0, vae.l.1 never run: 20 steps without a gradient. VAE of scvi, whose layers they are, runs "
-        "without them."
+        "Layers vae.l.0, vae.l.1 never run: 20 steps without a gradient. scvi, whose layers they are, runs without "
+        "them."
     )
-    assert notice.remedy == "an option of VAE of scvi with which it uses layer vae.l.1, if that should train."
+    assert notice.remedy == "an option of scvi that uses layer vae.l.1, if that should train."
     assert (warning.severity, warning.sites) == (Severity.WARNING, ("other.0",))
 
 

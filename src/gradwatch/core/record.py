@@ -141,7 +141,7 @@ class Layout:
     unowned: tuple[str, ...] = ()
     """Layers that the loss depends on and the model does not know, by where they were found; no sites."""
     libraries: Mapping[str, str] = field(default_factory=dict)
-    """Modules whose class is of an installed package, with or without parameters: name -> 'VAE of scvi'."""
+    """Modules whose class is of an installed package, with or without parameters: name -> package."""
     index: Mapping[str, int] = field(init=False)
     layers: NDArray[np.intp] = field(init=False)
     """Site indices of the layers, in model order."""

@@ -212,7 +212,7 @@ def is_within(path: str, region: str) -> bool:
 
 
 def libraries_of(model: nn.Module) -> dict[str, str]:
-    """The modules of `model` whose class is of an installed package, and of which: name -> 'VAE of scvi'.
+    """The modules of `model` whose class is of an installed package, and of which: name -> package.
 
     Modules of torch inside one count as parts of it.
     """
@@ -225,7 +225,7 @@ def libraries_of(model: nn.Module) -> dict[str, str]:
             if path and (around := found.get(_clean_path(path.rpartition(".")[0], prefix))):
                 found[name] = around
         elif packages[kind]:
-            found[name] = f"{kind.__name__} of {packages[kind]}"
+            found[name] = packages[kind]
     return found
 
 

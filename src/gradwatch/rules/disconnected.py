@@ -101,7 +101,7 @@ TEXTS = {
     "unused_by": (
         "it never runs",
         "{All} never {run}: {steps} without a gradient. {library}, whose {own}, runs without {them}.",
-        "an option of {library} with which it uses layer {last}, if that should train.",
+        "an option of {library} that uses layer {last}, if that should train.",
     ),
     "unreached": (
         "no gradient in {steps}",
@@ -304,7 +304,7 @@ def _worded(text: str, names: Sequence[str], steps: str, kind: str = "layer", **
 
 @lru_cache(maxsize=8)
 def _libraries_without(layout: Layout) -> dict[int, str]:
-    """Layers that have not run -> the module around them that has, where that is of an installed library."""
+    """Layers that have not run -> the installed library of the module around them that has."""
     running = {part for site in layout.order for part in _around(layout.sites[site].name)}
     found: dict[int, str] = {}
     for site in {*layout.layers.tolist()}.difference(layout.order) if layout.libraries else ():
