@@ -153,10 +153,10 @@ def test_biases_that_start_from_zero_excuse_nothing() -> None:
 class Attention(Learner):
     """One attention over 16 places, with zeros for its inputs beside places, as the first of a DETR decoder."""
 
-    def __init__(self) -> None:
+    def __init__(self, projection: Callable[[int, int], nn.Module] = nn.Linear) -> None:
         super().__init__()
         self.places, self.rest = nn.Linear(4, 16), mlp(16, 16, 1)
-        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(16, 16) for _ in range(3))
+        self.q_proj, self.k_proj, self.v_proj = (projection(16, 16) for _ in range(3))
 
     def objective(self, x: Tensor, y: Tensor) -> Tensor:
         places = self.places(torch.eye(4).repeat(4, 1))
@@ -165,8 +165,21 @@ class Attention(Learner):
         return F.mse_loss(self.rest(x + values.mean(0)), y)
 
 
-def test_attention_over_values_that_are_alike_does_not_vanish() -> None:
-    assert incidents_of(Attention()) == {}
+class Adapted(nn.Module):
+    """A layer beside which a smaller one trains, as LoRA puts it in the place of a projection."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.base_layer, self.lora = nn.Linear(inputs, outputs), mlp(inputs, 4, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        added: Tensor = self.base_layer(x) + self.lora(x)
+        return added
+
+
+@pytest.mark.parametrize("projection", [nn.Linear, Adapted])
+def test_attention_over_values_that_are_alike_does_not_vanish(projection: type[nn.Module]) -> None:
+    assert incidents_of(Attention(projection)) == {}
 
 
 class Heads(Learner):

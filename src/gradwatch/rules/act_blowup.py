@@ -14,13 +14,14 @@ from gradwatch.core.history import History
 from gradwatch.core.median import median
 from gradwatch.core.number_text import number_text
 from gradwatch.core.record import Floats, Layout, Mask, Sites
+from gradwatch.rules.evidence.attention import queries_and_keys
 from gradwatch.rules.evidence.baseline import LEVEL_RECORDS
 from gradwatch.rules.evidence.jumps import beginning
 from gradwatch.rules.evidence.layer_levels import weights_of
 from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.records import is_own, row_of
 from gradwatch.rules.evidence.samples import FIRST_SAMPLES, RECENT_RECORDS, in_run_order, samples, streak_starts
-from gradwatch.rules.evidence.weights import has_norm_layers, queries_and_keys
+from gradwatch.rules.evidence.weights import has_norm_layers
 from gradwatch.rules.evidence.wording import name_text, ratio_text
 from gradwatch.rules.rule import CheckedRule
 

@@ -13,6 +13,7 @@ from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
 from gradwatch.core.number_text import number_text
 from gradwatch.core.record import MEASURED, TOTAL, Layout, Mask, Sites
+from gradwatch.rules.evidence.attention import makers_of_scores
 from gradwatch.rules.evidence.baseline import first_and_last, first_and_last_loss, is_stuck, streak
 from gradwatch.rules.evidence.depth import (
     FADED,
@@ -39,7 +40,7 @@ from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.records import is_alone
 from gradwatch.rules.evidence.recurrent_gradients import faded_through_time, fades_are_due
 from gradwatch.rules.evidence.samples import forward_order
-from gradwatch.rules.evidence.weights import has_norm_layers, queries_and_keys, sensitivity, starts_from_zero
+from gradwatch.rules.evidence.weights import has_norm_layers, sensitivity, starts_from_zero
 from gradwatch.rules.evidence.wording import name_text, ratio_text, steps_text
 from gradwatch.rules.rule import CheckedRule
 
@@ -160,8 +161,8 @@ class Vanishing(CheckedRule):
             inside = flow.downstream(np.where(enough, NO_LAYER, logs))[0] - flow.upstream(logs)
             faint &= ~enough[peaks] | (inside >= dex) | (fall >= dex + self.branch_dex)
         # while an attention weighs all places alike, or all values are alike, its scores hardly matter
-        if (pairs := queries_and_keys(layout)) and layout.edges is not None and faint.any():
-            faint &= ~flow.only_through(np.isin(now.sites, np.ravel(pairs)))
+        if layout.edges is not None and faint.any() and len(scores := makers_of_scores(layout)):
+            faint &= ~flow.only_through(np.isin(now.sites, scores))
         return now.sites[faint]
 
     def _unexcused(self, history: History, now: Profile, faint: Sites) -> Sites:

@@ -28,19 +28,6 @@ sqrt(fan_in) an element; an n x n matrix has just that norm."""
 GROWTH_SAMPLES = 10
 """Samples needed to see that weights do not grow: a random walk may turn back at first. Judgement."""
 
-QUERIES_AND_KEYS = {
-    "query": "key",
-    "q": "k",
-    "q_proj": "k_proj",
-    "to_q": "to_k",
-    "wq": "wk",
-    "q_lin": "k_lin",
-    "linear_q": "linear_k",
-    "query_proj": "key_proj",
-    "query_layer": "key_layer",
-}
-"""What layers that make queries are called, and those beside them that make keys."""
-
 
 def without_norms(layout: Layout, layers: Sites) -> Sites:
     """`layers` but for those that normalize."""
@@ -134,15 +121,3 @@ def zeroed_by_interventions(history: History, n: int, sites: Sites) -> Mask:
     if factors is None or used is None:
         return np.zeros((min(n, len(history)), len(sites)), dtype=bool)
     return np.asarray((factors[:, sites] == 0) & ~(used[:, sites] > 0))  # a dry run would have
-
-
-@lru_cache(maxsize=8)
-def queries_and_keys(layout: Layout) -> tuple[tuple[int, int], ...]:
-    """Pairs of sites of the layers that make the queries and the keys of one attention."""
-    known, found = {layout.sites[i].name: int(i) for i in layout.layers}, []
-    for name, query in known.items():
-        parent, dot, last = name.rpartition(".")
-        key = known.get(f"{parent}{dot}{QUERIES_AND_KEYS.get(last, '')}")
-        if key is not None and key != query:
-            found.append((query, key))
-    return tuple(found)
