@@ -10,7 +10,7 @@ import pytest
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.record import Missing
 from gradwatch.rules import Exploding, Vanishing
-from synthetic_history import INF, NAN, judge_rows, net, noise, only, record, silent
+from synthetic_history import INF, NAN, judge_rows, judge_steps, net, noise, only, record, silent
 
 FADING = 10.0 ** -np.arange(5.0, -1, -1)
 
@@ -300,6 +300,8 @@ def test_a_gradient_that_grew_with_its_loss(loss: float, severity: Severity | No
     assert found.remedy == (
         "a smaller lr in configure_optimizers, or Trainer(gradient_clip_val=2.4), the usual norm before."
     )
+    small = [{**row, "updates": 0.05} for row in dying([1.0] * 20 + [loss] * 20, [1.0] * 20 + [3e3] * 20)]
+    assert silent(judge_steps(Exploding(), net(), small)), "its targets have grown"
     upwards = [{**row, "maximize": 1.0} for row in dying([1.0] * 20 + [loss] * 20, [1.0] * 20 + [3e3] * 20)]
     found = only(judge_rows(Exploding(), net(), upwards)[-1])
     assert found.message.endswith(": the optimizer goes up the loss, not down (maximize=True).")

@@ -22,6 +22,7 @@ from gradwatch.rules.evidence.learning_rates import (
     RateJump,
     better_rate,
     maximizes,
+    may_be_large,
     rate_jump,
     rate_text,
     summed_passes,
@@ -63,11 +64,6 @@ JUMP_RECORDS = 15
 UP_RECORDS = 10
 """The last of them, at which the loss has been over all of its first ones. Judgement: a restart that does no lasting
 harm is back sooner."""
-
-LARGE_UPDATE = 0.1
-"""Update over the size of the weights from which steps may be what raises a loss. Measured: where a rate is too high
-for the loss, 0.17 or more at the sample before; in actor-critic training, whose loss grows with the rewards that are
-found, up to 0.08."""
 
 LEARNT_SHARE = 0.5
 """Below this share of its first level the loss still counts as learnt. Judgement."""
@@ -289,7 +285,7 @@ class Divergence(CheckedRule):
             message, remedy = f"The loss is {number_text(now, 3)}, {far}, {steeper_text}: {MAXIMIZES}", MAXIMIZES_REMEDY
         elif now > 0 or maximizes(history):
             passes, jump = summed_passes(history), last_jump(history, rate=back, gradient=1)
-            if jump is None and passes is None and not maximizes(history) and not _large_steps(history):
+            if jump is None and passes is None and not maximizes(history) and not may_be_large(history):
                 return []  # small steps do not raise a loss so far: targets grew, such as rewards that were found
             cause = f"the steps are too large{rate_text(history, back=back)}"
             cause += ", or the loss is a sum where it should be a mean." if passes is None else f": {_adds_up(passes)}."
@@ -424,19 +420,6 @@ def _excursion(history: History, limit: float) -> int:
     far = np.flatnonzero(np.abs(history.series("loss")[-own]) >= limit)
     breaks = np.flatnonzero(np.diff(far) > LEVEL_RECORDS)
     return int(own[far[breaks[-1] + 1 if len(breaks) else 0]])
-
-
-def _large_steps(history: History) -> bool:
-    """Whether the newest known update was `LARGE_UPDATE` of the weights of some layer, or would be at the present
-    learning rate; also where none is known.
-    """
-    ago, rates = update_samples(history)[-1:], history.scalar("lr", RECENT_RECORDS)
-    if not len(ago) or not is_own(history, RECENT_RECORDS)[-1 - ago[0]]:
-        return True
-    moved = float(np.fmax.reduce(relative_updates(history, ago)[0], initial=np.nan))
-    if rates is not None and rates[-1] > rates[-1 - ago[0]] > 0:
-        moved *= float(rates[-1] / rates[-1 - ago[0]])
-    return not moved < LARGE_UPDATE
 
 
 def _times(ratio: float) -> str:

@@ -30,7 +30,7 @@ from gradwatch.rules.evidence.layer_levels import (
     median_weight_change,
     weights_over_usual,
 )
-from gradwatch.rules.evidence.learning_rates import MAXIMIZES, MAXIMIZES_REMEDY, better_rate, maximizes
+from gradwatch.rules.evidence.learning_rates import MAXIMIZES, MAXIMIZES_REMEDY, better_rate, maximizes, may_be_large
 from gradwatch.rules.evidence.paths import NO_LAYER, Paths, paths
 from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.records import is_first_record, row_of
@@ -99,7 +99,16 @@ class Exploding(CheckedRule):
 
     name: ClassVar[str] = "exploding"
     needs: ClassVar[frozenset[str]] = frozenset(
-        {"grad_norm", "signal_norm", "weight_norm", "input_rms", "output_rms", "run_order", "time_growth"}
+        {
+            "grad_norm",
+            "signal_norm",
+            "weight_norm",
+            "update_ratio",
+            "input_rms",
+            "output_rms",
+            "run_order",
+            "time_growth",
+        }
     )
 
     signal_dex: float = 3.0
@@ -297,7 +306,7 @@ class Exploding(CheckedRule):
         if levels is None or loss is None or loss[1] <= loss[0]:
             return None
         early = float(np.median(levels[0]))
-        if not 0 < early * over <= levels[1].min():
+        if not 0 < early * over <= levels[1].min() or not (maximizes(history) or may_be_large(history)):
             return None
         growth = float(np.log10(min(now, 1e39) / early))
         severity = Severity.ERROR if now > OVERFLOWING_NORM or not np.isfinite(loss[1]) else Severity.WARNING

@@ -26,6 +26,11 @@ GOOD_SHARE = 0.03
 SANE_SHARE = 0.05
 """Update over the size of the weights up to which a step counts as sane. As for `GOOD_SHARE`."""
 
+RAISING_UPDATE = 0.1
+"""Update over the size of the weights from which steps may be what raises a loss tenfold. Measured: where a rate is too
+high for the loss, 0.17 or more at the sample before; where a loss grows with the rewards that an agent finds, up to
+0.08."""
+
 LOWER_RATE_SHARE = 0.8
 """Share of the present rate under which an earlier rate is a lower one. Judgement."""
 
@@ -99,6 +104,19 @@ def rate_jump(history: History, *, back: int = 1, records: int = EFFECT_RECORDS)
 def maximizes(history: History) -> bool:
     """Whether the optimizer of the latest record is meant to raise the loss."""
     return number_of(history, "maximize") == 1
+
+
+def may_be_large(history: History) -> bool:
+    """Whether the steps may be too large for the loss: the newest known update was `RAISING_UPDATE` of the weights of
+    some layer, or would be at the present learning rate; also where none is known.
+    """
+    ago, rates = update_samples(history)[-1:], history.scalar("lr", RECENT_RECORDS)
+    if not len(ago) or not is_own(history, RECENT_RECORDS)[-1 - ago[0]]:
+        return True
+    moved = float(np.fmax.reduce(relative_updates(history, ago)[0], initial=np.nan))
+    if rates is not None and rates[-1] > rates[-1 - ago[0]] > 0:
+        moved *= float(rates[-1] / rates[-1 - ago[0]])
+    return not moved < RAISING_UPDATE
 
 
 def rate_text(history: History, *, back: int = 1) -> str:
