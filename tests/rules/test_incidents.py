@@ -224,6 +224,19 @@ def test_an_incident_is_as_severe_and_as_long_as_what_follows_from_it() -> None:
     assert [(alert.rule, alert.closed_step) for alert in tracker.alerts] == [("spike", 11)]
 
 
+@pytest.mark.parametrize("open_until", [2, 40], ids=["closed", "open"])
+def test_a_notice_does_not_silence_what_is_louder_in_the_same_rule(open_until: int) -> None:
+    tracker = IncidentTracker(close_after=20, reopen_within=200)
+    run(tracker, range(open_until), replace(VANISHING, severity=Severity.NOTICE))
+    run(tracker, range(open_until, 40))
+    louder = replace(VANISHING, layer="fc3", sites=("fc3",))
+    changes = tracker.update(40, {"vanishing": [louder]}, onset=lambda finding: 30)
+    assert [(alert.layer, alert.severity, alert.step) for alert in changes.opened] == [("fc3", Severity.WARNING, 30)]
+    run(tracker, range(41, 70))
+    assert not tracker.open_faults
+    assert [alert.severity for alert in tracker.alerts] == [Severity.NOTICE, Severity.WARNING]
+
+
 def test_a_notice_explains_nothing_that_is_louder() -> None:
     tracker = IncidentTracker()
     quiet = replace(DIVERGENCE, severity=Severity.NOTICE)

@@ -157,13 +157,25 @@ class IncidentTracker:
                 return False
             if place in self._cause and (found[0].independent or not self._explained(place, step)):
                 return False
+            if self._is_louder(found[0], place):
+                return False
             before = self._faults[place]
             self._faults[place] = replace(before, closed_step=None, times=before.times + 1)
             self._open[rule] = place
+        if self._is_louder(found[0], place):
+            self._faults[place] = replace(self._faults[place], closed_step=step)
+            return False
         self._faults[place] = _joined(self._faults[place], found[0], _sites(found), order)
         if place in self._cause:
             self._worsen(self._cause[place], found[0].severity)
         return True
+
+    def _is_louder(self, finding: Finding, place: int) -> bool:
+        """Whether the fault at `place` is a notice, and no effect of another, and the `finding` is more: then it is an
+        incident of its own, or its words would not be heard.
+        """
+        quiet = place not in self._cause and self._faults[place].severity is Severity.NOTICE
+        return quiet and finding.severity is not Severity.NOTICE
 
     def _explained(self, effect: int, step: int) -> bool:
         """Whether the closed effect, found again at `step`, still follows from its cause. A spike is over at once, and
@@ -177,7 +189,11 @@ class IncidentTracker:
         """Open an incident, or an effect where its cause is open or recent. `begun`: the step of its onset."""
         first, new = found[0], len(self._faults)
         # one that came before in the same rule has the steps up to its end
-        ends = [fault.closed_step for fault in self._faults if fault.rule == rule and fault.closed_step is not None]
+        ends = [
+            fault.step if self._is_louder(first, place) else fault.closed_step
+            for place, fault in enumerate(self._faults)
+            if fault.rule == rule and fault.closed_step is not None
+        ]
         begun = min(step, max([begun, *(end + 1 for end in ends)]))
         messages = dict.fromkeys(finding.message for finding in found)  # of layers with another cause each
         self._faults.append(
