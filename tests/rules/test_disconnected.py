@@ -245,11 +245,28 @@ def test_a_layer_whose_gradient_may_stop(rows: list[dict[str, Any]]) -> None:
 
 
 def test_an_unused_parameter_of_a_layer_that_runs() -> None:
-    found = only(judge_rows(Disconnected(), net(3), [{"codes": {"fc1.bias": Missing.NO_GRADIENT}}] * 20)[-1])
-    assert found.sites == ("fc1.bias",)
+    found = only(judge_rows(Disconnected(), net(3), [{"codes": {"fc1.weight": Missing.NO_GRADIENT}}] * 20)[-1])
+    assert (found.sites, found.severity) == (("fc1.weight",), Severity.WARNING)
     assert found.message == (
-        "Parameter fc1.bias got no gradient in 20 steps, while others of the layer did: forward does not use them."
+        "Parameter fc1.weight got no gradient in 20 steps, while others of the layer did: forward does not use it, or "
+        "the loss does not depend on it, as a derivative does not on a last bias."
     )
+
+
+def test_a_bias_on_which_no_derivative_depends_is_a_notice() -> None:
+    """As where the gradient of an energy is fitted: nothing is lost by it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 16), nn.SiLU(), nn.Linear(16, 1))
+    optimizer, watch = torch.optim.SGD(model.parameters(), lr=0.1), Watch(model, rules=[Disconnected()], sinks=())
+
+    def loss(step: int) -> torch.Tensor:
+        x = torch.randn(16, 2, requires_grad=True)
+        (force,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        return (force + x).square().mean()
+
+    train(optimizer, loss, watch, steps=30)
+    (alert,) = watch.alerts
+    assert (alert.sites, alert.severity) == (("2.bias",), Severity.NOTICE)
 
 
 def test_a_layer_that_once_had_a_gradient_is_connected() -> None:

@@ -109,8 +109,9 @@ TEXTS = {
         CALL_IT,
     ),
     "left_out": (
-        "forward does not use it",
-        "{All} got no gradient in {steps}, while others of the layer did: forward does not use them.",
+        "the loss does not depend on it",
+        "{All} got no gradient in {steps}, while others of the layer did: forward does not use {them}, or the loss "
+        "does not depend on {them}, as a derivative does not on a last bias.",
         "use {last} in forward, or remove it.",
     ),
 }
@@ -154,10 +155,11 @@ class Disconnected(CheckedRule):
         without = np.flatnonzero(codes[1:] == NO_GRADIENT) + 1
         without = without[[history.layout.sites[i].numel > 0 for i in without]]  # an empty one has nothing to learn
         zero = layers[(norms[0, layers] == 0) & (codes[layers] == MEASURED)]
-        return [
+        found = [
             *(self._without_gradient(history, without) if len(without) else ()),
             *(self._always_zero(history, zero) if len(zero) else ()),
         ]
+        return sorted(found, key=lambda finding: -finding.severity.order)  # the first one names the incident
 
     def _without_gradient(self, history: History, sites: Sites) -> list[Finding]:
         layout, found = history.layout, self._no_longer(history, sites)
@@ -195,7 +197,8 @@ class Disconnected(CheckedRule):
                 codes = history.codes(len(history))[:, places]
                 back = _begun(codes == MEASURED, codes == NO_GRADIENT, codes)
                 finding = self._finding(names, counts, wanted[kind & unhealthy], wording, back)
-                found.append(replace(finding, severity=Severity.NOTICE) if whose else finding)
+                biases = text == "left_out" and all(name.endswith(".bias") for name in names)
+                found.append(replace(finding, severity=Severity.NOTICE) if whose or biases else finding)
         return found
 
     def _no_longer(self, history: History, sites: Sites) -> list[Finding]:
