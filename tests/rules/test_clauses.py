@@ -113,6 +113,7 @@ def test_weights_are_to_blame_where_they_are(rule: Any) -> None:
         (("RNN",), "recurrent weights amplify"),
         (("BatchNorm1d",), "batch norm amplifies in deep plain networks"),
         (("LayerNorm",), "in spite of the norms"),
+        (("_SpectralNorm",), "with weights that are normalized"),
     ],
 )
 def test_what_amplifies_is_in_the_model(modules: Sequence[str], clause: str) -> None:
@@ -134,6 +135,7 @@ def test_norms_and_residual_connections_may_be_there_already() -> None:
         ("Tanh", "nn.Tanh with weights too"),
         ("Softmax", "nn.Softmax divides what it passes on"),
         ("LayerNorm", "in spite of the norms"),
+        ("_WeightNorm", "with weights that are normalized"),
     ],
 )
 def test_what_squashes_is_in_the_model(module: str, clause: str) -> None:

@@ -36,7 +36,7 @@ from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.records import is_first_record, row_of
 from gradwatch.rules.evidence.recurrent_gradients import grown_through_time
 from gradwatch.rules.evidence.samples import in_run_order, samples
-from gradwatch.rules.evidence.weights import has_norm_layers, sensitivity
+from gradwatch.rules.evidence.weights import has_norm_layers, norms_text, sensitivity
 from gradwatch.rules.evidence.wording import name_text, ratio_text
 from gradwatch.rules.rule import CheckedRule
 
@@ -338,7 +338,7 @@ def _gradual(history: History, strong: NDArray[np.intp], dex_per_layer: float, b
         )
         return cause, "residual connections around the layers: x + layer(x); with small batches, nn.GroupNorm instead."
     if has_norm_layers(layout):
-        return f"{grows}, in spite of the norms.", "smaller initial weights." if begun.from_start else ""
+        return f"{grows}, {norms_text(layout)}.", "smaller initial weights." if begun.from_start else ""
     over_usual = median_over_usual(history, strong)
     if over_usual <= PRESERVING_RATIO:
         cause = f"{grows}, though the weights are not large, and there is no norm."

@@ -40,7 +40,7 @@ from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.records import is_alone
 from gradwatch.rules.evidence.recurrent_gradients import faded_through_time, fades_are_due
 from gradwatch.rules.evidence.samples import forward_order
-from gradwatch.rules.evidence.weights import has_norm_layers, sensitivity, starts_from_zero
+from gradwatch.rules.evidence.weights import has_norm_layers, norms_text, sensitivity, starts_from_zero
 from gradwatch.rules.evidence.wording import name_text, ratio_text, steps_text
 from gradwatch.rules.rule import CheckedRule
 
@@ -303,7 +303,7 @@ def _gradual(history: History, layers: Sites, faint: Sites, dex_per_layer: float
         return cause, "nn.ReLU instead of nn.Sigmoid, with nn.init.kaiming_normal_ weights."
     if has_norm_layers(layout):
         skips = "residual connections around the layers: x + layer(x)."
-        return f"{fades}, in spite of the norms.", skips if begun.from_start else f"a smaller lr, or {skips}"
+        return f"{fades}, {norms_text(layout)}.", skips if begun.from_start else f"a smaller lr, or {skips}"
     over_usual = median_over_usual(history, faint)
     small = not over_usual > SMALL_RATIO  # also where it is not known
     if squashing == "Tanh":

@@ -81,8 +81,14 @@ def sensitivity(history: History, layers: Sites) -> Floats | None:
 
 @lru_cache(maxsize=8)
 def has_norm_layers(layout: Layout) -> bool:
-    """Whether the model has a normalisation layer."""
+    """Whether the model normalizes outputs, or the weights of a layer."""
     return any("Norm" in name for name in layout.modules)
+
+
+def norms_text(layout: Layout) -> str:
+    """What stands beside a signal that fades or grows in a model for which `has_norm_layers` holds."""
+    of_outputs = any("Norm" in name and not name.startswith("_") for name in layout.modules)
+    return "in spite of the norms" if of_outputs else "with weights that are normalized"  # as by `spectral_norm`
 
 
 @lru_cache(maxsize=8)
