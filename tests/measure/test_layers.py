@@ -192,10 +192,13 @@ def test_a_model_without_parameters_has_no_layers() -> None:
 
 
 def test_modules_of_installed_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Containers of torch are parts of what holds them; a class that is derived from a library's is the user's."""
+    """Torch's modules are parts of the class that makes them; a class derived from a library's is the user's, and so
+    is what was put into one.
+    """
     folder = tmp_path / "site-packages"
     (folder / "some_library").mkdir(parents=True)
-    code = "from torch import nn\nclass Block(nn.Module): pass\n"
+    init = "super().__init__(); self.parts = nn.ModuleList([nn.Linear(2, 2)])"
+    code = f"from torch import nn\nclass Block(nn.Module):\n    def __init__(self): {init}\n"
     (folder / "some_library" / "__init__.py").write_text(code)
     monkeypatch.syspath_prepend(folder)
     library = importlib.import_module("some_library")
@@ -207,9 +210,10 @@ def test_modules_of_installed_packages(tmp_path: Path, monkeypatch: pytest.Monke
 
     model = encoder()
     model.block = library.Block()
-    model.block.parts = nn.ModuleList([nn.Linear(2, 2), Derived()])
+    model.block.parts.append(Derived())
+    model.block.head, model.block.other = nn.Linear(2, 2), Derived()
     assert libraries_of(model) == dict.fromkeys(("block", "block.parts", "block.parts.0"), "some_library")
-    assert list(libraries_of(library.Block())) == [""]
+    assert list(libraries_of(library.Block())) == ["", "parts", "parts.0"]
 
 
 def test_layout_is_append_only() -> None:

@@ -55,9 +55,10 @@ def test_an_unused_layer(order: tuple[str, ...], words: str) -> None:
 
 def test_a_layer_that_a_library_does_not_use_is_a_notice() -> None:
     """With which options it would, its user has not written; layers below a part that no one calls are the user's."""
-    names = ["vae.z", "vae.l.0", "vae.l.1", "other.0", "head"]
-    known = replace(layout(names, order=["vae.z", "head"]), libraries={"vae": "scvi", "other": "timm"})
-    gone = dict.fromkeys(("vae.l.0", "vae.l.1", "other.0"), Missing.NO_GRADIENT)
+    names = ["vae.z", "vae.l.0", "vae.l.1", "vae.own", "other.0", "head"]
+    libraries = dict.fromkeys(("vae", "vae.z", "vae.l.0", "vae.l.1"), "scvi") | {"other": "timm", "other.0": "timm"}
+    known = replace(layout(names, order=["vae.z", "head"]), libraries=libraries)
+    gone = dict.fromkeys(("vae.l.0", "vae.l.1", "vae.own", "other.0"), Missing.NO_GRADIENT)
     outcome = judge_rows(Disconnected(), History(known), [{"codes": gone}] * 20)
     assert silent(outcome[:19])
     notice, warning = sorted(outcome[19] or (), key=lambda found: found.severity.order)
@@ -67,7 +68,7 @@ def test_a_layer_that_a_library_does_not_use_is_a_notice() -> None:
         "them."
     )
     assert notice.remedy == "an option of scvi that uses layer vae.l.1, if that should train."
-    assert (warning.severity, warning.sites) == (Severity.WARNING, ("other.0",))
+    assert (warning.severity, warning.sites) == (Severity.WARNING, ("vae.own", "other.0"))
 
 
 @pytest.mark.slow

@@ -75,12 +75,31 @@ def test_layers_that_fall_ill_later_join_the_open_incident() -> None:
 def test_what_is_said_of_each_group_of_layers_that_is_found_at_once() -> None:
     first = replace(VANISHING, headline="it fades")
     other = replace(
-        first, layer="fc3", sites=("fc3",), message="Layer fc3 is another matter.", headline="it is another"
+        first,
+        layer="fc3",
+        sites=("fc3",),
+        message="Layer fc3 is another matter.",
+        headline="it is another",
+        remedy="b.",
     )
-    (alert,) = run(IncidentTracker(), range(1), first, other, first)
+    (alert,) = run(IncidentTracker(), range(1), replace(first, remedy="a."), other, replace(first, remedy="a."))
     assert (alert.message, alert.headline) == ("The backward signal fades. Layer fc3 is another matter.", "")
+    assert alert.remedy == "a; b."
     (alert,) = run(IncidentTracker(), range(1), first, replace(first, sites=("fc4",)))
     assert (alert.message, alert.headline) == (VANISHING.message, "it fades")
+
+
+def test_notices_about_other_layers_are_no_part_of_what_is_louder() -> None:
+    loud = replace(VANISHING, layer="a", sites=("a",), severity=Severity.WARNING)
+    quiet = replace(VANISHING, layer="b", sites=("b",), severity=Severity.NOTICE, message="It is no matter.")
+    tracker = IncidentTracker(close_after=3)
+    run(tracker, range(3), loud, quiet)
+    (alert,) = tracker.alerts
+    assert (alert.sites, alert.message) == (("a",), VANISHING.message)
+    run(tracker, range(3, 10), quiet)
+    first, second = tracker.alerts
+    assert (first.sites, first.closed_step) == (("a",), 2)
+    assert (second.sites, second.severity, second.closed_step) == (("b",), Severity.NOTICE, None)
 
 
 def test_layers_that_join_are_named_in_the_models_order() -> None:

@@ -320,6 +320,35 @@ def test_what_an_optimizer_does_is_not_laid_to_another_step(loop: Any) -> None:
     assert note.startswith("a backward pass came between watch.step(optimizer) and the optimizer's step")
 
 
+def test_derivatives_that_go_nowhere_are_no_backward_pass() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with Watch(model, sinks=()) as watch:
+        for step in range(12):
+            backward(model, optimizer, step)
+            watch.step(optimizer)
+            torch.autograd.grad(model(torch.ones(8, 6)).sum(), [*model.parameters()])
+            optimizer.step()
+    assert watch.verdict.notes == ()
+    assert np.isfinite(series(watch.history, "update_ratio")[:4]).all()
+
+
+def test_a_step_that_the_user_skips_is_skipped_beside_another_optimizer() -> None:
+    model = net()
+    first, second = (torch.optim.SGD(model[place].parameters(), 0.01) for place in (0, 2))
+    with Watch(model, sinks=()) as watch:
+        for step in range(20):
+            for optimizer in (first, second):
+                backward(model, optimizer, step)
+                watch.step(optimizer)
+                if optimizer is second or step % 5 != 4:
+                    optimizer.step()
+    history = watch.history
+    skipped = [row for row in range(len(history)) if history[row].scalars.get("skipped") == 1.0]
+    assert skipped == [2 * step for step in (4, 9, 14, 19)]
+    assert watch.verdict.notes == ()
+
+
 def test_the_gradient_before_a_closure_is_not_the_one_that_is_used() -> None:
     model = net()
     optimizer = torch.optim.LBFGS(model.parameters(), 0.01, max_iter=3)
@@ -347,7 +376,7 @@ def test_a_note_says_that_most_measured_steps_are_not_taken(every: int) -> None:
             watch.step(optimizer)
             if step % every == every - 1:
                 optimizer.step()
-    notes = [note for note in watch.verdict.notes if note.startswith("optimizer.step() came after")]
+    notes = [note for note in watch.verdict.notes if note.startswith("many calls of watch.step")]
     assert len(notes) == (every > 1)
 
 

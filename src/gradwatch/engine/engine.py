@@ -54,13 +54,14 @@ INTERRUPTED = (
     "its closure"
 )
 
+
 MANY = 8
 """Steps of the user's own loop that were measured and not taken, a third of all at least, before a note says so.
 Judgement."""
 
 NOT_TAKEN = (
-    "optimizer.step() came after {} of {} calls of watch.step(optimizer): the norms of the others are of gradients "
-    "that no step has used. Call it once for each step, after the backward pass of its last micro-batch"
+    "many calls of watch.step(optimizer) are followed by another one before optimizer.step(): their norms are of "
+    "gradients that no step has used. Call it once for each step, after the backward pass of its last micro-batch"
 )
 
 
@@ -123,6 +124,8 @@ class Engine:
         """The step that was measured and has not ended."""
         self._overtaken: set[int] = set()
         """Identities of optimizers whose gradients were measured, then another's, and that have not stepped since."""
+        self._late: set[int] = set()
+        """Identities of those that have stepped after another's were measured."""
         self._not_taken = 0
         """Steps of the user's own loop that were measured and not taken."""
         self._measuring = self._sampling = self._everything = False
@@ -472,12 +475,11 @@ class Engine:
             return
         if not step.stepped:
             step.parameters.release()
-            known = self._optimizers.calling_hooks - self._overtaken
-            step.maybe_stepped = id(step.optimizer) not in known
+            step.maybe_stepped = id(step.optimizer) not in self._optimizers.calling_hooks - self._late
             if self._mode.loop == "own" and step.info.scale is None and not (step.maybe_stepped or step.effect):
                 self._not_taken += 1
-                if self._not_taken == MANY and (total := self._optimizers.total()) <= 3 * MANY:
-                    self.diagnosis.note(NOT_TAKEN.format(total - MANY, total), log=not self._mode.rank)
+                if self._not_taken == MANY and self.source.step_count <= 3 * MANY:
+                    self.diagnosis.note(NOT_TAKEN, log=not self._mode.rank)
         self.queue.ended(step)
         if self._next in self._ordinary:
             self._reader.tensor_taps.armed = True
@@ -511,6 +513,7 @@ class Engine:
         if step is None or optimizer is not self._optimizers.awaited or self._reader is None:
             if id(optimizer) in self._overtaken:
                 self._overtaken.discard(id(optimizer))
+                self._late.add(id(optimizer))
                 self._interrupted("watch.step of another optimizer")
             elif self._reader is not None and not self._optimizers.has_begun(optimizer):
                 self._reader.steps_unreported(optimizer)
@@ -520,7 +523,8 @@ class Engine:
         if step.sampled and self._is_outdated(step):
             scaled = ", grad_norm may be too small by the loss scale" if step.info.scale is not None else ""
             self._optimizers.ignore(optimizer)
-            self._interrupted("a backward pass", f"{scaled}, and interventions do not change what it uses")
+            acted = ", and interventions have acted before it" if self.interventions.given else ""
+            self._interrupted("a backward pass", scaled + acted)
             return
         begun = perf_counter()
         step.stepped = True
@@ -535,10 +539,11 @@ class Engine:
         self.overhead.seconds += perf_counter() - begun
 
     def _is_outdated(self, step: StepState) -> bool:
-        """Whether more gradients have come since `step` was measured; a closure may be evaluated again."""
-        assert self._reader is not None
-        measured_inside = self._optimizers.evaluated
-        return not measured_inside and self._reader.parameter_hooks.have_arrived(step.parameters.indices)
+        """Whether a backward pass has changed the gradients since `step` was measured; a closure may do so again."""
+        if self._optimizers.evaluated or self._reader is None:  # it was measured inside of `optimizer.step`
+            return False
+        arrived = self._reader.parameter_hooks.have_arrived(step.parameters.indices)
+        return arrived and (step.changed if step.looked else step.parameters.take_changed(keep=True))
 
     def _interrupted(self, between: str, more: str = "") -> None:
         """Say once that `between` came between the measurement of a step and the step."""

@@ -52,8 +52,8 @@ class StepQueue:
         """
         self.pending = PendingActions()
         self.wait_for: Literal["nothing", "block", "ranks"] = "nothing"
-        """What steps wait for. A block: as `ended` closes it. Ranks: until all have exchanged what
-        they have, which none may ask for alone.
+        """What steps wait for. A block: as `ended` closes it. Ranks: until all have exchanged what they have, for which
+        none may ask alone.
         """
         self._diagnosis, self._builder, self._overhead = diagnosis, builder, overhead
         self._judging, self._unseen, self._fail = judging, unseen, fail

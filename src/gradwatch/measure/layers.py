@@ -11,6 +11,7 @@ from fnmatch import fnmatchcase
 from functools import cache
 from itertools import count
 from pathlib import Path
+from types import FunctionType
 from typing import Any, cast
 
 import torch
@@ -214,19 +215,31 @@ def is_within(path: str, region: str) -> bool:
 def libraries_of(model: nn.Module) -> dict[str, str]:
     """The modules of `model` whose class is of an installed package, and of which: name -> package.
 
-    Modules of torch inside one count as parts of it.
+    Modules of torch that such a class gives itself, or its containers hold, count as parts of it; those that somebody
+    else has put there do not.
     """
     prefix, packages, found = _wrapper_prefix(model), dict[type, str](), dict[str, str]()
+    parents: dict[str, type] = {}
     for path, module in model.named_modules():
         kind, name = type(module), _clean_path(path, prefix)
+        parents[path] = kind
         if kind not in packages:
             packages[kind] = _installed_package(kind)
         if packages[kind] == "torch":
-            if path and (around := found.get(_clean_path(path.rpartition(".")[0], prefix))):
+            parent, _, own = path.rpartition(".")
+            around = found.get(_clean_path(parent, prefix)) if path else None
+            if around and (packages[parents[parent]] == "torch" or own in _names_in(parents[parent])):
                 found[name] = around
         elif packages[kind]:
             found[name] = packages[kind]
     return found
+
+
+@cache
+def _names_in(kind: type) -> frozenset[str]:
+    """The names of attributes that the methods of a class use."""
+    methods = (value for base in kind.__mro__ for value in vars(base).values() if isinstance(value, FunctionType))
+    return frozenset(name for method in methods for name in method.__code__.co_names)
 
 
 def _installed_package(kind: type) -> str:

@@ -130,9 +130,13 @@ class OptimizerParameters:
             few: list[Tensor | None] = list(map(_GRADIENT, self._checked))
             self.marked = few, _written(few)
 
-    def take_changed(self) -> bool:
-        """Whether one of the few is another than when it was marked, or was written since; the mark is let go."""
-        marked, self.marked = self.marked, None
+    def take_changed(self, *, keep: bool = False) -> bool:
+        """Whether one of the few is another than when it was marked, or was written since; the mark is let go, unless
+        `keep`.
+        """
+        marked = self.marked
+        if not keep:
+            self.marked = None
         if marked is None or self.sharded:
             return marked is None  # torch does not count what is written to the parts of a DTensor
         now = list(map(_GRADIENT, self._checked))

@@ -45,8 +45,8 @@ TEXTS = {
         "its gradient is cleared before the step",
         "{All} got a gradient in the backward pass and had none, or only zeros, at the step, in {steps}: zero_grad(), "
         "p.grad = None or a hook clears it in between.",
-        "zero_grad() before backward(), not between it and the step; in a loop of your own, watch.step() right after "
-        "backward().",
+        "zero_grad() before backward(), not between it and the step; in a loop of your own, watch.step() between "
+        "them and optimizer.step().",
     ),
     "no_backward": (
         "no gradient in {steps}",
@@ -311,11 +311,10 @@ def _libraries_without(layout: Layout) -> dict[int, str]:
     running = {part for site in layout.order for part in _around(layout.sites[site].name)}
     found: dict[int, str] = {}
     for site in {*layout.layers.tolist()}.difference(layout.order) if layout.libraries else ():
-        for part in _around(layout.sites[site].name):
-            if part in running:
-                if part in layout.libraries:
-                    found[site] = layout.libraries[part]
-                break
+        name = layout.sites[site].name
+        part = next((part for part in _around(name) if part in running), None)
+        if part is not None and part in layout.libraries and name in layout.libraries:
+            found[site] = layout.libraries[part]
     return found
 
 

@@ -85,6 +85,7 @@ class IncidentTracker:
         `order`: site -> its place in the model; an incident names its layers in that order. `onset`: the step at which
         the fault of a finding begins, `step` by default.
         """
+        findings = {rule: found and self._heard(rule, found) for rule, found in findings.items()}
         clean = [rule for rule, found in findings.items() if found is not None and not found and rule in self._open]
         for rule in clean:
             self._clean_evaluations[rule] += 1
@@ -157,7 +158,7 @@ class IncidentTracker:
                 return False
             if place in self._cause and (found[0].independent or not self._explained(place, step)):
                 return False
-            if self._is_louder(found[0], place):
+            if self._is_louder(found[0], place) or not self._belong(found, place):
                 return False
             before = self._faults[place]
             self._faults[place] = replace(before, closed_step=None, times=before.times + 1)
@@ -169,6 +170,22 @@ class IncidentTracker:
         if place in self._cause:
             self._worsen(self._cause[place], found[0].severity)
         return True
+
+    def _heard(self, rule: str, found: Sequence[Finding]) -> Sequence[Finding]:
+        """Those of the findings of a rule that count: a notice does not beside what is more, and is no part of an open
+        fault that is more and in other layers.
+        """
+        loud = [finding for finding in found if finding.severity is not Severity.NOTICE]
+        place = self._open.get(rule)
+        return loud or (found if place is None or self._belong(found, place) else ())
+
+    def _belong(self, found: Sequence[Finding], place: int) -> bool:
+        """Whether the findings are about the fault at `place`, not notices about other layers than those of a louder
+        one.
+        """
+        fault, sites = self._faults[place], _sites(found)
+        other = sites != fault.sites and set(sites).isdisjoint(fault.sites)
+        return not (other and found[0].severity is Severity.NOTICE and fault.severity is not Severity.NOTICE)
 
     def _is_louder(self, finding: Finding, place: int) -> bool:
         """Whether the fault at `place` is a notice, and no effect of another, and the `finding` is more: then it is an
@@ -196,6 +213,7 @@ class IncidentTracker:
         ]
         begun = min(step, max([begun, *(end + 1 for end in ends)]))
         messages = dict.fromkeys(finding.message for finding in found)  # of layers with another cause each
+        remedies = dict.fromkeys(finding.remedy.rstrip(".") for finding in found)
         self._faults.append(
             Alert(
                 rule,
@@ -207,7 +225,7 @@ class IncidentTracker:
                 first.value,
                 first.threshold,
                 " ".join(messages),
-                first.remedy,
+                first.remedy if len(remedies) == 1 else f"{'; '.join(remedies)}.",
                 effects=first.effects,
                 headline=first.headline * (len(messages) == 1),
             )

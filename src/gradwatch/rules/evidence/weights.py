@@ -87,8 +87,8 @@ def has_norm_layers(layout: Layout) -> bool:
 
 def norms_text(layout: Layout) -> str:
     """What stands beside a signal that fades or grows in a model for which `has_norm_layers` holds."""
-    of_outputs = any("Norm" in name and not name.startswith("_") for name in layout.modules)
-    return "in spite of the norms" if of_outputs else "with weights that are normalized"  # as by `spectral_norm`
+    of_outputs = any("Norm" in name for name in layout.modules - {"_SpectralNorm", "_WeightNorm"})
+    return "in spite of the norms" if of_outputs else "with weights that are normalized"
 
 
 @lru_cache(maxsize=8)
