@@ -7,6 +7,7 @@ import gc
 import io
 import weakref
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -281,6 +282,15 @@ def series(history: History, name: str) -> list[float]:
     return [float(history[row].values.get(name, [np.nan])[0]) for row in range(len(history))]
 
 
+def watched(loop: Callable[[Watch, nn.Module, Any, int], Any], steps: int) -> tuple[Watch, list[Any]]:
+    """Runs `loop` for each step of a training; what it returned."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with Watch(model, sinks=()) as watch:
+        returned = [loop(watch, model, optimizer, step) for step in range(steps)]
+    return watch, returned
+
+
 def steps_first(watch: Watch, model: nn.Module, optimizer: Any, step: int) -> float:
     backward(model, optimizer, step)
     norm = total(model)
@@ -309,10 +319,7 @@ def test_what_an_optimizer_does_is_not_laid_to_another_step(loop: Any) -> None:
     """`watch.step` after `optimizer.step`, as tools that only log have it: the norms are right, and the update and what
     was used were those of the next step.
     """
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    with Watch(model, sinks=()) as watch:
-        norms = [loop(watch, model, optimizer, step) for step in range(12)]
+    watch, norms = watched(loop, 12)
     assert series(watch.history, "grad_norm") == pytest.approx(norms, rel=1e-5)
     for name in ("grad_norm_clipped", "update_ratio", "signal_rms"):
         assert np.isnan(series(watch.history, name)).all() == (name != "signal_rms"), name
@@ -321,14 +328,13 @@ def test_what_an_optimizer_does_is_not_laid_to_another_step(loop: Any) -> None:
 
 
 def test_derivatives_that_go_nowhere_are_no_backward_pass() -> None:
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    with Watch(model, sinks=()) as watch:
-        for step in range(12):
-            backward(model, optimizer, step)
-            watch.step(optimizer)
-            torch.autograd.grad(model(torch.ones(8, 6)).sum(), [*model.parameters()])
-            optimizer.step()
+    def loop(watch: Watch, model: nn.Module, optimizer: Any, step: int) -> None:
+        backward(model, optimizer, step)
+        watch.step(optimizer)
+        torch.autograd.grad(model(torch.ones(8, 6)).sum(), [*model.parameters()])
+        optimizer.step()
+
+    watch, _ = watched(loop, 12)
     assert watch.verdict.notes == ()
     assert np.isfinite(series(watch.history, "update_ratio")[:4]).all()
 
@@ -368,14 +374,14 @@ def test_the_gradient_before_a_closure_is_not_the_one_that_is_used() -> None:
 @pytest.mark.parametrize("every", [1, 2, 4])
 def test_a_note_says_that_most_measured_steps_are_not_taken(every: int) -> None:
     """As where `watch.step` is called for each micro-batch."""
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    with Watch(model, sinks=()) as watch:
-        for step in range(40):
-            backward(model, optimizer, step)
-            watch.step(optimizer)
-            if step % every == every - 1:
-                optimizer.step()
+
+    def loop(watch: Watch, model: nn.Module, optimizer: Any, step: int) -> None:
+        backward(model, optimizer, step)
+        watch.step(optimizer)
+        if step % every == every - 1:
+            optimizer.step()
+
+    watch, _ = watched(loop, 40)
     notes = [note for note in watch.verdict.notes if note.startswith("many calls of watch.step")]
     assert len(notes) == (every > 1)
 
