@@ -47,13 +47,11 @@ UNREPORTED = (
     "for those that self.optimizers() gives, not for self.optimizers(use_pl_optimizer=False) or trainer.optimizers"
 )
 
-
 INTERRUPTED = (
     "{between} came between watch.step(optimizer) and the optimizer's step: what it makes of its gradients is not "
     "measured (update_ratio, grad_norm_clipped){more}. Call watch.step(optimizer) right before optimizer.step(), or in "
     "its closure"
 )
-
 
 MANY = 8
 """Steps of the user's own loop that were measured and not taken, a third of all at least, before a note says so.

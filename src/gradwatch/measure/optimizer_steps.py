@@ -144,7 +144,6 @@ class OptimizerSteps:
         """From now on `optimizer` is as one that calls no hooks: it steps before its steps are begun here."""
         self.ignored.add(id(optimizer))
         self.calling_hooks.discard(id(optimizer))
-        self.inside = self.awaited = None
 
     def clear(self) -> None:
         """Take the hooks off, and forget the optimizers."""

@@ -152,6 +152,9 @@ class IncidentTracker:
     def _grow(self, rule: str, step: int, found: Sequence[Finding], order: Mapping[str, int]) -> bool:
         """Add the findings to the rule's incident that is open or recent, and reopen it; False if there is none."""
         place = self._open.get(rule)
+        if place is not None and self._is_louder(found[0], place):
+            self._faults[place] = replace(self._faults[place], closed_step=step)
+            return False
         if place is None:
             place = next((i for i in reversed(range(len(self._faults))) if self._faults[i].rule == rule), None)
             if place is None or step - (self._faults[place].closed_step or 0) > self.reopen_within:
@@ -163,9 +166,6 @@ class IncidentTracker:
             before = self._faults[place]
             self._faults[place] = replace(before, closed_step=None, times=before.times + 1)
             self._open[rule] = place
-        if self._is_louder(found[0], place):
-            self._faults[place] = replace(self._faults[place], closed_step=step)
-            return False
         self._faults[place] = _joined(self._faults[place], found[0], _sites(found), order)
         if place in self._cause:
             self._worsen(self._cause[place], found[0].severity)
