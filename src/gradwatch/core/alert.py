@@ -334,11 +334,14 @@ def step_word(verdict: Verdict) -> str:
     return "step" if verdict.run_steps is None else "measured step"
 
 
-def wrapped(line: str, width: int) -> list[str]:
-    """A line of a verdict in lines of `width` columns, with hanging indents. A path is not broken, so that it can be
-    copied; nor is a number parted from its "%".
+def wrapped(line: str, width: int, indent: str | None = None) -> list[str]:
+    """A line of a verdict or a log in lines of `width` columns, with hanging indents. A path is not broken, so that it
+    can be copied; nor is a number parted from its "%".
+
+    `indent`: of all but the first; None for that of a verdict, as the line begins.
     """
-    indent = "   " if re.match(r"\d+\. ", line) else " " * (len(line) - len(line.lstrip()))
+    if indent is None:
+        indent = "   " if re.match(r"\d+\. ", line) else " " * (len(line) - len(line.lstrip()))
     line = line.replace(" %", "\N{NO-BREAK SPACE}%")
     pieces = wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
     return [piece.replace("\N{NO-BREAK SPACE}%", " %") for piece in pieces] or [""]

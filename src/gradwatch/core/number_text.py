@@ -14,4 +14,9 @@ def number_text(number: float, digits: int = 2) -> str:
     text = f"{number:.{digits}g}"
     if math.isfinite(number) and abs(rounded := float(text)) < PLAIN_BELOW and "e+" in text:
         return f"{rounded:.0f}"
+    return short_exponent(text)
+
+
+def short_exponent(text: str) -> str:
+    """'1e-5' of '1e-05', '1e5' of '1e+05'."""
     return re.sub(r"e\+?(-?)0*", r"e\1", text)

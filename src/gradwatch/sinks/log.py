@@ -6,10 +6,9 @@ import logging
 import os
 import shutil
 from collections.abc import Collection
-from textwrap import wrap
 from typing import Literal
 
-from gradwatch.core.alert import Alert, Severity, Verdict, short_list, whole_model
+from gradwatch.core.alert import Alert, Severity, Verdict, short_list, whole_model, wrapped
 from gradwatch.core.arguments import check_choice
 from gradwatch.core.block import Block
 from gradwatch.core.record import TOTAL, Run
@@ -119,11 +118,7 @@ def alert_lines(
     if alert.incident_file:
         lines.append(f"  incident file: {_relative(alert.incident_file, folder)}")
     if width is not None:
-        lines = [
-            piece
-            for line in lines
-            for piece in wrap(line, width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
-        ]
+        lines = [piece for line in lines for piece in wrapped(line, width, indent="    ")]
     if color and alert.severity in COLORS:
         lines[0] = lines[0].replace(severity, f"{COLORS[alert.severity]}{severity}{RESET}", 1)
     return lines

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from gradwatch.core.number_text import short_exponent
 from gradwatch.sinks.colormap import ColourScale, palette, scale_of
 from gradwatch.sinks.terminal.sparkline import sparkline
 
@@ -173,8 +174,7 @@ def format_number(number: float, width: int) -> str:
     number = float(f"{number:.3g}")  # 0.01 as float32 is less
     plain = number == 0 or not math.isfinite(number) or 0.01 <= abs(number) < 1000
     for digits in (3, 2) if plain else (2, 1):
-        text = f"{number:.{digits}g}" if plain else f"{number:.{digits - 1}e}"
-        text = re.sub(r"e([+-])0*", lambda sign: "e" + sign[1].strip("+"), text)
+        text = f"{number:.{digits}g}" if plain else short_exponent(f"{number:.{digits - 1}e}")
         if len(text) <= width:
             break
     return text
