@@ -94,9 +94,9 @@ class ActBlowup(CheckedRule):
         how = beginning(history, back)
         message = (
             f"The outputs of layers {layer} and {other} have root mean squares whose product is "
-            f"{number_text(value, 3)}, for "
-            f"{self.samples} samples or more; up to {number_text(self.logits, 3)} is normal. Even divided by the "
-            "root of the width, such products make a softmax pick one place alone, and next to no gradient passes it."
+            f"{number_text(value, 3)}, for {self.samples} samples or more; up to {number_text(self.logits, 3)} is "
+            "normal. Even divided by the root of the width, such products make a softmax pick one place alone, and "
+            "next to no gradient passes it."
             f"{how.began}{how.sentence}"
         )
         norm = f"nn.LayerNorm over each head's queries and keys after layers {short_list(sites)}, or a smaller lr."

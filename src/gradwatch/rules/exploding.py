@@ -284,9 +284,8 @@ class Exploding(CheckedRule):
         message = (
             f"The outputs of layer {last} have a root mean square of {number_text(outputs[-1])} since the first step, "
             f"and the loss is {number_text(losses[-1], 3)}. The weights of {name_text(names)} are "
-            f"{'up to ' * (len(names) > 1)}"
-            f"{number_text(np.nanmax(sizes))} times as large as is usual at the start of a training, and there is no "
-            "norm."
+            f"{'up to ' * (len(names) > 1)}{number_text(np.nanmax(sizes))} times as large as is usual at the start of "
+            "a training, and there is no norm."
         )
         headline = (
             f"its weights are {number_text(np.nanmax(sizes))} times the usual ones, and the loss is "
@@ -313,8 +312,7 @@ class Exploding(CheckedRule):
         back = streak(history, history.series("grad_norm") >= early * over)
         message = (
             f"The total gradient norm grew from {number_text(early)} to {number_text(now)} and the loss rose with it, "
-            f"from {number_text(loss[0], 3)} "
-            f"to {number_text(loss[1], 3)}: "
+            f"from {number_text(loss[0], 3)} to {number_text(loss[1], 3)}: "
             f"{MAXIMIZES if maximizes(history) else 'the steps are too large for this loss.'}"
         )
         headline = f"the gradient norm grew from {number_text(early)} to {number_text(now)}"

@@ -148,8 +148,7 @@ class InputScale(CheckedRule):
         message = (
             f"The targets are about {number_text(value, 3)} away from the outputs of layer {layer}, whose root mean "
             f"square is {number_text(outputs[-1])}, as the loss and its gradient say together. Weights are made for "
-            "targets of about 1, "
-            f"and up to {number_text(self.rms, 3)} is let pass."
+            f"targets of about 1, and up to {number_text(self.rms, 3)} is let pass."
         )
         remedy = f"(y - mean) / std of the training targets, and the inverse after layer {layer} where it predicts."
         headline = f"the targets are {number_text(value, 3)} away from the outputs"

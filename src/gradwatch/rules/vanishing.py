@@ -272,9 +272,8 @@ class Vanishing(CheckedRule):
         back = streak(history, history.series("grad_norm") <= early * under)
         message = (
             f"The total gradient norm fell from {number_text(early)} to {number_text(now)} while the loss did not "
-            f"improve ({number_text(loss[0], 3)} "
-            f"at first, now {number_text(loss[1], 3)}): the model stopped learning. Most often its units are "
-            "saturated or dead, after too large a step."
+            f"improve ({number_text(loss[0], 3)} at first, now {number_text(loss[1], 3)}): the model stopped learning. "
+            "Most often its units are saturated or dead, after too large a step."
         )
         headline = f"the gradient norm fell from {number_text(early)} to {number_text(now)}, the loss did not"
         remedy = "a smaller lr in configure_optimizers, with warm-up."
@@ -286,9 +285,8 @@ class Vanishing(CheckedRule):
             message = (
                 f"The gradient of {name_text(sites)}, all that this optimizer holds, fell from a norm of "
                 f"{number_text(early)} to {number_text(now)} while its loss did not improve "
-                f"({number_text(loss[0], 3)} at first, now "
-                f"{number_text(loss[1], 3)}): it learns nothing more. Most often its loss is flat where another model "
-                "is sure, as log(1 - D(G(z))) is."
+                f"({number_text(loss[0], 3)} at first, now {number_text(loss[1], 3)}): it learns nothing more. Most "
+                "often its loss is flat where another model is sure, as log(1 - D(G(z))) is."
             )
             remedy = "a loss with a slope there, such as F.softplus(-logits); or fewer and smaller steps of the others."
         return Finding(self.name, Severity.WARNING, layer, sites, fall, self.total_dex, message, remedy, back, headline)
