@@ -159,7 +159,7 @@ def test_empty_history() -> None:
     assert history.steps == []
     assert history.sites("grad_norm") == ()
     assert history.series("grad_norm").shape == (0,)
-    assert history.window("grad_norm", 5) is None
+    assert history.window("grad_norm", 5).shape == (0, len(history.layout))
     with pytest.raises(IndexError, match="record 0 of a history of 0"):
         history[0]
 
@@ -224,10 +224,10 @@ def alike(one: History, other: History) -> None:
         (rows, places), (same, there) = one.samples(name, 100), other.samples(name, 100)
         np.testing.assert_array_equal(rows, same)
         np.testing.assert_array_equal(places, there)
-        if (window := one.window(name, 100)) is not None:
-            np.testing.assert_array_equal(window, one.at(name, ago))
-            np.testing.assert_array_equal(window[len(window) - 1 - places], rows)
-            assert np.isnan(np.delete(window, len(window) - 1 - places, axis=0)).all()
+        window = one.window(name, 100)
+        np.testing.assert_array_equal(window, one.at(name, ago))
+        np.testing.assert_array_equal(window[len(window) - 1 - places], rows)
+        assert np.isnan(np.delete(window, len(window) - 1 - places, axis=0)).all()
     for question in (History.trusted, History.codes, History.optimizers):
         np.testing.assert_array_equal(question(one, 100), question(other, 100))
 
@@ -399,4 +399,5 @@ def test_a_record_may_be_completed_after_its_block() -> None:
     assert history[-1].value("grad_norm_clipped") == numbers(history.layout, 7)[0]
     assert history.scalar("skipped", 1) == [1.0]
     assert history.age("grad_norm_clipped") == 0
-    assert history.until(-1).window("grad_norm_clipped", 1) is None
+    assert not history.until(-1).has("grad_norm_clipped")
+    assert np.isnan(history.until(-1).window("grad_norm_clipped", 1)).all()

@@ -320,7 +320,7 @@ def test_underflow_cannot_tell_of_other_records_and_of_what_it_has_forgotten() -
     short.capacity = 6
     before = half_history([LOW] * 5)
     for step in range(1, 12):
-        values = {name: before.window(name, 1)[0].copy() for name in ("half_zeros", "signal_rms", "grad_norm")}  # type: ignore[index]
+        values = {name: before.window(name, 1)[0].copy() for name in ("half_zeros", "signal_rms", "grad_norm")}
         append(short, step, values=values, scalars={}, codes=before.codes(1)[0])
     assert len(short) == short.capacity
     assert Underflow()(short) is None

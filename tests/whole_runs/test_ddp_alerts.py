@@ -36,7 +36,6 @@ class HighLoss:
 
     def __call__(self, history: History) -> Sequence[Finding]:
         losses = history.scalar("loss", 1)
-        assert losses is not None
         if losses[0] < 100:
             return []
         return [Finding(self.name, Severity.ERROR, "total", (), float(losses[0]), 100.0, "It is high.", "a lower one.")]

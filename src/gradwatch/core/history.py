@@ -90,7 +90,7 @@ class History:
     def __getitem__(self, position: int) -> Record:
         row = self._row(position)
         (record,) = self._block(slice(row, row + 1)).records()
-        values = {name: record.values.get(name, self.layout.nan_row) for name in self._columns if self._has(name)}
+        values = {name: record.values.get(name, self.layout.nan_row) for name in self._columns if self.has(name)}
         return replace(record, values=values)
 
     def until(self, position: int) -> History:
@@ -129,17 +129,21 @@ class History:
 
         Empty for an unknown statistic.
         """
-        if not self._has(statistic) or statistic not in self._columns:
+        if not self.has(statistic):
             return ()
         rows = self._rows()
-        there: Mask = np.any(~np.isnan(self._columns[statistic].between(*self._numbers(rows))[1]), axis=0)
+        there: Mask = np.any(~np.isnan(self._column(statistic).between(*self._numbers(rows))[1]), axis=0)
         if statistic == "grad_norm":  # a gradient that is NaN at every step was measured too
             there |= (self._codes[rows] == MEASURED).any(axis=0)
         return self.layout.names(1 + np.flatnonzero(there[1:]))
 
     def statistics(self) -> tuple[str, ...]:
         """Names of the statistics that were measured, then of the numbers of the whole step (`loss`, `lr`, ...)."""
-        return tuple(name for name in (*self._columns, *self._scalars) if self._has(name))
+        return tuple(name for name in (*self._columns, *self._scalars) if self.has(name))
+
+    def has(self, name: str) -> bool:
+        """Whether any record up to the latest has a statistic, or a number of the whole step, of that name."""
+        return self._first.get(name, sys.maxsize) <= self._last(name)
 
     def series(self, statistic: str, site: str | None = None) -> Floats:
         """`statistic` at the site of that name, by default the total, over `steps`: shape [len(history)].
@@ -148,21 +152,18 @@ class History:
         unknown statistic or site; the error names similar ones.
         """
         place = 0 if site is None else self.layout.find(site)
-        if (numbers := self.window(statistic, len(self), sites=place)) is not None:
-            return numbers.copy()
-        if place == 0 and (numbers := self.scalar(statistic, len(self))) is not None:
-            return numbers.copy()
-        if not self._end or statistic in self._scalars:
-            return np.full(len(self), np.nan)
-        raise KeyError(f"no statistic named {statistic!r} was measured; there are {', '.join(self.statistics())}")
+        if self._end and statistic not in self._scalars and not self.has(statistic):
+            raise KeyError(f"no statistic named {statistic!r} was measured; there are {', '.join(self.statistics())}")
+        if place == 0 and statistic in self._scalars:
+            return self.scalar(statistic, len(self)).copy()
+        return self.window(statistic, len(self), sites=place).copy()
 
     def age(self, statistic: str) -> int:
         """Records since `statistic` was last measured: 0 for the latest; `sys.maxsize` if it never was."""
-        column, known = self._columns.get(statistic), self._last(statistic)
         if statistic == "grad_norm":
             there = np.flatnonzero(self.measured(statistic, len(self)))
             return len(self) - 1 - int(there[-1]) if len(there) else sys.maxsize
-        last = 0 if column is None else column.latest(known)
+        last = self._column(statistic).latest(self._last(statistic))
         return self._count - last if last else sys.maxsize
 
     def measured(self, statistic: str, n: int) -> Mask:
@@ -173,17 +174,13 @@ class History:
         """`statistic` at those of the last `n` records at which it was measured, oldest first: shape [samples, sites],
         not to be changed; and how many records ago each was, 0 for the latest.
         """
-        if (column := self._columns.get(statistic)) is None:
-            return np.empty((0, len(self.layout))), np.empty(0, dtype=np.intp)
         first = self._count + 1 - min(self._end, self.capacity, n)
-        numbers, rows = column.between(first, self._last(statistic))
+        numbers, rows = self._column(statistic).between(first, self._last(statistic))
         return rows, self._count - numbers
 
     def at(self, statistic: str, ago: Sites) -> Floats:
         """`statistic` at the records that many before the latest: shape [records, sites]; NaN where not measured."""
-        if (column := self._columns.get(statistic)) is None:
-            return np.full((len(ago), len(self.layout)), np.nan)
-        return column.at(self._count - ago, known=self._last(statistic))
+        return self._column(statistic).at(self._count - ago, known=self._last(statistic))
 
     @property
     def whole(self) -> bool:
@@ -193,8 +190,7 @@ class History:
     @property
     def total(self) -> float:
         """The total gradient norm of the latest record; NaN where there is none."""
-        latest = self.window("grad_norm", 1, sites=0)
-        return float("nan") if latest is None else float(latest[0])
+        return float(self.window("grad_norm", 1, sites=0)[-1]) if len(self) else float("nan")
 
     @property
     def opening(self) -> tuple[float, float]:
@@ -207,25 +203,24 @@ class History:
         last = np.arange(self._count - min(len(self), n), self._count) + 1
         return self._openings[np.minimum(last, OPENING)]
 
-    def window(self, statistic: str, n: int, *, sites: int | slice = ALL_SITES) -> Floats | None:
+    def window(self, statistic: str, n: int, *, sites: int | slice = ALL_SITES) -> Floats:
         """`statistic` at all sites over the last `n` records, oldest first: shape [records, sites], not to be changed;
-        shape [records] for the index of one site.
+        shape [records] for the index of one site. NaN where it was not measured.
 
-        Fewer than `n` records at the start of a run. None where the statistic was never measured.
+        Fewer than `n` records at the start of a run.
         """
-        known = self._last(statistic)
-        if self._first.get(statistic, sys.maxsize) > known or (column := self._columns.get(statistic)) is None:
-            return None
         last, records = self._count, min(self._end, self.capacity, n)
-        return column.window(last + 1 - records, last, known=known, sites=sites)
+        return self._column(statistic).window(last + 1 - records, last, known=self._last(statistic), sites=sites)
 
-    def scalar(self, name: str, n: int) -> Floats | None:
-        """A number of the whole step over the last `n` records: shape [records], not to be changed; None if unknown."""
-        known = self._last(name)
-        if self._first.get(name, sys.maxsize) > known or (column := self._scalars.get(name)) is None:
-            return None
-        numbers = column[self._rows(n)]
-        if known < self._count and numbers[-1] == numbers[-1]:
+    def scalar(self, name: str, n: int) -> Floats:
+        """A number of the whole step over the last `n` records: shape [records], not to be changed; NaN where there is
+        none.
+        """
+        known, rows = self._last(name), self._rows(n)
+        if (column := self._scalars.get(name)) is None:
+            return np.broadcast_to(np.nan, (rows.stop - rows.start,))
+        numbers = column[rows]
+        if known < self._count and len(numbers) and numbers[-1] == numbers[-1]:
             numbers = numbers.copy()
             numbers[-1] = np.nan
         return numbers
@@ -397,9 +392,9 @@ class History:
         kept = min(self._end, self.capacity)
         return slice(self._end - (kept if n is None else min(kept, n)), self._end)
 
-    def _has(self, name: str) -> bool:
-        """Whether any record up to the latest has a number of that name."""
-        return self._first.get(name, sys.maxsize) <= self._last(name)
+    def _column(self, statistic: str) -> MeasuredRows:
+        """The rows of a statistic: none where it was never measured."""
+        return self._columns.get(statistic) or MeasuredRows(len(self.layout))
 
     def _last(self, name: str) -> int:
         """The number of the last record whose number of that name is seen."""
@@ -411,8 +406,7 @@ class History:
             end = self._end - (self._count - last)
             return np.asarray((self._codes[end - (last + 1 - first) : end] == MEASURED).any(axis=1))
         there = np.zeros(last + 1 - first, dtype=bool)
-        if (column := self._columns.get(statistic)) is not None:
-            there[column.between(first, min(last, self._last(statistic)))[0] - first] = True
+        there[self._column(statistic).between(first, min(last, self._last(statistic)))[0] - first] = True
         return there
 
     def _block(self, rows: slice) -> Block:

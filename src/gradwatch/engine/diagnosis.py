@@ -393,5 +393,4 @@ def _onset(history: History, finding: Finding) -> int:
 
 def _overhead(history: History) -> float:
     """The share of time in the record before the latest."""
-    shares = history.scalar("overhead", 2)
-    return 0.0 if shares is None else float(np.nan_to_num(shares[0]))
+    return float(np.nan_to_num(history.scalar("overhead", 2)[0]))

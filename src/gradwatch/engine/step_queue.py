@@ -218,9 +218,8 @@ class StepQueue:
         """A step that was judged before it ended has ended."""
         if not step.is_whole:
             return  # and so it was not judged
-        norms = self._diagnosis.history.window("grad_norm", 1)
-        assert norms is not None, "it was judged"
-        values, scalars, unseen = self._builder.after(step, norms[-1], self._overhead.share)
+        (norms,) = self._diagnosis.history.window("grad_norm", 1)
+        values, scalars, unseen = self._builder.after(step, norms, self._overhead.share)
         self._diagnosis.amend(values, scalars)
         self._diagnosis.emit(1)
         if unseen:

@@ -144,7 +144,7 @@ class ActBlowup(CheckedRule):
         """Whether the loss fell while an output grew to its present `level`, as it does on the way to large targets."""
         smaller = np.flatnonzero(level <= level[-1] / self.growing)
         series, own = history.scalar("loss", RECENT_RECORDS), is_own(history, RECENT_RECORDS)
-        if series is None or not len(smaller):
+        if not len(smaller):
             return False
         begun = len(series) - 1 - int(ago[smaller[-1]])
         then = series[max(0, begun - LEVEL_RECORDS) : begun + 1][own[max(0, begun - LEVEL_RECORDS) : begun + 1]]

@@ -231,7 +231,7 @@ def _lost_each_step(history: History, names: tuple[str, ...], back: int) -> tupl
     own = own_records(history)
     own = own[own <= back]
     rates, weights = history.scalar("lr", back), history.window("weight_norm", back)
-    if rates is None or weights is None or len(own) < 2:
+    if len(own) < 2:
         return 0.0, 0.0
     rates = rates[-own]
     sites = [history.layout.index[name] for name in names]

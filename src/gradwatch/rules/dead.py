@@ -123,7 +123,7 @@ class Dead(CheckedRule):
     def _unreached(self, history: History, layer: int) -> bool:
         """Whether the gradient of `layer` was exactly zero at each of the last records."""
         norms = history.window("grad_norm", self.samples)
-        return norms is not None and len(norms) == self.samples and bool((norms[:, layer] == 0).all())
+        return len(norms) == self.samples and bool((norms[:, layer] == 0).all())
 
     def _silent(self, history: History, sites: Sites, zeros: Floats, ago: Sites) -> Finding:
         fed = np.array([_fed_zeros(history, layer_before(history, site)) for site in sites.tolist()])
@@ -185,7 +185,7 @@ class Dead(CheckedRule):
         order = forward_order(history.layout)
         span = self.records + GRADIENT_LOOKBACK
         rows, order = history.window("grad_norm", span), order[history.codes(1)[0, order] == MEASURED]
-        if rows is None or not len(order):
+        if not len(order):
             return None
         norms = rows[is_own(history, span)][:, order]
         depth = int(np.argmax(norms[-1] > 0))
@@ -208,7 +208,7 @@ class Dead(CheckedRule):
         """
         order, span = forward_order(history.layout), self.records + GRADIENT_LOOKBACK
         rows, order = history.window("grad_norm", span), order[history.codes(1)[0, order] == MEASURED]
-        if history.layout.edges is None or rows is None or not len(order) or not (rows[-1, order] == 0).any():
+        if history.layout.edges is None or not len(order) or not (rows[-1, order] == 0).any():
             return None
         norms = rows[is_own(history, span)][:, order]
         if len(norms) < 2 * self.records:
@@ -258,9 +258,9 @@ class Dead(CheckedRule):
             else:
                 cause, remedy = _at_its_ends(history, activation, site, since)
         signals = history.window("signal_norm", since, sites=site)
-        reached = signals is not None and bool((signals > 0).any())
+        reached = bool((signals > 0).any())
         embeds = "Embedding" in history.layout.sites[site].module
-        if reached or (embeds and signals is None):
+        if reached or (embeds and not history.has("signal_norm")):
             severity, only = Severity.WARNING, "its padding_idx" if embeds else "0"
             cause = f"{'a backward signal reaches it, so' if reached else 'most often'} its inputs are all {only}, or "
             cause += f"something makes its gradient 0.{began_text(history, since)}{unlearnt(history)}"
@@ -401,7 +401,7 @@ def gradient_zero_since(history: History, site: int) -> int | None:
     it is not 0 at the latest.
     """
     own, norms = own_records(history), history.window("grad_norm", len(history), sites=site)
-    if norms is None or history.codes(1)[0, site] != MEASURED or norms[-1] != 0:
+    if history.codes(1)[0, site] != MEASURED or norms[-1] != 0:
         return None
     own = own[history.codes(len(history))[-own, site] == MEASURED]
     return int(streak_starts(norms[-own] == 0, own - 1))

@@ -19,7 +19,6 @@ from gradwatch.core.record import (
     NOT_SAMPLED,
     OTHER_OPTIMIZER,
     Codes,
-    Floats,
     Layout,
     Mask,
     Sites,
@@ -148,13 +147,12 @@ class Disconnected(CheckedRule):
         return np.asarray(missing | (rows.range("grad_norm")[0] == 0))
 
     def __call__(self, history: History) -> Sequence[Finding] | None:
-        norms = history.window("grad_norm", 1)
-        if norms is None or not len(norms):
+        if not history.has("grad_norm"):
             return None
-        codes, layers = history.codes(1)[0], history.layout.layers
+        norms, codes, layers = row_of(history, "grad_norm"), history.codes(1)[0], history.layout.layers
         without = np.flatnonzero(codes[1:] == NO_GRADIENT) + 1
         without = without[[history.layout.sites[i].numel > 0 for i in without]]  # an empty one has nothing to learn
-        zero = layers[(norms[0, layers] == 0) & (codes[layers] == MEASURED)]
+        zero = layers[(norms[layers] == 0) & (codes[layers] == MEASURED)]
         found = [
             *(self._without_gradient(history, without) if len(without) else ()),
             *(self._always_zero(history, zero) if len(zero) else ()),
@@ -254,18 +252,19 @@ class Disconnected(CheckedRule):
 
     def _always_zero(self, history: History, layers: Sites) -> list[Finding]:
         rates = history.scalar("lr", self.zero_records)
-        if rates is not None and (rates == 0).all():
+        if (rates == 0).all():
             return []
         for records in self._looks:
-            layers = layers[~(_norms(history, records)[:, layers] > 0).any(axis=0)]
-        zeros = (_norms(history, self.rare_records)[:, layers] == 0).sum(axis=0)
+            layers = layers[~(history.window("grad_norm", records)[:, layers] > 0).any(axis=0)]
+        zeros = (history.window("grad_norm", self.rare_records)[:, layers] == 0).sum(axis=0)
         layers, zeros = layers[zeros >= self.zero_records], zeros[zeros >= self.zero_records]
         if len(layers):
             connected = np.isin(layers, faded(history, self.rare_records))
             layers, zeros = layers[~connected], zeros[~connected]
         if not len(layers):
             return []
-        norms, codes = _norms(history, len(history))[:, layers], history.codes(len(history))[:, layers]
+        norms = history.window("grad_norm", len(history))[:, layers]
+        codes = history.codes(len(history))[:, layers]
         ever, cleared = history.steps[0] > 0 or bool((norms > 0).any()), self._arrived(history, layers)
         losses = own_losses(history, self.zero_records)
         nothing = history.total == 0 and len(losses) and not losses.any()
@@ -403,12 +402,6 @@ def _as_they_run(layout: Layout, sites: Sites) -> list[int]:
     """`sites` with the one nearest the loss last, those of which it is not known first."""
     place = {int(site): i for i, site in enumerate(forward_order(layout))}
     return sorted(sites.tolist(), key=lambda site: place.get(layout.sites[site].layer, -1))
-
-
-def _norms(history: History, records: int) -> Floats:
-    norms = history.window("grad_norm", records)
-    assert norms is not None, "a gradient was measured at this record"
-    return norms
 
 
 def _have_running_siblings(history: History, layers: Sites, records: int) -> Mask:

@@ -122,9 +122,9 @@ class Divergence(CheckedRule):
 
     def _far_losses(self, rows: RecentRows) -> Mask:
         """At which rows the loss is far over the optimizer's first one, or was and the gradient is up."""
-        losses = rows.history.scalar("loss", len(rows.history))
-        if losses is None:
+        if not rows.history.has("loss"):
             return rows.nowhere
+        losses = rows.history.scalar("loss", len(rows.history))
         sizes, optimizers = np.abs(losses), rows.history.optimizers(len(losses))
         lowest = sizes[: max(0, len(sizes) - rows.capacity) + 1].min()  # of the first ones that these rows see
         alone = (optimizers == optimizers[-1]).all()
@@ -144,7 +144,7 @@ class Divergence(CheckedRule):
     def __call__(self, history: History) -> Sequence[Finding] | None:
         if 0 < history.age("update_ratio") <= EFFECT_RECORDS and (found := self._after_large_steps(history)):
             return [found]
-        known = history.scalar("loss", 1) is not None and len(history) >= self.first_records + LEVEL_RECORDS
+        known = history.has("loss") and len(history) >= self.first_records + LEVEL_RECORDS
         start = largest_first_loss(history, self.first_records) if known else 0.0
         if (known and (found := self._after_rate_jump(history, abs(start)))) or (found := self._weights_grew(history)):
             return [found]
@@ -153,7 +153,7 @@ class Divergence(CheckedRule):
     def _after_large_steps(self, history: History) -> Finding | None:
         """Steps as large as the weights, since which the loss has not been better throughout."""
         lowest, latest = min(self.often, self.update), history.window("update_ratio", EFFECT_RECORDS + 1)
-        if latest is None or not (latest >= lowest).any():
+        if not (latest >= lowest).any():
             return None
         layout, ago = history.layout, update_samples(history)[-self.sampled_steps :]
         moved = np.nan_to_num(relative_updates(history, ago), nan=0.0)
@@ -249,7 +249,6 @@ class Divergence(CheckedRule):
         if history.total < self.gradient * history.opening[0]:
             return []
         series = history.scalar("loss", LEVEL_RECORDS)
-        assert series is not None, "its first level is known"
         # half of the newest must be far off for their median to be
         if not np.count_nonzero(~(np.abs(series) < self.loss * first)) > LEVEL_RECORDS // 2 - 1:
             return []
@@ -330,8 +329,6 @@ def _rate_jumped(rows: RecentRows) -> bool:
     """Whether the rate of an optimizer jumped between two records in a row, which one of `rows` may look back to."""
     n = rows.count + JUMP_RECORDS + 1
     rates, optimizers = rows.history.scalar("lr", n), rows.history.optimizers(n)
-    if rates is None:
-        return False
     jumped = (rates[1:] >= RATE_JUMP_RATIO * ROUNDING * rates[:-1]) & (rates[:-1] > 0)
     return bool((jumped & (optimizers[1:] == optimizers[:-1])).any())
 
@@ -339,7 +336,7 @@ def _rate_jumped(rows: RecentRows) -> bool:
 def _jump_since_up(history: History, first: float) -> RateJump | None:
     """The jump of the rate since which a loss that had been learnt has been over its `first` level, and stays there."""
     losses = history.scalar("loss", JUMP_RECORDS + 1)
-    if losses is None or not (losses[-UP_RECORDS:] >= UNLEARNT_RATIO * first).all():
+    if not (losses[-UP_RECORDS:] >= UNLEARNT_RATIO * first).all():
         return None
     if not is_own(history, JUMP_RECORDS + 1).all() or (jump := rate_jump(history, records=JUMP_RECORDS)) is None:
         return None
@@ -355,7 +352,7 @@ def _rise(history: History, back: int) -> tuple[Floats, Floats] | None:
     """
     n = LEVEL_RECORDS + back - 1
     series = history.scalar("loss", n)
-    if series is None or not is_own(history, n).all() or np.isnan(series).all():
+    if not is_own(history, n).all() or np.isnan(series).all():
         return None
     before = series[: 1 - back]
     before, after = before[np.isfinite(before)], series[1 - back :]

@@ -13,7 +13,7 @@ from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
 from gradwatch.core.number_text import number_text
 from gradwatch.core.record import TOTAL, Layout, Mask
-from gradwatch.rules.evidence.baseline import first_and_last, first_and_last_loss, streak
+from gradwatch.rules.evidence.baseline import first_and_last, first_and_last_loss, per_full_accumulation, streak
 from gradwatch.rules.evidence.depth import (
     Onset,
     Profile,
@@ -266,7 +266,7 @@ class Exploding(CheckedRule):
         of most layers: too little depth for what `_over_depth` compares. Where a norm follows, the loss is small.
         """
         layout, found, losses = history.layout, samples(history, "output_rms"), history.scalar("loss", len(history))
-        if found is None or losses is None or len(found[0]) < self.records or has_norm_layers(layout):
+        if found is None or len(found[0]) < self.records or has_norm_layers(layout):
             return None
         ran = in_run_order(history, layout.layers)
         outputs, ago = found[0][:, ran[-1]], found[1]
@@ -300,7 +300,9 @@ class Exploding(CheckedRule):
         now, over = history.total, 10.0**self.total_dex
         if not now >= over * history.opening[0]:
             return None
-        levels = first_and_last(history, "grad_norm", self.first_records, self.records)
+        levels = first_and_last(
+            history, per_full_accumulation(history, len(history))[:, 0], self.first_records, self.records
+        )
         loss = first_and_last_loss(history, self.first_records)
         if levels is None or loss is None or loss[1] <= loss[0]:
             return None

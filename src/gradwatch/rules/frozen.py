@@ -244,10 +244,9 @@ class Frozen(CheckedRule):
         if number_of(history, "lr_waits") > 0:
             return True
         ago, rates = update_samples(history), history.scalar("lr", RECENT_RECORDS)
-        if rates is not None:
-            known = rates[-1 - ago][~np.isnan(rates[-1 - ago])]
-            if len(known) and known.max() > known.min():
-                return True
+        known = rates[-1 - ago][~np.isnan(rates[-1 - ago])]
+        if len(known) and known.max() > known.min():
+            return True
         before = history.at("update_ratio", ago)[:, moving]
         return bool((before == 0).any())
 
@@ -320,7 +319,7 @@ def _reached(history: History, chosen: Mask) -> tuple[Sites, bool]:
     """Those of the `chosen` parameters of the layout whose layers the backward signal reaches, and whether that is
     known: where it is not, all of them.
     """
-    parameters, known = history.layout.parameters[chosen], history.window("signal_norm", 1) is not None
+    parameters, known = history.layout.parameters[chosen], history.has("signal_norm")
     return (parameters[_is_reached(history, history.layout.owners[chosen])] if known else parameters), known
 
 
@@ -336,7 +335,7 @@ def _used(history: History, layers: Sites) -> Sites:
 
     Switched off on purpose, as in the last block of N-BEATS: they could not train.
     """
-    if history.layout.edges is None or history.window("signal_norm", 1) is None or not len(layers):
+    if history.layout.edges is None or not history.has("signal_norm") or not len(layers):
         return layers
     fed = np.isin(layers, [after for _, after in history.layout.edges])
     return layers[~fed | _is_reached(history, layers)]
@@ -347,8 +346,8 @@ def _untrained(history: History, layers: Sites, order: Sites, off: Mask) -> Site
     layers are `order`, are `off` and random: adapters of a model that was never trained.
     """
     spreads, layout = history.window("frozen_rms", len(history)), history.layout
-    if not len(layers) or spreads is None:
-        return layers[:0]
+    if not len(layers):
+        return layers
     known = np.fmax.reduce(spreads)
     random = np.array([site for site in order[off] if _starts_random(layout, int(site), known)], dtype=np.intp)
     sizes = np.array([layout.sites[site].numel for site in order])

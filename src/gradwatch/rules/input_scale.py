@@ -105,9 +105,9 @@ class InputScale(CheckedRule):
         """Whether one of the first losses was far over the first, or the layer that runs first has no gradient now."""
         first = in_run_order(history, history.layout.layers)[:1]
         norms, losses = history.window("grad_norm", 3), history.scalar("loss", len(history))
-        if norms is not None and len(first) and len(norms) == 3 and (norms[:, first] == 0).all():
+        if len(first) and len(norms) == 3 and (norms[:, first] == 0).all():
             return True
-        if losses is None or not history.whole or not np.isfinite(losses[:OPENING]).any():
+        if not history.whole or not np.isfinite(losses[:OPENING]).any():
             return False
         return bool(np.nanmax(np.abs(losses[:OPENING])) >= self.loss_jump * abs(losses[0]) > 0)
 
@@ -201,8 +201,6 @@ def _residuals(history: History, head: int, ago: Sites) -> Floats:
     its residuals do not come near any that matter.
     """
     loss, found = history.scalar("loss", RECENT_RECORDS), np.full(len(ago), np.nan)
-    if loss is None:
-        return found
     losses, s, each = loss[-1 - ago], *(history.at(name, ago)[:, head] for name in ("signal_norm", "signal_rms"))
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         n = np.maximum(np.round((s / each) ** 2), 1.0)

@@ -74,11 +74,10 @@ class Nonfinite(CheckedRule):
 
     def _found(self, history: History, loss: float, bad_loss: bool) -> list[Finding] | None:
         """`bad_loss`: whether the loss is reason enough."""
-        norms = history.window("grad_norm", 1)
-        if norms is None or not len(norms):
+        if not history.has("grad_norm"):
             return None
         layers = history.layout.layers
-        values, measured = norms[0, layers], history.codes(1)[0, layers] == MEASURED
+        values, measured = row_of(history, "grad_norm")[layers], history.codes(1)[0, layers] == MEASURED
         bad = measured & ~np.isfinite(values)
         if not bad.any() and not bad_loss:
             return []
@@ -178,7 +177,6 @@ class Nonfinite(CheckedRule):
     def _spoiled(self, history: History) -> int:
         """Records in a row, up to the latest, whose gradient is not finite: one at least."""
         norms = history.window("grad_norm", self.skipped_steps, sites=0)
-        assert norms is not None, "its layers were measured"
         return 1 + int(streak_lengths(~np.isfinite(norms[:-1])))
 
     def _streak(self, history: History) -> int:
@@ -187,8 +185,6 @@ class Nonfinite(CheckedRule):
         """
         n = SKIPPED_STEP_LOOKBACK
         skipped, norms = history.scalar("skipped", n), history.window("grad_norm", n, sites=0)
-        if skipped is None or norms is None:
-            return 1
         own, lost = np.flatnonzero(is_own(history, n)), (skipped == 1) & ~np.isfinite(norms)
         lost[-1] = True
         return int(streak_starts(lost[own], len(lost) - 1 - own))
@@ -197,10 +193,10 @@ class Nonfinite(CheckedRule):
         """Whether the fp16 scaler skips this step, and has not skipped too many in a row."""
         skipped = history.scalar("skipped", SKIPPED_STEP_LOOKBACK)
         # `skipped` is known after the step only; a scaler skips each step that is not finite
-        if number_of(history, "scaled") != 1 and (skipped is None or skipped[-1] != 1):
+        if number_of(history, "scaled") != 1 and skipped[-1] != 1:
             return False
         own = is_own(history, SKIPPED_STEP_LOOKBACK)
-        before = np.zeros(0) if skipped is None else skipped[own][-self.skipped_steps : -1]
+        before = skipped[own][-self.skipped_steps : -1]
         return len(before) < self.skipped_steps - 1 or not bool((before == 1).all())
 
     def _explosion(self, history: History) -> tuple[str, str]:

@@ -77,9 +77,7 @@ class Spike(CheckedRule):
     def suspects(self, rows: RecentRows) -> Mask:
         """It, or its optimizer's record before it, has a layer that is so far over the few before: `_at` begins so."""
         history, n = rows.history, rows.count + QUICK_CHECK_RECORDS + 1
-        norms, optimizers = per_full_accumulation(history, "grad_norm", n), history.optimizers(n)
-        if norms is None:
-            return rows.nowhere
+        norms, optimizers = per_full_accumulation(history, n), history.optimizers(n)
         sites, times = np.append(0, rows.layout.layers), 10.0**self.over_max_dex
         norms, trusted = norms[:, sites], history.trusted(n)[:, sites]
         usable = np.where(trusted & np.isfinite(norms), norms, 0.0)
@@ -110,9 +108,7 @@ class Spike(CheckedRule):
 
     def _is_beyond(self, history: History) -> bool:
         """Whether gradient or loss have left all that they were in the opening of the run."""
-        norms = history.window("grad_norm", OPENING)
-        assert norms is not None, "there is one to look at"
-        before = norms[:-1, 0]
+        before = history.window("grad_norm", OPENING, sites=0)[:-1]
         highest = history.opening[1] if len(history) > OPENING else before[np.isfinite(before)].max(initial=0.0)
         if history.total >= self.beyond * highest > 0:
             return True
@@ -121,9 +117,9 @@ class Spike(CheckedRule):
 
     def _at(self, history: History, back: int, *, returned: bool = False) -> Sequence[Finding]:
         """What stood out at the record `back` from the end; `returned`: and does not at the latest any more."""
-        norms = per_full_accumulation(history, "grad_norm", back)
-        if norms is None or (returned and _loss_stays(history, back, self.window)):
+        if returned and _loss_stays(history, back, self.window):
             return []
+        norms = per_full_accumulation(history, back)
         sites, now = np.append(0, history.layout.layers), norms[-back]
         usable = now[sites] < np.inf
         if returned:
@@ -137,8 +133,7 @@ class Spike(CheckedRule):
         has to be back.
         """
         span = self.window * (1 if is_own(history, self.window).all() else LOOKBACK_WINDOWS) + back
-        rows = per_full_accumulation(history, "grad_norm", span)
-        assert rows is not None
+        rows = per_full_accumulation(history, span)
         own = _own(history, span, back)
         past = rows[:-back][own][:, candidates]
         usable = np.isfinite(past) & (past > 0)
@@ -217,7 +212,7 @@ def _lowest_of_opening(history: History) -> float:
 def _loss_stays(history: History, back: int, window: int) -> bool:
     """Whether the loss went up with the gradient and has not come back since, half of the way at least."""
     losses = history.scalar("loss", window + back)
-    if losses is None or not np.isfinite(losses[:-back]).any():
+    if not np.isfinite(losses[:-back]).any():
         return False
     before = losses[:-back][np.isfinite(losses[:-back])]
     then, now, highest = losses[-back], losses[-1], before.max()
@@ -233,9 +228,7 @@ def _clipping(history: History, window: int, back: int, of_layer: str) -> str:
     """The remedy: clipping at the highest trusted total norm of the window before the record `back` from the end; the
     clipping `of_layer` where the total at that record is no higher, and would not be clipped.
     """
-    norms = history.window("grad_norm", window + back)
-    assert norms is not None
-    own = _own(history, window + back, back)
+    norms, own = history.window("grad_norm", window + back), _own(history, window + back, back)
     totals = norms[own, 0]
     normal = totals[history.trusted(window + back)[own, 0] & np.isfinite(totals)]
     highest = float(normal.max(initial=0.0))
@@ -252,8 +245,8 @@ def _clipping(history: History, window: int, back: int, of_layer: str) -> str:
 def _loss(history: History, window: int, back: int, *, returned: bool) -> str:
     """What the loss did at that record, and where to look. `returned`: the gradient has come back since."""
     losses, own = history.scalar("loss", window + back), _own(history, window + back, back)
-    before = np.empty(0) if losses is None else losses[own][np.isfinite(losses[own])]
-    if losses is None or not np.isfinite(losses[-back]) or not len(before):
+    before = losses[own][np.isfinite(losses[own])]
+    if not np.isfinite(losses[-back]) or not len(before):
         return "Look at this batch's inputs, targets and weights in the loss."
     now, lately = losses[-back], before[-RECENT_LOSSES:]
     last = _last_update(history, back)

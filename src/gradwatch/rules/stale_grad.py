@@ -45,7 +45,7 @@ class StaleGrad(CheckedRule):
 
     def __call__(self, history: History) -> Sequence[Finding] | None:
         stale = history.scalar("stale", len(history))
-        if stale is None or np.isnan(stale[-1]):
+        if np.isnan(stale[-1]):
             return None
         if not stale[-1] >= self.old_share:
             return []
@@ -75,9 +75,5 @@ def _moved(history: History, records: int) -> NDArray[np.bool_]:
     """At which of the last `records` the step before had moved the weights, as far as it was sampled."""
     weights, updates = history.window("weight_norm", records + 1), history.window("update_ratio", records + 1)
     moved = np.ones(records, dtype=bool)
-    if weights is None:
-        return moved
-    sampled = ~np.isnan(weights[:-1, 0])
-    known = np.zeros(len(sampled)) if updates is None else updates[:-1, 0]
-    moved[records - len(sampled) :] = ~sampled | (known > 0)
+    moved[records + 1 - len(weights) :] = np.isnan(weights[:-1, 0]) | (updates[:-1, 0] > 0)
     return moved

@@ -136,7 +136,7 @@ class Stalled(CheckedRule):
         if not history.whole or len(ago) < self.starved_samples or (optimizers == mine).all():
             return []
         own, rates = _records_of(history, ago[-1]), history.scalar("lr", RECENT_RECORDS)
-        if rates is not None and rates[-1 - own[-1]] != rates[-1 - own[0]]:
+        if history.has("lr") and rates[-1 - own[-1]] != rates[-1 - own[0]]:
             return []
         most = float(np.nanmax(np.nanmedian(relative_updates(history, ago)[:, pulled], axis=1)))
         others = [
@@ -148,7 +148,7 @@ class Stalled(CheckedRule):
             return []
         layout, ratio = history.layout, max(others) / most
         names = layout.names(layout.layers[pulled])
-        rate = "" if rates is None else f" (lr={number_text(rates[-1 - own[-1]])})"
+        rate = f" (lr={number_text(rates[-1 - own[-1]])})" * history.has("lr")
         message = (
             f"The steps of {name_text(names)}{rate} move the weights by {number_text(most, 1)} of their size, those "
             f"of another optimizer by {ratio_text(np.log10(ratio))} times as much, since the start: this part of the "
@@ -177,12 +177,12 @@ class Stalled(CheckedRule):
     def _excused(self, history: History, own: Sites, *, moved_before: bool) -> bool:
         """Whether the rate is on its way up, the gradient is gone, or all was learnt before."""
         rates = history.scalar("lr", RECENT_RECORDS)
-        if rates is not None and rates[-1 - own[-1]] > np.fmin.reduce(rates[-1 - own[-RISING_RATE_RECORDS:]]):
+        if rates[-1 - own[-1]] > np.fmin.reduce(rates[-1 - own[-RISING_RATE_RECORDS:]]):
             return True
         gradient, losses = _levels(history.at("grad_norm", own)[:, 0]), history.scalar("loss", RECENT_RECORDS)
         if not gradient[1] > self.gradient_share * gradient[0]:
             return True
-        if not moved_before or losses is None:
+        if not moved_before:
             return False
         loss = _levels(losses[-1 - own])
         return bool(loss[1] < self.loss_share * loss[0])
@@ -220,8 +220,7 @@ class Stalled(CheckedRule):
 def _cause(history: History, own: Sites, ago: int, most: float) -> tuple[str, str]:
     """Why the steps are so short, and what to change. `most`: the largest update over the size of the weights."""
     rates = history.scalar("lr", RECENT_RECORDS)
-    rate = float("nan") if rates is None else float(rates[-1 - ago])
-    highest = float("nan") if rates is None else float(np.fmax.reduce(rates[-1 - own]))
+    rate, highest = float(rates[-1 - ago]), float(np.fmax.reduce(rates[-1 - own]))
     norm, left = (float(history.at(name, np.array([ago]))[0, 0]) for name in ("grad_norm", "grad_norm_clipped"))
     usual = "a usual lr in configure_optimizers: 1e-3 for Adam, or 0.1 for SGD."
     if most >= RELIABLE_UPDATE and rate > 0:

@@ -99,7 +99,7 @@ class Underflow(CheckedRule):
             return rounded
         # nothing but zeros since the start: rounding, if there is a loss whose gradient they should be
         last = history.scalar("loss", self.samples)
-        return last is not None and bool(np.all(np.isfinite(last) & (last > 0)))
+        return bool(np.all(np.isfinite(last) & (last > 0)))
 
     def _finding(
         self, history: History, zeros: Floats, rms: Floats, bottom: Mask, back: int, under_scaler: bool

@@ -14,7 +14,13 @@ from gradwatch.core.history import History
 from gradwatch.core.number_text import number_text
 from gradwatch.core.record import MEASURED, TOTAL, Layout, Mask, Sites
 from gradwatch.rules.evidence.attention import makers_of_scores
-from gradwatch.rules.evidence.baseline import first_and_last, first_and_last_loss, is_stuck, streak
+from gradwatch.rules.evidence.baseline import (
+    first_and_last,
+    first_and_last_loss,
+    is_stuck,
+    per_full_accumulation,
+    streak,
+)
 from gradwatch.rules.evidence.depth import (
     FADED,
     LOWEST,
@@ -105,7 +111,7 @@ class Vanishing(CheckedRule):
     def suspects(self, rows: RecentRows) -> Mask:
         """The total is that far under the opening, recurrent layers are looked at, or two layers are that far apart."""
         suspected = rows.totals <= 10.0**-self.total_dex * rows.openings[:, 1]
-        if rows.history.window("time_growth", 1) is not None:
+        if rows.history.has("time_growth"):
             suspected |= fades_are_due(rows.lengths, rows.fresh.get("time_growth", rows.nowhere))
         least = min(self.signal_dex, self.stuck_dex)
         apart = may_differ(rows, least, self.gradient_dex, self.stale_records, zeros=True)
@@ -232,7 +238,7 @@ class Vanishing(CheckedRule):
         """There was a gradient, and since one step there is none at all, while the loss is neither 0 nor low."""
         norms, losses = history.series("grad_norm"), history.scalar("loss", self.ended_records)
         loss = first_and_last_loss(history, self.first_records)
-        if losses is None or loss is None or len(norms) <= self.ended_records or not np.nanmax(norms) > 0:
+        if loss is None or len(norms) <= self.ended_records or not np.nanmax(norms) > 0:
             return None
         # a hinge or a reward of 0 has no slope
         if (norms[-self.ended_records :] != 0).any() or not (np.abs(losses) > 0).all():
@@ -256,7 +262,9 @@ class Vanishing(CheckedRule):
         now, under = history.total, 10.0**-self.total_dex
         if not now <= under * history.opening[1]:
             return None
-        levels = first_and_last(history, "grad_norm", self.first_records, self.first_records)
+        levels = first_and_last(
+            history, per_full_accumulation(history, len(history))[:, 0], self.first_records, self.first_records
+        )
         loss = first_and_last_loss(history, self.first_records)
         if levels is None or loss is None or loss[1] < loss[0]:
             return None

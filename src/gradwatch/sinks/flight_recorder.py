@@ -159,6 +159,5 @@ def _was_unhealthy(steps: int, history: History, verdict: Verdict) -> bool:
         return False
     # the last step before, or where none is recorded the first with these weights
     row = max(0, sum(step < steps for step in recorded) - 1)
-    skipped = history.scalar("skipped", len(history))
-    passed = skipped is not None and skipped[row] == 1
+    passed = history.scalar("skipped", len(history))[row] == 1
     return not passed and not np.isfinite(history.series("grad_norm")[row])

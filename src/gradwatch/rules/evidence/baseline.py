@@ -40,7 +40,7 @@ def median_and_spread(numbers: Floats) -> tuple[Floats, Floats]:
 def is_stuck(history: History) -> bool:
     """Whether the loss is where it began, and has been there throughout: of one optimizer, for `STUCK_RECORDS`."""
     losses = history.scalar("loss", len(history))
-    if losses is None or len(losses) < STUCK_RECORDS or not is_alone(history) or not np.isfinite(losses).all():
+    if len(losses) < STUCK_RECORDS or not is_alone(history) or not np.isfinite(losses).all():
         return False
     tenths = np.array([np.median(part) for part in np.array_split(losses, 10)])
     first, late = float(np.median(losses[: STUCK_RECORDS // 10])), losses[-STUCK_RECORDS // 2 :]
@@ -50,33 +50,21 @@ def is_stuck(history: History) -> bool:
     return bool(stays and near and spread <= STEADY_SHARE * abs(first))
 
 
-def per_full_accumulation(history: History, statistic: str, n: int) -> Floats | None:
-    """The last `n` records of `statistic`: shape [records, sites].
+def per_full_accumulation(history: History, n: int) -> Floats:
+    """The gradient norms of the last `n` records: shape [records, sites].
 
     Records of an incomplete accumulation, of n of N micro-batches, are multiplied by N / n.
     """
-    rows, done = history.window(statistic, n), history.scalar("accumulated", n)
-    if rows is None or done is None or (whole := history.scalar("accumulate", n)) is None:
-        return rows
-    ratio = whole / done
+    norms, ratio = history.window("grad_norm", n), history.scalar("accumulate", n) / history.scalar("accumulated", n)
     short = np.isfinite(ratio) & (ratio > 1)
-    return rows * np.where(short, ratio, 1.0)[:, None] if short.any() else rows
+    return norms * np.where(short, ratio, 1.0)[:, None] if short.any() else norms
 
 
-def first_and_last(history: History, name: str, first: int, last: int) -> tuple[Floats, Floats] | None:
-    """The first `first` and the newest `last` numbers of the latest record's optimizer; None while there are too few.
-
-    `name` is a number of the whole step, or a statistic, of which the total is taken. The first numbers are finite; the
-    newest may not be.
+def first_and_last(history: History, series: Floats, first: int, last: int) -> tuple[Floats, Floats] | None:
+    """The first `first` and the newest `last` of `series`, a number of each record, that are of the latest record's
+    optimizer; None while there are too few. The first ones are finite; the newest may not be.
     """
-    n = len(history)
-    series = history.scalar(name, n)
-    if series is None:
-        rows = per_full_accumulation(history, name, n)
-        if rows is None:
-            return None
-        series = rows[:, 0]
-    own = is_own(history, n)
+    own = is_own(history, len(history))
     early = series[:OPENING][own[:OPENING] & np.isfinite(series[:OPENING])][:first]
     late = series[-OPENING:][own[-OPENING:]][-last:]
     return (early, late) if len(early) == first and np.count_nonzero(own) >= first + last else None
@@ -85,15 +73,13 @@ def first_and_last(history: History, name: str, first: int, last: int) -> tuple[
 def largest_first_loss(history: History, records: int) -> float:
     """The largest loss by magnitude of the first `records` of this optimizer; infinite where none is known."""
     losses = history.scalar("loss", len(history))
-    if losses is None:
-        return float("inf")
     early = losses[:OPENING][is_own(history, len(losses))[:OPENING] & np.isfinite(losses[:OPENING])][:records]
     return float(early[np.abs(early).argmax()]) if len(early) else float("inf")
 
 
 def first_and_last_loss(history: History, records: int) -> tuple[float, float] | None:
     """The loss at the start and now, each the median of `records` losses; None where it is unknown."""
-    levels = first_and_last(history, "loss", records, records)
+    levels = first_and_last(history, history.scalar("loss", len(history)), records, records)
     return None if levels is None else (float(np.median(levels[0])), float(np.median(levels[1])))
 
 

@@ -173,8 +173,6 @@ def faded(history: History, records: int) -> Sites:
     the nearest layers after them.
     """
     order, norms = forward_order(history.layout), history.window("grad_norm", records)
-    if norms is None:
-        return order[:0]
     flow, reached = paths(history.layout, order), np.fmax.reduce(norms[:, order], axis=0).tolist()
     own = [norm > 0 for norm in reached]
     for i in reversed(range(len(order))):

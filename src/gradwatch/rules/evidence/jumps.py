@@ -96,8 +96,6 @@ def gradient_jump(history: History, *, back: int = 1) -> GradientJump | None:
     """
     n = BASELINE_RECORDS + OVERFLOW_RECORDS + back
     norms = history.window("grad_norm", n)
-    if norms is None:
-        return None
     own = np.flatnonzero(is_own(history, n))
     totals, backs = norms[own, 0], len(norms) - own
     for place in np.flatnonzero((backs >= back) & (backs < back + OVERFLOW_RECORDS)):
@@ -126,7 +124,7 @@ def grew_alike(history: History, back: int) -> bool:
     """
     n = BASELINE_RECORDS + back
     losses, norms = history.scalar("loss", n), history.window("grad_norm", n)
-    if losses is None or norms is None or not np.isfinite(losses[-back]):
+    if not np.isfinite(losses[-back]):
         return False
     own = is_own(history, n)[:-back]
     numbers = np.column_stack([losses, norms[:, history.layout.layers]])

@@ -32,8 +32,7 @@ of its input is left. Judgement: otherwise it is about 1."""
 
 def series_of(history: History, statistic: str, site: int) -> Floats:
     """`statistic` of `site` at the records of the latest record's optimizer, oldest first; NaN where not known."""
-    numbers, own = history.window(statistic, len(history), sites=site), own_records(history)
-    return np.full(len(own), np.nan) if numbers is None else numbers[-own]
+    return history.window(statistic, len(history), sites=site)[-own_records(history)]
 
 
 def weights_of(history: History, layer: int) -> Floats:

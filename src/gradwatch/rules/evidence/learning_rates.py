@@ -87,8 +87,6 @@ def rate_jump(history: History, *, back: int = 1, records: int = EFFECT_RECORDS)
     the end; None where it did not jump.
     """
     rates, own = history.scalar("lr", len(history)), own_records(history)
-    if rates is None:
-        return None
     own = own[own >= back][-records - 1 :]
     known = rates[-own]
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -114,7 +112,7 @@ def may_be_large(history: History) -> bool:
     if not len(ago) or not is_own(history, RECENT_RECORDS)[-1 - ago[0]]:
         return True
     moved = float(np.fmax.reduce(relative_updates(history, ago)[0], initial=np.nan))
-    if rates is not None and rates[-1] > rates[-1 - ago[0]] > 0:
+    if rates[-1] > rates[-1 - ago[0]] > 0:
         moved *= float(rates[-1] / rates[-1 - ago[0]])
     return not moved < RAISING_UPDATE
 
@@ -122,7 +120,7 @@ def may_be_large(history: History) -> bool:
 def rate_text(history: History, *, back: int = 1) -> str:
     """' (lr=0.3, 100 times that of 20 steps before)' as of the record `back` from the end, empty where not known."""
     rates, momentum = history.scalar("lr", back + 19), number_of(history, "momentum", back=back)
-    if rates is None or not rates[-back] > 0:
+    if not rates[-back] > 0:
         return ""
     rates = rates[: len(rates) + 1 - back]
     said, lowest = f"lr={number_text(rates[-1], 3)}", float(np.nanmin(rates[is_own(history, back + 19)[: len(rates)]]))
@@ -154,7 +152,7 @@ def measured_remedy(history: History, back: int) -> str:
     if number_of(history, "momentum") >= LONG_MOMENTUM:
         return "momentum=0.9 in configure_optimizers."
     rates, ago = history.scalar("lr", RECENT_RECORDS), update_samples(history)
-    if rates is None or not len(ago) or not is_own(history, RECENT_RECORDS)[-1 - ago[-1]]:
+    if not len(ago) or not is_own(history, RECENT_RECORDS)[-1 - ago[-1]]:
         return ""
     ago = ago[ago >= back - 1]
     if not len(ago) or not rates[-back] > 0:
@@ -190,8 +188,6 @@ def _smaller_rate(history: History, back: int) -> str:
 def clipping_limit(history: History) -> float | None:
     """The highest total norm that clipping has left lately; None where it left every gradient as it was."""
     norms, used = history.window("grad_norm", CLIPPED_RECORDS), history.window("grad_norm_clipped", CLIPPED_RECORDS)
-    if norms is None or used is None:
-        return None
     own = is_own(history, CLIPPED_RECORDS)
     clipped = own & np.isfinite(norms[:, 0]) & (used[:, 0] > 0) & (used[:, 0] < CLIPPED_SHARE * norms[:, 0])
     return float(used[clipped, 0].max()) if clipped.any() else None
@@ -203,8 +199,6 @@ def usual_norm(history: History, *, back: int) -> float | None:
     """
     n = CLIPPED_RECORDS + back
     norms = history.window("grad_norm", n)
-    if norms is None:
-        return None
     before = norms[:-back, 0][is_own(history, n)[:-back]]
     before = before[np.isfinite(before)]
     return float(np.median(before)) or None if len(before) else None
@@ -218,9 +212,7 @@ def summed_passes(history: History) -> int | None:
     """
     norms, arrived = history.window("grad_norm", CLIPPED_RECORDS), history.window("arrived_norm", CLIPPED_RECORDS)
     stale = history.scalar("stale", CLIPPED_RECORDS)
-    if norms is None or arrived is None or number_of(history, "accumulate") > 1:
-        return None
-    if stale is not None and (stale > 0).any():
+    if number_of(history, "accumulate") > 1 or (stale > 0).any():
         return None
     own = is_own(history, CLIPPED_RECORDS)
     with np.errstate(divide="ignore", invalid="ignore"):

@@ -82,9 +82,7 @@ def from_replay(history: History, trace: NonfiniteOrigin) -> NonfiniteForward:
 def _lost(history: History, back: int) -> Sites:
     """Layers with weights that are not finite: they were measured with the outputs, and have no norm."""
     layout, weights = history.layout, history.window("weight_norm", back)
-    if weights is None:
-        return layout.layers[:0]
-    there = history.codes(back)[0, layout.parameters] == MEASURED
+    there = (history.codes(back)[0, layout.parameters] == MEASURED) & history.has("weight_norm")
     lost = there & ~np.isfinite(weights[0, layout.parameters])
     return np.unique(layout.owners[lost])
 

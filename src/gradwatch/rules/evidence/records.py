@@ -13,8 +13,7 @@ from gradwatch.core.record import Floats, Mask, Sites
 
 def number_of(history: History, name: str, *, back: int = 1) -> float:
     """A number of the whole step (`loss`, `lr`, ...) at the record `back` from the end."""
-    numbers = history.scalar(name, back)
-    return float("nan") if numbers is None else float(numbers[0])
+    return float(history.scalar(name, back)[0])
 
 
 def row_of(history: History, statistic: str, *, back: int = 1) -> Floats:
@@ -44,8 +43,6 @@ def own_losses(history: History, n: int, *, back: int = 1) -> Floats:
     none where they are not known.
     """
     losses = history.scalar("loss", n)
-    if losses is None:
-        return np.empty(0)
     until = len(losses) - back + 1
     return losses[:until][(is_own(history, n) & np.isfinite(losses))[:until]]
 

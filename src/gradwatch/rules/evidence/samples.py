@@ -91,10 +91,9 @@ def still_in_model(history: History) -> Mask:
 
 def in_run_order(history: History, sites: Sites, *, back: int = 1) -> Sites:
     """`sites` in the order in which they ran at the record `back` from the end, without those that did not."""
-    order = history.window("run_order", back)
-    if order is None or not len(order):
+    if not history.has("run_order"):
         return sites
-    places = order[0, sites]
+    places = history.window("run_order", back)[0, sites]
     return sites[np.argsort(places)][: np.count_nonzero(~np.isnan(places))]
 
 

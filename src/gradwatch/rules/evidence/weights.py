@@ -123,7 +123,7 @@ def zeroed_by_interventions(history: History, n: int, sites: Sites) -> Mask:
     """Where interventions have made zeros of the gradient of `sites`, on purpose, in the last `n` records or as many as
     there are: shape [records, sites].
     """
-    factors, used = history.window("clip_factor", n), history.window("grad_norm_clipped", n)
-    if factors is None or used is None:
+    if not history.has("clip_factor"):
         return np.zeros((min(n, len(history)), len(sites)), dtype=bool)
+    factors, used = history.window("clip_factor", n), history.window("grad_norm_clipped", n)
     return np.asarray((factors[:, sites] == 0) & ~(used[:, sites] > 0))  # a dry run would have
