@@ -217,17 +217,17 @@ def alike(one: History, other: History) -> None:
         np.testing.assert_array_equal(one.series(name), other.series(name))
         np.testing.assert_array_equal(one.window(name, 100), other.window(name, 100))
         np.testing.assert_array_equal(one.scalar(name, 100), other.scalar(name, 100))
-        assert one.age(name) == other.age(name)
+        assert one.newest(name) == other.newest(name)
         np.testing.assert_array_equal(one.measured(name, 100), other.measured(name, 100))
-        ago = np.arange(len(one))[::-1]
-        np.testing.assert_array_equal(one.at(name, ago), other.at(name, ago))
-        (rows, places), (same, there) = one.samples(name, 100), other.samples(name, 100)
+        every = np.arange(len(one), 0, -1)
+        np.testing.assert_array_equal(one.at(name, every), other.at(name, every))
+        (rows, backs), (same, there) = one.samples(name, 100), other.samples(name, 100)
         np.testing.assert_array_equal(rows, same)
-        np.testing.assert_array_equal(places, there)
+        np.testing.assert_array_equal(backs, there)
         window = one.window(name, 100)
-        np.testing.assert_array_equal(window, one.at(name, ago))
-        np.testing.assert_array_equal(window[len(window) - 1 - places], rows)
-        assert np.isnan(np.delete(window, len(window) - 1 - places, axis=0)).all()
+        np.testing.assert_array_equal(window, one.at(name, every))
+        np.testing.assert_array_equal(window[-backs], rows)
+        assert np.isnan(np.delete(window, -backs, axis=0)).all()
     for question in (History.trusted, History.codes, History.optimizers):
         np.testing.assert_array_equal(question(one, 100), question(other, 100))
 
@@ -398,6 +398,6 @@ def test_a_record_may_be_completed_after_its_block() -> None:
     history.amend({"grad_norm_clipped": numbers(history.layout, 7)}, {"skipped": 1.0})
     assert history[-1].value("grad_norm_clipped") == numbers(history.layout, 7)[0]
     assert history.scalar("skipped", 1) == [1.0]
-    assert history.age("grad_norm_clipped") == 0
+    assert history.newest("grad_norm_clipped") == 1
     assert not history.until(-1).has("grad_norm_clipped")
     assert np.isnan(history.until(-1).window("grad_norm_clipped", 1)).all()

@@ -83,7 +83,7 @@ def test_blocks_of_any_size_are_judged_alike(name: str) -> None:
         np.testing.assert_array_equal(one.trusted(len(one)), two.trusted(len(two)))
         for statistic in one.statistics():
             np.testing.assert_array_equal(one.series(statistic), two.series(statistic))
-            assert one.age(statistic) == two.age(statistic)
+            assert one.newest(statistic) == two.newest(statistic)
 
 
 @pytest.mark.parametrize("name", cases([name for name in RUNS if name not in ("nonfinite",)], QUICK))

@@ -80,7 +80,7 @@ def test_all_of_a_short_history_comes_back(rows: Rows) -> None:
     for question in (History.codes, History.trusted, History.optimizers):
         np.testing.assert_array_equal(question(fresh, 99), question(history, 99))
     for name in history.statistics():
-        assert fresh.age(name) == history.age(name)
+        assert fresh.newest(name) == history.newest(name)
         np.testing.assert_array_equal(fresh.series(name), history.series(name))  # totals are exact
     for name in ("grad_norm", "signal_norm", "weight_norm"):
         here, there = fresh.window(name, 99), history.window(name, 99)

@@ -65,7 +65,7 @@ def test_since_when_a_gradient_is_zero() -> None:
 
 def test_where_a_streak_of_samples_starts() -> None:
     found = np.array([[True, True, False], [False, True, True], [True, True, False]])
-    assert streak_starts(found, np.array([9, 4, 0])).tolist() == [1, 10, 1]
+    assert streak_starts(found, np.array([10, 5, 1])).tolist() == [1, 10, 1]
 
 
 STEADY = [{"lr": 0.1, "weights": USUAL}] * 30

@@ -50,7 +50,7 @@ class History:
     """The recent records of a run, by statistic.
 
     `series` returns the numbers of one site, `window` those of all sites. Entry i of an array belongs to `steps[i]`.
-    Rules count from the end: the record `back` is `history[-back]`; `ago` counts the records after it, one less.
+    Rules count records from the end: the record `back` is `history[-back]`, and 1 is the latest.
     The newest `capacity` records are kept: between 256 and 10,000, as many as fit in 64 MiB if 16 statistics are
     measured at each, and a quarter more for the next ones. By default two are, and the others are sampled: `nbytes` is
     below 64 MiB up to 9,000 sites, and grows by 7 MiB for each 1,000 more, as rules need 256 records.
@@ -158,13 +158,15 @@ class History:
             return self.scalar(statistic, len(self)).copy()
         return self.window(statistic, len(self), sites=place).copy()
 
-    def age(self, statistic: str) -> int:
-        """Records since `statistic` was last measured: 0 for the latest; `sys.maxsize` if it never was."""
+    def newest(self, statistic: str) -> int:
+        """The position, from the end, of the newest record at which `statistic` was measured: 1 for the latest;
+        `sys.maxsize` if it never was.
+        """
         if statistic == "grad_norm":
             there = np.flatnonzero(self.measured(statistic, len(self)))
-            return len(self) - 1 - int(there[-1]) if len(there) else sys.maxsize
-        last = self._column(statistic).latest(self._last(statistic))
-        return self._count - last if last else sys.maxsize
+            return len(self) - int(there[-1]) if len(there) else sys.maxsize
+        number = self._column(statistic).latest(self._last(statistic))
+        return self._count + 1 - number if number else sys.maxsize
 
     def measured(self, statistic: str, n: int) -> Mask:
         """At which of the last `n` records `statistic` was measured: shape [records]."""
@@ -172,15 +174,15 @@ class History:
 
     def samples(self, statistic: str, n: int) -> tuple[Floats, Sites]:
         """`statistic` at those of the last `n` records at which it was measured, oldest first: shape [samples, sites],
-        not to be changed; and how many records ago each was, 0 for the latest.
+        not to be changed; and the position of each, from the end.
         """
         first = self._count + 1 - min(self._end, self.capacity, n)
         numbers, rows = self._column(statistic).between(first, self._last(statistic))
-        return rows, self._count - numbers
+        return rows, self._count + 1 - numbers
 
-    def at(self, statistic: str, ago: Sites) -> Floats:
-        """`statistic` at the records that many before the latest: shape [records, sites]; NaN where not measured."""
-        return self._column(statistic).at(self._count - ago, known=self._last(statistic))
+    def at(self, statistic: str, backs: Sites) -> Floats:
+        """`statistic` at the records `backs` from the end: shape [records, sites]; NaN where it was not measured."""
+        return self._column(statistic).at(self._count + 1 - backs, known=self._last(statistic))
 
     @property
     def whole(self) -> bool:

@@ -79,7 +79,7 @@ class ActBlowup(CheckedRule):
         late = levels[-self.samples :]
         return [*self._attention(history, late, *found), *self._grown(history, *found)]
 
-    def _attention(self, history: History, late: Floats, levels: Floats, ago: Sites) -> list[Finding]:
+    def _attention(self, history: History, late: Floats, levels: Floats, backs: Sites) -> list[Finding]:
         unhealthy, layout = [], history.layout
         for query, key in _pairs(layout):
             spread = late[:, query] * late[:, key]
@@ -90,7 +90,7 @@ class ActBlowup(CheckedRule):
         value, query, key = max(unhealthy)
         sites = layout.names(sorted({site for _, *pair in unhealthy for site in pair}))
         layer, other = layout.names([query, key])
-        back = int(streak_starts(levels[:, query] * levels[:, key] >= self.logits, ago))
+        back = int(streak_starts(levels[:, query] * levels[:, key] >= self.logits, backs))
         how = beginning(history, back)
         message = (
             f"The outputs of layers {layer} and {other} have root mean squares whose product is "
@@ -104,7 +104,7 @@ class ActBlowup(CheckedRule):
         headline = f"queries times keys are {number_text(value, 3)} in size, {number_text(self.logits, 3)} is normal"
         return [Finding(self.name, Severity.WARNING, layer, sites, value, self.logits, message, remedy, back, headline)]
 
-    def _grown(self, history: History, levels: Floats, ago: Sites) -> list[Finding]:
+    def _grown(self, history: History, levels: Floats, backs: Sites) -> list[Finding]:
         layers = history.layout.layers
         early, late = levels[:FIRST_SAMPLES], levels[-self.samples :]
         if len(levels) < FIRST_SAMPLES + self.samples:
@@ -125,7 +125,7 @@ class ActBlowup(CheckedRule):
         ran = in_run_order(history, layers[unhealthy])
         names, layer = history.layout.names(np.sort(layers[unhealthy])), history.layout.names(ran)[0]
         place = int(np.flatnonzero(layers == ran[0])[0])
-        if self._learns_by_it(history, levels[:, layers[place]], ago):
+        if self._learns_by_it(history, levels[:, layers[place]], backs):
             return []
         value = float(np.log10(now[-1, place] / first[place]))
         message = (
@@ -134,19 +134,19 @@ class ActBlowup(CheckedRule):
             f"({number_text(first[place])}); up to "
             f"{ratio_text(self.growth_dex)} times is normal."
         )
-        back = int(streak_starts(beyond[:, unhealthy], ago).max())
+        back = int(streak_starts(beyond[:, unhealthy], backs).max())
         cause, remedy = _growth(history, int(ran[0]), back)
         text, limit = message + cause, self.growth_dex
         headline = f"its outputs grew {ratio_text(value)} times, and still grow"
         return [Finding(self.name, Severity.WARNING, layer, names, value, limit, text, remedy, back, headline)]
 
-    def _learns_by_it(self, history: History, level: Floats, ago: Sites) -> bool:
+    def _learns_by_it(self, history: History, level: Floats, backs: Sites) -> bool:
         """Whether the loss fell while an output grew to its present `level`, as it does on the way to large targets."""
         smaller = np.flatnonzero(level <= level[-1] / self.growing)
         series, own = history.scalar("loss", RECENT_RECORDS), is_own(history, RECENT_RECORDS)
         if not len(smaller):
             return False
-        begun = len(series) - 1 - int(ago[smaller[-1]])
+        begun = len(series) - int(backs[smaller[-1]])
         then = series[max(0, begun - LEVEL_RECORDS) : begun + 1][own[max(0, begun - LEVEL_RECORDS) : begun + 1]]
         now = series[own][-LEVEL_RECORDS:]
         then, now = then[np.isfinite(then)], now[np.isfinite(now)]

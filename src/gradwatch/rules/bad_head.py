@@ -60,7 +60,7 @@ class BadHead(CheckedRule):
             self._by_numbers(history),
         ]
         found = [finding for finding in seen if finding is not None]
-        return found[:1] if found else [] if history.age("softmax_head") * history.age("logit_misfit") == 0 else None
+        return found[:1] if found else [] if 1 in map(history.newest, ("softmax_head", "logit_misfit")) else None
 
     def _in_graph(self, history: History, statistic: str) -> tuple[int, float, int] | None:
         """The site of the head, the value, and the position of the first sample with it from the end of the history."""

@@ -101,12 +101,12 @@ class Collapse(CheckedRule):
         found = samples(history, "output_rms") if groups else None
         if found is None:
             return None
-        levels, ago = found
+        levels, backs = found
         for after, group in groups:
             outputs = levels[:, group].max(axis=1)
             small: Mask = outputs <= self.code_rms
             shrunk = outputs[-1] <= self.code_shrunk_share * outputs[0]
-            if not shrunk or not lasted(small, ago, samples=self.code_samples, records=self.code_records):
+            if not shrunk or not lasted(small, backs, samples=self.code_samples, records=self.code_records):
                 continue
             names, rms = layout.names(group), float(outputs[-1])
             message = (
@@ -123,7 +123,7 @@ class Collapse(CheckedRule):
                 f"outputs with a term of their own in the loss have shrunk to {number_text(rms)}: a posterior "
                 "collapses so"
             )
-            back = int(streak_starts(small, ago))
+            back = int(streak_starts(small, backs))
             return [
                 Finding(
                     self.name, Severity.WARNING, names[0], names, rms, self.code_rms, message, remedy, back, headline
@@ -133,27 +133,27 @@ class Collapse(CheckedRule):
 
     def _weights(self, history: History) -> Sequence[Finding] | None:
         """The weights shrink, or have shrunk."""
-        if history.age("weight_norm") != 0:
+        if history.newest("weight_norm") != 1:
             return None
         layers = _weighed(history)
         if not len(layers):
             return []
-        ago = own_samples(history, "weight_norm")
-        found = self._shrunk(history, layers, ago)
-        return found and self._shrunk(history, layers, _unwritten(history, layers, ago))
+        backs = own_samples(history, "weight_norm")
+        found = self._shrunk(history, layers, backs)
+        return found and self._shrunk(history, layers, _unwritten(history, layers, backs))
 
-    def _shrunk(self, history: History, layers: Sites, ago: Sites) -> Sequence[Finding]:
-        """The findings for `layers` at the samples so many records `ago`, the latest record among them."""
-        some = ago[np.linspace(0, len(ago) - 1, min(PEAK_SAMPLES, len(ago))).astype(np.intp)]
+    def _shrunk(self, history: History, layers: Sites, backs: Sites) -> Sequence[Finding]:
+        """The findings for `layers` at the samples `backs`, the latest record among them."""
+        some = backs[np.linspace(0, len(backs) - 1, min(PEAK_SAMPLES, len(backs))).astype(np.intp)]
         earlier = np.nan_to_num(history.at("weight_norm", some)[:, layers], posinf=0.0)  # an overflow is no peak
-        peak, now = earlier.max(axis=0), history.at("weight_norm", ago[-1:])[0, layers]
+        peak, now = earlier.max(axis=0), history.at("weight_norm", backs[-1:])[0, layers]
         gone = now < self.left * peak
         since = int(some[earlier.sum(axis=1).argmax()])
         if gone.any() and np.count_nonzero(gone) >= self._wanted(history, len(layers), since):
             names = history.layout.names(layers[gone])
             share = float(np.median(now[gone] / peak[gone]))
-            sizes = np.nan_to_num(history.at("weight_norm", ago)[:, layers[gone]] / peak[gone], posinf=0.0).sum(axis=1)
-            back = 1 + int(ago[::-1][sizes[::-1].argmax()])
+            sizes = np.nan_to_num(history.at("weight_norm", backs)[:, layers[gone]] / peak[gone], posinf=0.0)
+            back = int(backs[::-1][sizes.sum(axis=1)[::-1].argmax()])
             message = (
                 f"The weights of {name_text(names)} have shrunk to {number_text(100 * share)} % of their highest "
                 f"norm, in {len(names)} of {len(layers)} layers, in the {distance_text(history, back)} since it."
@@ -162,47 +162,47 @@ class Collapse(CheckedRule):
             more, remedy = _why(history, names, back, lower=max(1, back - 1))
             text, limit = message + more, self.left
             return [Finding(self.name, Severity.WARNING, names[0], names, share, limit, text, remedy, back, headline)]
-        return self._decays(history, layers, ago)
+        return self._decays(history, layers, backs)
 
-    def _decays(self, history: History, layers: Sites, ago: Sites) -> Sequence[Finding]:
+    def _decays(self, history: History, layers: Sites, backs: Sites) -> Sequence[Finding]:
         """Whether weights fell at every sample since one `SHORTEST_DECAY` steps or more ago, and too fast."""
-        own = np.cumsum(is_own(history, RECENT_RECORDS), dtype=np.intp)[-1 - ago]
+        own = np.cumsum(is_own(history, RECENT_RECORDS), dtype=np.intp)[-backs]
         far = np.flatnonzero(own[-1] - own >= SHORTEST_DECAY)
         if not len(far):
             return []
-        steps, since = int(own[-1] - own[far[-1]]), history.at("weight_norm", ago[far[-1] :])[:, layers]
+        steps, since = int(own[-1] - own[far[-1]]), history.at("weight_norm", backs[far[-1] :])[:, layers]
         with np.errstate(divide="ignore", invalid="ignore"):
             left, changes = since[-1] / since[0], np.diff(since, axis=0)
         falls = (changes < 0).all(axis=0) & (left <= 0.5 ** (steps / self.half_life))
-        if not falls.any() or np.count_nonzero(falls) < self._wanted(history, len(layers), int(ago[far[-1]])):
+        if not falls.any() or np.count_nonzero(falls) < self._wanted(history, len(layers), int(backs[far[-1]])):
             return []
         names = history.layout.names(layers[falls])
         half_life = float(np.median(-steps / np.log2(np.maximum(left[falls], 1e-12))))
-        measured = "measured " * history.has_gaps(1 + int(ago[far[-1]]))
+        measured = "measured " * history.has_gaps(int(backs[far[-1]]))
         message = (
             f"The weights of {name_text(names)} lose half of their norm in {number_text(half_life)} {measured}steps, "
             f"in {len(names)} of {len(layers)} layers; the limit is {self.half_life:.0f} {measured}steps."
         )
         headline = f"the weights lose half of their norm in {number_text(half_life)} {measured}steps"
-        norms = history.at("weight_norm", ago)[:, layers[falls]]
-        back = 1 + self._falls_since(norms, ago, own, known=int(far[-1]))
+        norms = history.at("weight_norm", backs)[:, layers[falls]]
+        back = self._falls_since(norms, backs, own, known=int(far[-1]))
         more, remedy = _why(history, names, back, lower=back)
         text, limit = message + more, self.half_life
         return [Finding(self.name, Severity.WARNING, names[0], names, half_life, limit, text, remedy, back, headline)]
 
-    def _falls_since(self, norms: Floats, ago: Sites, own: Sites, *, known: int) -> int:
-        """How many records ago weights had fallen first, of the samples since which they fall at every sample and at
-        half the limit's rate at least; the sample after `known`, since which they fall in all, or an earlier one.
+    def _falls_since(self, norms: Floats, backs: Sites, own: Sites, *, known: int) -> int:
+        """The first sample with fallen weights, of those since which they fall at every sample and at half the limit's
+        rate at least; the sample after `known`, since which they fall in all, or an earlier one.
         `norms`: shape [samples, layers]; `own`: steps up to each sample.
         """
         with np.errstate(divide="ignore", invalid="ignore"):
             halvings = np.median(np.log2(norms[:-1] / norms[1:]), axis=1)
         fast = (np.diff(norms, axis=0) < 0).all(axis=1) & ~(halvings < SLOWEST_SHARE * np.diff(own) / self.half_life)
         fast[known:] = True
-        return int(ago[len(ago) - streak_lengths(fast)])
+        return int(backs[len(backs) - streak_lengths(fast)])
 
     def _wanted(self, history: History, layers: int, since: int) -> float:
-        """Of how many `layers` it must be so, as they have shrunk for `since` records.
+        """Of how many `layers` it must be so, as they have shrunk since the record `since`.
 
         Where they are few, or the loss has become better by it, all of them and more than one.
         """
@@ -265,27 +265,27 @@ def _less_decay(history: History, lost: float, rate: float) -> str:
     return f"{number_text(less, 1)} times the penalty on the weights, or what else shrinks them: {then}"
 
 
-def _unwritten(history: History, layers: Sites, ago: Sites) -> Sites:
-    """Those of the samples `ago` since something other than the optimizer last wrote any of `layers`: clipped or pruned
-    them, say.
+def _unwritten(history: History, layers: Sites, backs: Sites) -> Sites:
+    """Those of the samples `backs` since something other than the optimizer last wrote any of `layers`: clipped or
+    pruned them, say.
 
     Then they shrank by far more between two samples than the updates of the steps between account for: a step of
     `moved` of their size leaves 1 - moved of it or more.
     """
-    if len(ago) < 2:
-        return ago
-    own = np.cumsum(is_own(history, RECENT_RECORDS))[-1 - ago]
-    norms, moved = (history.at(name, ago)[:, layers] for name in ("weight_norm", "update_ratio"))
+    if len(backs) < 2:
+        return backs
+    own = np.cumsum(is_own(history, RECENT_RECORDS))[-backs]
+    norms, moved = (history.at(name, backs)[:, layers] for name in ("weight_norm", "update_ratio"))
     with np.errstate(divide="ignore", invalid="ignore"):
         fell = np.log(norms[:-1] / norms[1:])
         taken = -np.diff(own)[:, None] * np.log1p(-np.minimum(np.fmax(moved[:-1], moved[1:]), 1.0))
     written = np.flatnonzero((fell > np.maximum(OUTSIDE_WRITE_RATIO * taken, np.log(OUTSIDE_WRITE_RATIO))).any(axis=1))
-    return ago[written[-1] + 1 :] if len(written) else ago
+    return backs[written[-1] + 1 :] if len(written) else backs
 
 
 def _learnt(history: History, since: int) -> bool:
-    """Whether the loss is clearly better than `since` records ago."""
-    own = own_losses(history, since + 1)
+    """Whether the loss is clearly better than at the record `since`."""
+    own = own_losses(history, since)
     some = min(LEVEL_RECORDS, len(own) // 2)
     if not some:
         return False

@@ -92,7 +92,7 @@ class Dead(CheckedRule):
             return [died]
         zeros = samples(history, "zero_share")
         if zeros is None:
-            return [] if history.age("zero_share") > len(history) else None
+            return [] if history.newest("zero_share") > len(history) else None
         layout = history.layout
         silent = self._all_zero(history, *zeros)
         if len(silent):
@@ -106,15 +106,15 @@ class Dead(CheckedRule):
         sites = layout.activations[few[layout.activations]]
         return [self._mostly(history, sites, *units, share)] if len(sites) else []
 
-    def _all_zero(self, history: History, shares: Floats, ago: Sites) -> Sites:
+    def _all_zero(self, history: History, shares: Floats, backs: Sites) -> Sites:
         activations = history.layout.activations
         nothing = shares == 1
         if not nothing[-1, activations].any():
             return activations[:0]
         # without a unit known to be idle the batch is small, and its outputs may be zero by chance
         small = np.isnan(row_of(history, "idle_units"))
-        often = lasted(nothing, ago, samples=self.samples, records=1)
-        often &= ~small | lasted(nothing, ago, samples=self.few_samples, records=1)
+        often = lasted(nothing, backs, samples=self.samples, records=1)
+        often &= ~small | lasted(nothing, backs, samples=self.few_samples, records=1)
         # samples may be far apart, and the gradient was seen to be zero all the while
         doubtful = activations[(nothing[-1] & ~small & ~often)[activations]]
         often[[site for site in doubtful.tolist() if self._unreached(history, layer_before(history, site))]] = True
@@ -125,10 +125,10 @@ class Dead(CheckedRule):
         norms = history.window("grad_norm", self.samples)
         return len(norms) == self.samples and bool((norms[:, layer] == 0).all())
 
-    def _silent(self, history: History, sites: Sites, zeros: Floats, ago: Sites) -> Finding:
+    def _silent(self, history: History, sites: Sites, zeros: Floats, backs: Sites) -> Finding:
         fed = np.array([_fed_zeros(history, layer_before(history, site)) for site in sites.tolist()])
         sites, follow = (sites, sites[:0]) if fed.all() else (sites[~fed], sites[fed])
-        activation, layer, back = _origin(history, sites, zeros == 1, ago)
+        activation, layer, back = _origin(history, sites, zeros == 1, backs)
         layers, names = layers_before(history, sites), history.layout.names
         after = np.setdiff1d(layers_before(history, follow), layers)
         dead = np.concatenate([layers, after])
@@ -157,8 +157,8 @@ class Dead(CheckedRule):
             self.name, severity, death.layer, where, 1.0, 1.0, message, death.remedy, back, headline, effects
         )
 
-    def _mostly(self, history: History, sites: Sites, idle: Floats, ago: Sites, share: Floats) -> Finding:
-        activation, layer, back = _origin(history, sites, idle >= self.dead_share, ago, gradients=False)
+    def _mostly(self, history: History, sites: Sites, idle: Floats, backs: Sites, share: Floats) -> Finding:
+        activation, layer, back = _origin(history, sites, idle >= self.dead_share, backs, gradients=False)
         death, limit = death_of(history, layer, back), self.dead_share
         value = float(share[history.layout.index[activation.name]])
         percent = f"{100 * value:.0f} %"
@@ -281,19 +281,19 @@ def _effects(history: History, **layers: Sites) -> tuple[Effect, ...]:
 
 
 def _origin(
-    history: History, sites: Sites, silent: Mask, ago: Sites, *, gradients: bool = True
+    history: History, sites: Sites, silent: Mask, backs: Sites, *, gradients: bool = True
 ) -> tuple[Site, int, int]:
     """Of the activations `sites`, the one that died first, of several the nearest to the loss; the site index of the
     layer before it; and the position, from the end, of the first record at which its units were dead.
 
     `silent`: at which samples they were, shape [samples, sites]; `gradients`: whether no gradient passes them then.
     """
-    starts = streak_starts(silent, ago)
+    starts = streak_starts(silent, backs)
     found: list[tuple[int, int, int]] = []
     for site in in_run_order(history, sites)[::-1].tolist():
         layer, start = layer_before(history, site), int(starts[site])
-        loud = ago[~silent[:, site]]
-        last = int(loud[-1]) + 1 if len(loud) else None
+        loud = backs[~silent[:, site]]
+        last = int(loud[-1]) if len(loud) else None
         found.append((_dead_since(history, layer, start, last) if gradients else start, layer, site))
     back, layer, site = max(found, key=lambda one: one[0])
     return history.layout.sites[site], layer, back
@@ -358,12 +358,12 @@ def _bounded_after(history: History, layer: int, back: int) -> tuple[Site, float
     """The Tanh, Sigmoid or the like that ran next after `layer`, when such outputs were last sampled, and which share
     of them lay at its ends; NaN where that was before the record `back` from the end.
     """
-    (shares, ago), layout = history.samples("saturated", RECENT_RECORDS), history.layout
-    if not len(ago):
+    (shares, backs), layout = history.samples("saturated", RECENT_RECORDS), history.layout
+    if not len(backs):
         return None
     bounded = layout.activations[~np.isnan(shares[-1, layout.activations])].tolist()
-    after = (site for site in bounded if layer_before(history, site, back=int(ago[-1]) + 1) == layer)
-    known = shares[-1] if ago[-1] < back else np.full(len(layout), np.nan)
+    after = (site for site in bounded if layer_before(history, site, back=int(backs[-1])) == layer)
+    known = shares[-1] if backs[-1] <= back else np.full(len(layout), np.nan)
     return next(((layout.sites[site], float(known[site])) for site in after), None)
 
 
@@ -404,7 +404,7 @@ def gradient_zero_since(history: History, site: int) -> int | None:
     if history.codes(1)[0, site] != MEASURED or norms[-1] != 0:
         return None
     own = own[history.codes(len(history))[-own, site] == MEASURED]
-    return int(streak_starts(norms[-own] == 0, own - 1))
+    return int(streak_starts(norms[-own] == 0, own))
 
 
 def unlearnt(history: History) -> str:

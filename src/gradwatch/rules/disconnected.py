@@ -352,14 +352,15 @@ def _begun(gradients: Mask, absent: Mask, codes: Codes) -> int:
 
 def _ran_lately(history: History, layers: Sites, records: int) -> Mask:
     """Which of `layers` ran at the newest sample of the last `records`; none without one."""
-    if history.age("run_order") >= records:
+    back = history.newest("run_order")
+    if back > records:
         return np.zeros(len(layers), dtype=bool)
-    return ~np.isnan(row_of(history, "run_order", back=history.age("run_order") + 1)[layers])
+    return ~np.isnan(row_of(history, "run_order", back=back)[layers])
 
 
 def _ran_without_gradients(history: History, sites: Sites) -> Mask:
     """Which of `sites` ran at the newest sample of outputs, at which none of theirs had gradients enabled."""
-    back = history.age("output_rms") + 1
+    back = history.newest("output_rms")
     if back > len(history):
         return np.zeros(len(sites), dtype=bool)
     outputs, order = (row_of(history, name, back=back) for name in ("output_rms", "run_order"))
@@ -371,10 +372,10 @@ def _has_signal(history: History, layers: Sites, records: int) -> Mask:
     """To which of `layers` something flows back at the newest sample of the last `records`: no less than to others that
     have a gradient, so that rounding has not made it 0.
     """
-    ago = own_samples(history, "signal_norm", sites=layers)
-    if not len(ago) or ago[-1] >= records:
+    backs = own_samples(history, "signal_norm", sites=layers)
+    if not len(backs) or backs[-1] > records:
         return np.zeros(len(layers), dtype=bool)
-    signals, gradients = (history.at(name, ago[-1:])[0] for name in ("signal_norm", "grad_norm"))
+    signals, gradients = (history.at(name, backs[-1:])[0] for name in ("signal_norm", "grad_norm"))
     others = signals[history.layout.layers][gradients[history.layout.layers] > 0]
     least = float(np.fmin.reduce(others[others > 0], initial=np.inf))
     return np.asarray((signals[layers] >= FADED_SHARE * least) & (signals[layers] < np.inf))
@@ -384,10 +385,10 @@ def _flat_activation(history: History, layers: Sites, records: int) -> tuple[str
     """The last activation after one of `layers` whose outputs lay in its flat part at the newest sample of the last
     `records`, as a cause, and what to change; empty without one.
     """
-    shares, ago = history.samples("saturated", records)
-    if not len(ago):
+    shares, backs = history.samples("saturated", records)
+    if not len(backs):
         return "", ""
-    layout, back = history.layout, 1 + int(ago[-1])
+    layout, back = history.layout, int(backs[-1])
     flat = in_run_order(history, layout.activations[shares[-1, layout.activations] >= FLAT_SHARE], back=back)
     before = np.array([layer_before(history, int(site), back=back) for site in flat], dtype=np.intp)
     flat, before = flat[np.isin(before, layers)], before[np.isin(before, layers)]

@@ -111,10 +111,11 @@ class Divergence(CheckedRule):
         suspected = self._far_losses(rows)
         if _rate_jumped(rows):
             suspected = ~rows.nowhere
-        updates, ago = rows.history.samples("update_ratio", rows.count + EFFECT_RECORDS)
-        for back in ago[(updates >= min(self.often, self.update)).any(axis=1)].tolist():
+        updates, backs = rows.history.samples("update_ratio", rows.count + EFFECT_RECORDS)
+        for back in backs[(updates >= min(self.often, self.update)).any(axis=1)].tolist():
             suspected = suspected.copy()
-            suspected[max(0, rows.count - back) : max(0, rows.count - back + EFFECT_RECORDS)] = True
+            after = rows.count + 1 - back
+            suspected[max(0, after) : max(0, after + EFFECT_RECORDS)] = True
         if "weight_norm" in rows.fresh and not has_norm_layers(rows.layout):
             limits = self.growth * ROUNDING * rows.extremes("weight_norm")[0]
             suspected = suspected | (rows.block.values["weight_norm"][:, rows.layout.layers] >= limits).any(axis=1)
@@ -142,7 +143,7 @@ class Divergence(CheckedRule):
         return np.asarray((far[:, 0] & np.isfinite(newest[:, 0])) | (far.any(axis=1) & ~flat))
 
     def __call__(self, history: History) -> Sequence[Finding] | None:
-        if 0 < history.age("update_ratio") <= EFFECT_RECORDS and (found := self._after_large_steps(history)):
+        if 1 < history.newest("update_ratio") <= EFFECT_RECORDS + 1 and (found := self._after_large_steps(history)):
             return [found]
         known = history.has("loss") and len(history) >= self.first_records + LEVEL_RECORDS
         start = largest_first_loss(history, self.first_records) if known else 0.0
@@ -155,9 +156,9 @@ class Divergence(CheckedRule):
         lowest, latest = min(self.often, self.update), history.window("update_ratio", EFFECT_RECORDS + 1)
         if not (latest >= lowest).any():
             return None
-        layout, ago = history.layout, update_samples(history)[-self.sampled_steps :]
-        moved = np.nan_to_num(relative_updates(history, ago), nan=0.0)
-        lately = ago <= EFFECT_RECORDS
+        layout, backs = history.layout, update_samples(history)[-self.sampled_steps :]
+        moved = np.nan_to_num(relative_updates(history, backs), nan=0.0)
+        lately = backs <= EFFECT_RECORDS + 1
         if not lately.any():
             return None
         often = (moved[lately] >= self.often).any(axis=0) & ((moved >= self.often).sum(axis=0) >= self.times)
@@ -166,7 +167,7 @@ class Divergence(CheckedRule):
         if not (once | often).any():
             return None
         leap = int(np.flatnonzero(lately & (moved >= lowest).any(axis=1))[0])
-        back = 1 + int(ago[leap])
+        back = int(backs[leap])
         rise = _rise(history, back)
         if rise is None and not once.any():
             return None
@@ -181,7 +182,7 @@ class Divergence(CheckedRule):
         layer = layout.names([layout.layers[origin]])[0]
         theirs = moved[lately][:, chosen]
         together = ((theirs.min(axis=1) >= limit) & (theirs.max(axis=1) >= worst)).any()
-        between = int(ago[leap - 1] - ago[leap]) if leap else RECENT_RECORDS  # records since the sample before
+        between = int(backs[leap - 1] - backs[leap]) if leap else RECENT_RECORDS  # records since the sample before
         cause, remedy, headline, since = _cause(history, back, records=max(EFFECT_RECORDS, between))
         message = (
             f"{'One step' if together else 'Steps'} moved the weights of {name_text(names)} by "
@@ -213,9 +214,9 @@ class Divergence(CheckedRule):
 
     def _weights_grew(self, history: History) -> Finding | None:
         """Weights that grew many times over while nothing was learnt, as the latest record, a sample, shows."""
-        if history.age("weight_norm") != 0 or (found := _weight_growth(history, self.growth_records)) is None:
+        if history.newest("weight_norm") != 1 or (found := _weight_growth(history, self.growth_records)) is None:
             return None
-        (ratios, ago), layout = found, history.layout
+        (ratios, backs), layout = found, history.layout
         far = ratios >= self.growth
         if not np.count_nonzero(far[-1]) >= max(self.grown_layers_share * np.count_nonzero(~np.isnan(ratios[-1])), 1):
             return None
@@ -223,7 +224,7 @@ class Divergence(CheckedRule):
         if levels is None or not levels[2] > max(UNLEARNT_RATIO * levels[1], LEARNT_SHARE * levels[0]) > 0:
             return None
         # the first layer to grow so far began it; the first sample is not over itself
-        back = 1 + int(ago[np.flatnonzero(~far.any(axis=1))[-1] + 1])
+        back = int(backs[np.flatnonzero(~far.any(axis=1))[-1] + 1])
         furthest = int(np.nanargmax(ratios[-1]))
         growth, layer = float(ratios[-1, furthest]), layout.sites[layout.layers[furthest]].name
         names, went = (
@@ -232,7 +233,7 @@ class Divergence(CheckedRule):
         )
         message = (
             f"The weights of {name_text(names)} have grown {'up to ' * (len(names) > 1)}{number_text(growth)} times in "
-            f"{distance_text(history, 1 + int(ago[0]))}, {f'those of layer {layer} most, ' * (len(names) > 1)}and the "
+            f"{distance_text(history, int(backs[0]))}, {f'those of layer {layer} most, ' * (len(names) > 1)}and the "
             f"loss went back {went}: the steps carry the weights away{rate_text(history, back=back)}."
         )
         headline, remedy = (
@@ -378,8 +379,8 @@ def _cause(history: History, back: int, *, records: int) -> tuple[str, str, str,
     """
     jump, overwritten = last_jump(history, rate=back, gradient=back, records=records), _overwritten(history, back)
     if isinstance(jump, RateJump):
-        ago = distance_text(history, jump.back, until=back)
-        when = f", {'at least ' * jump.after_gap}{ago} before" if jump.back > back else ""
+        distance = distance_text(history, jump.back, until=back)
+        when = f", {'at least ' * jump.after_gap}{distance} before" if jump.back > back else ""
         return f"{capitalized(jump.text)}{when}{overwritten}.", jump.remedy, jump.text, jump.back
     if jump is not None:
         since = back - 1 if jump.back == back > 1 else back  # that batch itself is a spike
@@ -425,19 +426,19 @@ def _times(ratio: float) -> str:
 
 def _weight_growth(history: History, records: int) -> tuple[Floats, Sites] | None:
     """The norm of each layer's weights at the samples within the last `records`, shape [samples, layers], over what it
-    was at the first of them; and how many records ago they were. NaN for layers that do not train, or began near zero.
+    was at the first of them; and the positions of these. NaN for layers that do not train, or began near zero.
 
     None where it is not known, or where a norm makes the size of weights arbitrary.
     """
-    layout, ago = history.layout, own_samples(history, "weight_norm")
-    ago = ago[ago <= records]
-    if not len(ago) or has_norm_layers(layout):
+    layout, backs = history.layout, own_samples(history, "weight_norm")
+    backs = backs[backs <= records + 1]
+    if not len(backs) or has_norm_layers(layout):
         return None
-    norms = history.at("weight_norm", ago)[:, layout.layers]
+    norms = history.at("weight_norm", backs)[:, layout.layers]
     first = norms[0]
     trained = (history.codes(1)[0, layout.layers] == MEASURED) & (first >= WEIGHT_FLOOR_SHARE * usual_norms(layout))
     with np.errstate(divide="ignore", invalid="ignore"):
-        return np.where(trained, norms / first, np.nan), ago
+        return np.where(trained, norms / first, np.nan), backs
 
 
 def _levels(history: History) -> tuple[float, float, float] | None:

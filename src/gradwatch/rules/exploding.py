@@ -269,11 +269,11 @@ class Exploding(CheckedRule):
         if found is None or len(found[0]) < self.records or has_norm_layers(layout):
             return None
         ran = in_run_order(history, layout.layers)
-        outputs, ago = found[0][:, ran[-1]], found[1]
-        inputs = np.fmax.reduce(history.at("input_rms", ago)[:, layout.layers], axis=1, initial=1.0)
+        outputs, backs = found[0][:, ran[-1]], found[1]
+        inputs = np.fmax.reduce(history.at("input_rms", backs)[:, layout.layers], axis=1, initial=1.0)
         far = np.isfinite(outputs) & (outputs >= 10.0**self.activation_dex * inputs)
-        far &= losses[-1 - ago] >= LOSS_SHARE * outputs
-        if not far.all() or not is_first_record(history, int(ago[0]) + 1):
+        far &= losses[-backs] >= LOSS_SHARE * outputs
+        if not far.all() or not is_first_record(history, int(backs[0])):
             return None
         made = np.array([site for site in ran if "Embedding" not in layout.sites[site].module], dtype=np.intp)
         sizes = np.array([weights_over_usual(history, int(site)) for site in made])
@@ -291,7 +291,7 @@ class Exploding(CheckedRule):
             f"its weights are {number_text(np.nanmax(sizes))} times the usual ones, and the loss is "
             f"{number_text(losses[-1], 3)}"
         )
-        remedy, back = f"nn.init.kaiming_normal_ for the weights of {name_text(names)}.", int(ago[0]) + 1
+        remedy, back = f"nn.init.kaiming_normal_ for the weights of {name_text(names)}.", int(backs[0])
         limit = self.activation_dex
         return Finding(self.name, Severity.WARNING, largest, names, value, limit, message, remedy, back, headline)
 

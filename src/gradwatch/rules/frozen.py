@@ -77,9 +77,9 @@ class Frozen(CheckedRule):
         if (codes[:, layout.parameters] == OTHER_OPTIMIZER).all(axis=0).any():
             suspected |= rows.lengths >= self.idle_records
         if "update_ratio" in rows.fresh:
-            updates, ago = rows.history.samples("update_ratio", rows.count + 1)
-            stood = ago[(updates[:, layout.parameters] == 0).any(axis=1) & (ago > 0)]
-            suspected[rows.count - stood] = True
+            updates, backs = rows.history.samples("update_ratio", rows.count + 1)
+            stood = backs[(updates[:, layout.parameters] == 0).any(axis=1) & (backs > 1)]
+            suspected[rows.count + 1 - stood] = True
         if (codes == FROZEN).any():
             begins = [0, *(1 + np.flatnonzero((codes[1:] != codes[:-1]).any(axis=1))).tolist()]
             for begin, end in zip(begins, [*begins[1:], rows.count], strict=True):
@@ -176,9 +176,9 @@ class Frozen(CheckedRule):
 
     def _still(self, history: History) -> Sequence[Finding] | None:
         """In an optimizer and with a gradient, and the very same after each step, while others move."""
-        age = history.age("update_ratio")
-        if age != 1:
-            return None if age < len(history) else []  # the steps between tell nothing that the sample did not
+        newest = history.newest("update_ratio")
+        if newest != 2:
+            return None if newest <= len(history) else []  # the steps between tell nothing that the sample did not
         layout, parameters = history.layout, history.layout.parameters
         ratios, gradients = (row_of(history, name, back=2)[parameters] for name in ("update_ratio", "grad_norm"))
         codes = history.codes(2)[0, parameters]
@@ -208,7 +208,7 @@ class Frozen(CheckedRule):
         better = f"lr={number_text(highest)}, the highest of all groups," if highest > 0 else "an lr above 0"
         remedy = f"{better} for the parameter group of {first_named} in configure_optimizers."
         severity = Severity.NOTICE if self._scheduled(history, parameters[moving]) else Severity.WARNING
-        back = 1 + int(since.max())
+        back = int(since.max())
         headline = f"not changed in {for_long}, in spite of a gradient"
         value, limit = float(steps.min()), float(self.still_records)
         return [Finding(self.name, severity, names[0], names, value, limit, message, remedy, back, headline)]
@@ -226,28 +226,28 @@ class Frozen(CheckedRule):
         return np.asarray(usual * there >= self.expected_update * sizes) & (usual > 0)
 
     def _stood(self, history: History, sites: Sites) -> tuple[Sites, Sites]:
-        """How many records ago each of `sites` was first seen not to move since it last did, -1 where it was not; and
-        how many records with a gradient there have been since, up to the newest sample.
+        """The record at which each of `sites` was first seen not to move since it last did, 0 where it was not; and how
+        many records with a gradient there have been since, up to the newest sample.
         """
-        ago = update_samples(history)
-        moved = history.at("update_ratio", ago)[:, sites]
+        backs = update_samples(history)
+        moved = history.at("update_ratio", backs)[:, sites]
         measured = history.codes(RECENT_RECORDS)[:, sites] == MEASURED
         measured &= ~zeroed_by_interventions(history, RECENT_RECORDS, sites)
-        last = np.where(moved > 0, ago[:, None], len(measured)).min(axis=0)
-        since = np.where((moved == 0) & (ago[:, None] < last), ago[:, None], -1).max(axis=0)
         n = len(measured)
-        counts = [measured[n - 1 - begin : n - ago[-1], i].sum() for i, begin in enumerate(since.tolist())]
+        last = np.where(moved > 0, backs[:, None], n + 1).min(axis=0)
+        since = np.where((moved == 0) & (backs[:, None] < last), backs[:, None], 0).max(axis=0)
+        counts = [measured[n - begin : n + 1 - backs[-1], i].sum() for i, begin in enumerate(since.tolist())]
         return since, np.array(counts, dtype=np.intp)
 
     def _scheduled(self, history: History, moving: Sites) -> bool:
         """Whether learning rates change, or one waits, or what moves now stood still before: a turn that may come."""
         if number_of(history, "lr_waits") > 0:
             return True
-        ago, rates = update_samples(history), history.scalar("lr", RECENT_RECORDS)
-        known = rates[-1 - ago][~np.isnan(rates[-1 - ago])]
+        backs, rates = update_samples(history), history.scalar("lr", RECENT_RECORDS)
+        known = rates[-backs][~np.isnan(rates[-backs])]
         if len(known) and known.max() > known.min():
             return True
-        before = history.at("update_ratio", ago)[:, moving]
+        before = history.at("update_ratio", backs)[:, moving]
         return bool((before == 0).any())
 
     def _off(self, history: History) -> Sequence[Finding]:
@@ -306,12 +306,12 @@ def _streak(history: History, sites: Sites, code: int) -> int:
 
 def _stood_at_a_sample(history: History) -> bool:
     """Whether any parameter stood still at its last sample, in spite of a gradient: since then it may do so still."""
-    (updates, ago), parameters = history.samples("update_ratio", RECENT_RECORDS), history.layout.parameters
-    if not len(ago):
+    (updates, backs), parameters = history.samples("update_ratio", RECENT_RECORDS), history.layout.parameters
+    if not len(backs):
         return False
     known = ~np.isnan(updates := updates[:, parameters])
-    last = len(ago) - 1 - known[::-1].argmax(axis=0), np.arange(len(parameters))
-    gradients = history.at("grad_norm", ago)[:, parameters]
+    last = len(backs) - 1 - known[::-1].argmax(axis=0), np.arange(len(parameters))
+    gradients = history.at("grad_norm", backs)[:, parameters]
     return bool(((updates[last] == 0) & (gradients[last] > 0)).any())
 
 

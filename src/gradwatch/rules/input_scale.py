@@ -83,9 +83,9 @@ class InputScale(CheckedRule):
         found = samples(history, "input_rms")
         if found is None:
             return None
-        layout, levels, ago = history.layout, found[0][-self.window :], found[1]
+        layout, levels, backs = history.layout, found[0][-self.window :], found[1]
         if levels[-1, 0] == 0:
-            return self._nothing(history, found[0], ago)
+            return self._nothing(history, found[0], backs)
         limit = self.rms
         if not (levels[-1, layout.layers] > limit).any():
             if not (levels[-1, layout.layers] > self.large_rms).any() or not self._first_steps_failed(history):
@@ -94,11 +94,11 @@ class InputScale(CheckedRule):
         # infinite: that is `nonfinite`'s
         known = np.isfinite(levels)
         huge = (levels > limit) & known
-        wide = huge[-1] & self._often(huge, known, ago[-self.window :])
+        wide = huge[-1] & self._often(huge, known, backs[-self.window :])
         sites = self._sensitive(history, layout.layers[wide[layout.layers]])
         if not len(sites):
             return []
-        starts = streak_starts((found[0] > limit) | ~np.isfinite(found[0]), ago)
+        starts = streak_starts((found[0] > limit) | ~np.isfinite(found[0]), backs)
         return [self._finding(history, sites, levels[-1], int(starts[sites].max()), limit)]
 
     def _first_steps_failed(self, history: History) -> bool:
@@ -111,7 +111,7 @@ class InputScale(CheckedRule):
             return False
         return bool(np.nanmax(np.abs(losses[:OPENING])) >= self.loss_jump * abs(losses[0]) > 0)
 
-    def _nothing(self, history: History, levels: Floats, ago: Sites) -> Sequence[Finding]:
+    def _nothing(self, history: History, levels: Floats, backs: Sites) -> Sequence[Finding]:
         """All that comes from outside is zero, as far as it was measured, and so what the first layer gets."""
         layout, ran = history.layout, in_run_order(history, history.layout.layers)
         latest = levels[-self.zero_samples :]
@@ -124,25 +124,25 @@ class InputScale(CheckedRule):
             "divided in an integer type are rounded to 0, and so are features that are masked or loaded wrongly."
         )
         remedy = f"x.float() / 255 before layer {layer}, and a look at a batch as the DataLoader returns it."
-        back = int(streak_starts(levels[:, 0] == 0, ago))
+        back = int(streak_starts(levels[:, 0] == 0, backs))
         headline = "its inputs are exactly 0"
         return [Finding(self.name, Severity.WARNING, layer, (layer,), 0.0, 0.0, message, remedy, back, headline)]
 
-    def _often(self, huge: Mask, known: Mask, ago: Sites) -> Mask:
+    def _often(self, huge: Mask, known: Mask, backs: Sites) -> Mask:
         """Whether it is so for enough of the samples, and for most of those that are known, or for the latest."""
         times = huge.sum(axis=0)
-        now = lasted(huge, ago, samples=self.samples_in_a_row, records=self.records_in_a_row)
+        now = lasted(huge, backs, samples=self.samples_in_a_row, records=self.records_in_a_row)
         return np.asarray((times >= self.samples) & (2 * times > known.sum(axis=0)) | now)
 
     def _targets(self, history: History) -> Sequence[Finding] | None:
         found, ran = samples(history, "output_rms"), in_run_order(history, history.layout.layers)
         if found is None or not len(ran):
             return None
-        head, ago = int(ran[-1]), found[1][-self.window :]
-        missing = _residuals(history, head, ago)
+        head, backs = int(ran[-1]), found[1][-self.window :]
+        missing = _residuals(history, head, backs)
         outputs = found[0][-self.window :, head]
         huge = (missing > self.rms) & (missing >= self.beyond * outputs)
-        if not huge[-1] or not self._often(huge[:, None], np.isfinite(missing)[:, None], ago).all():
+        if not huge[-1] or not self._often(huge[:, None], np.isfinite(missing)[:, None], backs).all():
             return []
         layer, value = history.layout.sites[head].name, float(missing[-1])
         message = (
@@ -187,8 +187,8 @@ class InputScale(CheckedRule):
         return Finding(self.name, Severity.WARNING, layer, names, rms, limit, message, remedy, back, headline)
 
 
-def _residuals(history: History, head: int, ago: Sites) -> Floats:
-    """Root mean square (or mean) of outputs - targets at the records `ago`, shape [len(ago)], if the loss is known to
+def _residuals(history: History, head: int, backs: Sites) -> Floats:
+    """Root mean square (or mean) of outputs - targets at the records `backs`, shape [records], if the loss is known to
     be one of those below, of the outputs of the layer `head` and of nothing else; NaN where it is not.
 
     With residuals r [n] and the signal s = |dL/d(output)| a loss tells what it is by a number that no scale enters:
@@ -200,8 +200,8 @@ def _residuals(history: History, head: int, ago: Sites) -> Floats:
     A cross-entropy of ten classes may come near the first by chance, but
     its residuals do not come near any that matter.
     """
-    loss, found = history.scalar("loss", RECENT_RECORDS), np.full(len(ago), np.nan)
-    losses, s, each = loss[-1 - ago], *(history.at(name, ago)[:, head] for name in ("signal_norm", "signal_rms"))
+    loss, found = history.scalar("loss", RECENT_RECORDS), np.full(len(backs), np.nan)
+    losses, s, each = loss[-backs], *(history.at(name, backs)[:, head] for name in ("signal_norm", "signal_rms"))
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         n = np.maximum(np.round((s / each) ** 2), 1.0)
         squares = s**2 / (4 * losses)

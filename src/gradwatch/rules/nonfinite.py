@@ -187,7 +187,7 @@ class Nonfinite(CheckedRule):
         skipped, norms = history.scalar("skipped", n), history.window("grad_norm", n, sites=0)
         own, lost = np.flatnonzero(is_own(history, n)), (skipped == 1) & ~np.isfinite(norms)
         lost[-1] = True
-        return int(streak_starts(lost[own], len(lost) - 1 - own))
+        return int(streak_starts(lost[own], len(lost) - own))
 
     def _scaler_searches(self, history: History) -> bool:
         """Whether the fp16 scaler skips this step, and has not skipped too many in a row."""

@@ -68,14 +68,14 @@ class Saturation(CheckedRule):
         found = samples(history, "saturated")
         if found is None:
             return None
-        shares, ago = found
+        shares, backs = found
         activations = history.layout.activations
-        stuck = lasted(shares >= self.least_share, ago, samples=FIRST_SAMPLES, records=self.records)
+        stuck = lasted(shares >= self.least_share, backs, samples=FIRST_SAMPLES, records=self.records)
         sites = activations[stuck[activations]]
         sites = sites[shares[-FIRST_SAMPLES - 1 :, sites].mean(axis=0) >= self.flat_share]
         last = self._followed_by_nothing(history, sites)
         sites = np.setdiff1d(sites, [site for site in last if not _first(shares[:, site]) >= self.least_share])
-        return [self._finding(history, sites, shares, ago)] if len(sites) else []
+        return [self._finding(history, sites, shares, backs)] if len(sites) else []
 
     def _followed_by_nothing(self, history: History, sites: Sites) -> Sites:
         """Those of `sites` after which no layer ran."""
@@ -83,10 +83,10 @@ class Saturation(CheckedRule):
         after = np.flatnonzero(np.isin(ran, history.layout.layers))
         return np.intersect1d(sites, ran[after[-1] + 1 :]) if len(after) else sites
 
-    def _finding(self, history: History, sites: Sites, shares: Floats, ago: NDArray[np.intp]) -> Finding:
+    def _finding(self, history: History, sites: Sites, shares: Floats, backs: NDArray[np.intp]) -> Finding:
         layout, layers = history.layout, layers_before(history, sites)
         # the first that saturates hands nothing but extremes to those after it
-        begun = streak_starts(shares >= self.least_share, ago)
+        begun = streak_starts(shares >= self.least_share, backs)
         first = max(in_run_order(history, sites).tolist(), key=lambda site: int(begun[site]))
         back, site = int(begun[first]), layer_before(history, first)
         layer, names = layout.sites[site].name, layout.names(np.sort(layers))

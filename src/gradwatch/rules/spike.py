@@ -276,8 +276,8 @@ def _last_update(history: History, back: int) -> float:
     """The largest update of a layer over the size of its weights, at the newest sample of this optimizer before the
     record `back` from the end, without the first samples; NaN where there is none.
     """
-    ago = update_samples(history)
-    ago = ago[(ago >= back) & (ago < len(history) - FIRST_SAMPLES)]
-    if not len(ago):
+    backs = update_samples(history)
+    backs = backs[(backs > back) & (backs <= len(history) - FIRST_SAMPLES)]
+    if not len(backs):
         return float("nan")
-    return float(np.fmax.reduce(relative_updates(history, ago[-1:])[0], initial=np.nan))
+    return float(np.fmax.reduce(relative_updates(history, backs[-1:])[0], initial=np.nan))

@@ -49,11 +49,11 @@ class StaleGrad(CheckedRule):
             return None
         if not stale[-1] >= self.old_share:
             return []
-        ago = len(stale) - 1 - np.flatnonzero(~np.isnan(stale) & _moved(history, len(stale)))
-        times = int(streak_lengths(stale[-1 - ago] >= self.old_share))
-        if times < self.records or ago[-self.records] >= LOOKBACK_RECORDS + self.records:
+        backs = len(stale) - np.flatnonzero(~np.isnan(stale) & _moved(history, len(stale)))
+        times = int(streak_lengths(stale[-backs] >= self.old_share))
+        if times < self.records or backs[-self.records] > LOOKBACK_RECORDS + self.records:
             return []
-        return [self._finding(history, float(stale[-1]), 1 + int(ago[-times]), times)]
+        return [self._finding(history, float(stale[-1]), int(backs[-times]), times)]
 
     def _finding(self, history: History, stale: float, back: int, times: int) -> Finding:
         """`back`: the position of the first record at which old gradients were there, and were at each one since that

@@ -15,9 +15,9 @@ from gradwatch.core.number_text import number_text
 from gradwatch.core.record import MEASURED, TOTAL, Floats, Layout, Mask, Sites
 from gradwatch.rules.evidence.baseline import LEVEL_RECORDS, is_stuck
 from gradwatch.rules.evidence.recent_rows import RecentRows
-from gradwatch.rules.evidence.records import is_own
+from gradwatch.rules.evidence.records import is_own, row_of
 from gradwatch.rules.evidence.samples import RECENT_RECORDS, sampled
-from gradwatch.rules.evidence.weights import relative_updates, update_is_new, update_samples, zeroed_by_interventions
+from gradwatch.rules.evidence.weights import relative_updates, update_samples, zeroed_by_interventions
 from gradwatch.rules.evidence.wording import name_text, ratio_text, steps_text
 from gradwatch.rules.rule import CheckedRule
 
@@ -84,36 +84,33 @@ class Stalled(CheckedRule):
         sampled = rows.fresh["update_ratio"]
         if not is_own(history, RECENT_RECORDS + rows.count + 1).all():
             return sampled
-        ago = rows.count - np.flatnonzero(sampled)
-        pulled = _pulled(history, ago)
-        moving = self._moving(history, ago, pulled, max(self.update, self.stuck_update))
+        backs = rows.count + 1 - np.flatnonzero(sampled)
+        pulled = _pulled(history, backs)
+        moving = self._moving(history, backs, pulled, max(self.update, self.stuck_update))
         suspected = sampled.copy()
-        suspected[sampled] = (pulled.any(axis=1) & ~moving) | np.isnan(history.at("update_ratio", ago)[:, 0])
+        suspected[sampled] = (pulled.any(axis=1) & ~moving) | np.isnan(history.at("update_ratio", backs)[:, 0])
         return suspected
 
     def __call__(self, history: History) -> Sequence[Finding] | None:
-        if not update_is_new(history):
+        if history.newest("update_ratio") != 2 or not len(backs := update_samples(history)):
             return None
-        ago = update_samples(history)
-        if not len(ago):
-            return None
-        pulled = _pulled(history, ago[-1:])[0]
+        pulled = _pulled(history, backs[-1:])[0]
         if not pulled.any():
             return []
-        if not self._moving(history, ago[-1:], pulled, self.update).any():
-            return self._still(history, ago, pulled, self.update)
-        if not self._moving(history, ago[-1:], pulled, self.stuck_update).any() and is_stuck(history):
-            return self._still(history, ago, pulled, self.stuck_update)
-        return self._starved(history, ago, pulled)
+        if not self._moving(history, backs[-1:], pulled, self.update).any():
+            return self._still(history, backs, pulled, self.update)
+        if not self._moving(history, backs[-1:], pulled, self.stuck_update).any() and is_stuck(history):
+            return self._still(history, backs, pulled, self.stuck_update)
+        return self._starved(history, backs, pulled)
 
-    def _still(self, history: History, ago: Sites, pulled: Mask, update: float) -> Sequence[Finding]:
+    def _still(self, history: History, backs: Sites, pulled: Mask, update: float) -> Sequence[Finding]:
         """No layer has reached `update` for long."""
         layers = history.layout.layers
-        moving = np.flatnonzero(self._moving(history, ago, pulled, update))
-        still = ago[int(moving[-1]) + 1 if len(moving) else 0 :]
-        own = _records_of(history, ago[-1])
+        moving = np.flatnonzero(self._moving(history, backs, pulled, update))
+        still = backs[int(moving[-1]) + 1 if len(moving) else 0 :]
+        own = _records_of(history, backs[-1])
         since = own[(own <= still[0]) & (own >= still[-1])]
-        zeroed = zeroed_by_interventions(history, RECENT_RECORDS, layers[pulled])[-1 - since].all(axis=1)
+        zeroed = zeroed_by_interventions(history, RECENT_RECORDS, layers[pulled])[-since].all(axis=1)
         steps = int(np.count_nonzero(~zeroed))
         if steps < max(self.records, self.still_share * len(own)):
             return []
@@ -121,24 +118,24 @@ class Stalled(CheckedRule):
         # in large models parameters take turns: each layer has to have been seen
         if np.isnan(moved).all(axis=0).any() or self._excused(history, own, moved_before=len(moving) > 0):
             return []
-        back, limits = 1 + int(since[0]), self._limits(history.layout, update)[pulled]
+        back, limits = int(since[0]), self._limits(history.layout, update)[pulled]
         most = np.nanmax(moved, axis=0)
         stand = most < limits  # a small share of narrow weights may move
         largest = float(most[stand].max()), float(limits[stand].max())
         movers = history.layout.names(layers[pulled][~stand])
         return [self._finding(history, own, still, pulled, movers, largest, steps, back)]
 
-    def _starved(self, history: History, ago: Sites, pulled: Mask) -> Sequence[Finding]:
+    def _starved(self, history: History, backs: Sites, pulled: Mask) -> Sequence[Finding]:
         """Of several optimizers one hardly moves, since the start, and another does."""
         known = sampled(history, "update_ratio")
-        optimizers = history.optimizers(RECENT_RECORDS)[-1 - known]
+        optimizers = history.optimizers(RECENT_RECORDS)[-known]
         mine = optimizers[-1]
-        if not history.whole or len(ago) < self.starved_samples or (optimizers == mine).all():
+        if not history.whole or len(backs) < self.starved_samples or (optimizers == mine).all():
             return []
-        own, rates = _records_of(history, ago[-1]), history.scalar("lr", RECENT_RECORDS)
-        if history.has("lr") and rates[-1 - own[-1]] != rates[-1 - own[0]]:
+        own, rates = _records_of(history, backs[-1]), history.scalar("lr", RECENT_RECORDS)
+        if history.has("lr") and rates[-own[-1]] != rates[-own[0]]:
             return []
-        most = float(np.nanmax(np.nanmedian(relative_updates(history, ago)[:, pulled], axis=1)))
+        most = float(np.nanmax(np.nanmedian(relative_updates(history, backs)[:, pulled], axis=1)))
         others = [
             float(np.median(np.nanmedian(relative_updates(history, theirs), axis=1)))
             for other in set(optimizers.tolist()) - {mine}
@@ -148,7 +145,7 @@ class Stalled(CheckedRule):
             return []
         layout, ratio = history.layout, max(others) / most
         names = layout.names(layout.layers[pulled])
-        rate = f" (lr={number_text(rates[-1 - own[-1]])})" * history.has("lr")
+        rate = f" (lr={number_text(rates[-own[-1]])})" * history.has("lr")
         message = (
             f"The steps of {name_text(names)}{rate} move the weights by {number_text(most, 1)} of their size, those "
             f"of another optimizer by {ratio_text(np.log10(ratio))} times as much, since the start: this part of the "
@@ -159,9 +156,9 @@ class Stalled(CheckedRule):
         limit, back = self.starved_ratio, len(history)
         return [Finding(self.name, Severity.WARNING, names[0], names, ratio, limit, message, remedy, back, headline)]
 
-    def _moving(self, history: History, ago: Sites, pulled: Mask, update: float) -> Mask:
-        """So many records `ago`, whether a layer of wide numbers moved, or layers with enough of the narrow ones."""
-        layout, moved = history.layout, relative_updates(history, ago)
+    def _moving(self, history: History, backs: Sites, pulled: Mask, update: float) -> Mask:
+        """At the records `backs`, whether a layer of wide numbers moved, or layers with enough of the narrow ones."""
+        layout, moved = history.layout, relative_updates(history, backs)
         grids, sizes = _grids(layout), _sizes(layout)
         over = pulled & (moved >= self._limits(layout, update))
         room = (sizes * (pulled & (grids > 0) & ~np.isnan(moved))).sum(axis=1)
@@ -177,21 +174,21 @@ class Stalled(CheckedRule):
     def _excused(self, history: History, own: Sites, *, moved_before: bool) -> bool:
         """Whether the rate is on its way up, the gradient is gone, or all was learnt before."""
         rates = history.scalar("lr", RECENT_RECORDS)
-        if rates[-1 - own[-1]] > np.fmin.reduce(rates[-1 - own[-RISING_RATE_RECORDS:]]):
+        if rates[-own[-1]] > np.fmin.reduce(rates[-own[-RISING_RATE_RECORDS:]]):
             return True
         gradient, losses = _levels(history.at("grad_norm", own)[:, 0]), history.scalar("loss", RECENT_RECORDS)
         if not gradient[1] > self.gradient_share * gradient[0]:
             return True
         if not moved_before:
             return False
-        loss = _levels(losses[-1 - own])
+        loss = _levels(losses[-own])
         return bool(loss[1] < self.loss_share * loss[0])
 
     def _finding(
         self,
         history: History,
         own: Sites,
-        ago: Sites,
+        backs: Sites,
         pulled: Mask,
         movers: tuple[str, ...],
         largest: tuple[float, float],
@@ -204,9 +201,9 @@ class Stalled(CheckedRule):
         if movers:
             no_layer, no_weights = f"any layer but {name_text(movers)}", f"no weights but those of {name_text(movers)}"
         what = f"by more than {number_text(most, 1)} of their size" if most > 0 else "at all"
-        cause, remedy = _cause(history, own, int(ago[-1]), most)
+        cause, remedy = _cause(history, own, int(backs[-1]), most)
         for_long = steps_text(history, steps)
-        none = "none" if len(ago) >= steps else f"none of the {len(ago)} that were sampled"
+        none = "none" if len(backs) >= steps else f"none of the {len(backs)} that were sampled"
         message = (
             f"Gradients are there, but in {for_long} {none} has changed the weights of {no_layer} {what}; "
             f"a thousandth is usual. {cause}"
@@ -217,11 +214,11 @@ class Stalled(CheckedRule):
         return Finding(self.name, Severity.WARNING, layer, sites, most, limit, message, remedy, back, headline)
 
 
-def _cause(history: History, own: Sites, ago: int, most: float) -> tuple[str, str]:
+def _cause(history: History, own: Sites, back: int, most: float) -> tuple[str, str]:
     """Why the steps are so short, and what to change. `most`: the largest update over the size of the weights."""
     rates = history.scalar("lr", RECENT_RECORDS)
-    rate, highest = float(rates[-1 - ago]), float(np.fmax.reduce(rates[-1 - own]))
-    norm, left = (float(history.at(name, np.array([ago]))[0, 0]) for name in ("grad_norm", "grad_norm_clipped"))
+    rate, highest = float(rates[-back]), float(np.fmax.reduce(rates[-own]))
+    norm, left = (float(row_of(history, name, back=back)[0]) for name in ("grad_norm", "grad_norm_clipped"))
     usual = "a usual lr in configure_optimizers: 1e-3 for Adam, or 0.1 for SGD."
     if most >= RELIABLE_UPDATE and rate > 0:
         better = rate * USUAL_UPDATE / most
@@ -256,16 +253,16 @@ def _cause(history: History, own: Sites, ago: int, most: float) -> tuple[str, st
 
 
 def _records_of(history: History, sample: int) -> Sites:
-    """How many records ago those of the optimizer of the one `sample` records ago were, oldest first."""
+    """The records of the optimizer of the record `sample`, oldest first."""
     optimizers = history.optimizers(RECENT_RECORDS)
-    return len(optimizers) - 1 - np.flatnonzero(optimizers == optimizers[-1 - sample])
+    return len(optimizers) - np.flatnonzero(optimizers == optimizers[-sample])
 
 
-def _pulled(history: History, ago: Sites) -> Mask:
-    """Layers that had a gradient so many records `ago`, and kept it: shape [records, layers]."""
-    layers, n = history.layout.layers, int(ago.max(initial=0)) + 1
-    there = (history.codes(n)[-1 - ago][:, layers] == MEASURED) & (history.at("grad_norm", ago)[:, layers] > 0)
-    return np.asarray(there & ~zeroed_by_interventions(history, n, layers)[-1 - ago])
+def _pulled(history: History, backs: Sites) -> Mask:
+    """Layers that had a gradient at the records `backs`, and kept it: shape [records, layers]."""
+    layers, n = history.layout.layers, int(backs.max(initial=0))
+    there = (history.codes(n)[-backs][:, layers] == MEASURED) & (history.at("grad_norm", backs)[:, layers] > 0)
+    return np.asarray(there & ~zeroed_by_interventions(history, n, layers)[-backs])
 
 
 def _levels(series: Floats) -> tuple[float, float]:

@@ -88,8 +88,8 @@ class Tampered(CheckedRule):
         found = samples(history, "gradient_cosine")
         if found is None:
             return None
-        layout, ago = history.layout, found[1][-self.exact_records :]
-        recent = {name: history.at(name, ago)[:, layout.parameters] for name in self.needs}
+        layout, backs = history.layout, found[1][-self.exact_records :]
+        recent = {name: history.at(name, backs)[:, layout.parameters] for name in self.needs}
         held = history.codes(1)[-1, layout.parameters] == MEASURED
         cosines, dex, hooks = recent["gradient_cosine"], recent["gradient_dex"], recent["other_hooks"]
         if not (held & ~np.isnan(cosines[-1])).any():
@@ -151,7 +151,7 @@ class Tampered(CheckedRule):
         return many & throughout(multiple, self.exact_records) & _steady(off)
 
     def _finding(
-        self, history: History, which: Mask, recent: dict[str, Floats], off: Floats, ago: Sites, severity: Severity
+        self, history: History, which: Mask, recent: dict[str, Floats], off: Floats, backs: Sites, severity: Severity
     ) -> Finding:
         layout = history.layout
         latest = {name: rows[-1] for name, rows in recent.items()}
@@ -180,13 +180,13 @@ class Tampered(CheckedRule):
         message = f"The gradient of {name} is not what flows back through layer {layer}: something {done}. {cause}"
         value = cosine if severity is Severity.ERROR else dex
         threshold = -self.cosine if severity is Severity.ERROR else float(np.copysign(self.dex, dex))
-        back = self._since(history, np.flatnonzero(which), ago[-ONSET_SAMPLES:], turned=severity is Severity.ERROR)
+        back = self._since(history, np.flatnonzero(which), backs[-ONSET_SAMPLES:], turned=severity is Severity.ERROR)
         headline = f"the gradient of {name}: something {done}"
         return Finding(self.name, severity, layer, layers, value, threshold, message, remedy, back, headline)
 
-    def _since(self, history: History, which: Sites, ago: Sites, *, turned: bool) -> int:
+    def _since(self, history: History, which: Sites, backs: Sites, *, turned: bool) -> int:
         """The first of the latest samples at which each of the parameters `which` was off as it is now."""
-        recent = {name: history.at(name, ago)[:, history.layout.parameters] for name in self.needs}
+        recent = {name: history.at(name, backs)[:, history.layout.parameters] for name in self.needs}
         cosines, dex = recent["gradient_cosine"], recent["gradient_dex"]
         if turned:
             found = cosines <= -self.cosine
@@ -196,7 +196,7 @@ class Tampered(CheckedRule):
             # where too few agree on a factor, a size that has not changed is off as it is now
             same = np.abs(dex - dex[-1]) <= CONSTANT_FACTOR_DEX
             found = (cosines >= SAME_SIGNS_COSINE) & ((off * np.sign(off[-1]) >= self.dex) | same)
-        return int(streak_starts(found[:, which], ago).max())
+        return int(streak_starts(found[:, which], backs).max())
 
 
 def _done(cosine: float, dex: float, evenness: float, *, many: bool) -> str:

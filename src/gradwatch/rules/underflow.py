@@ -62,16 +62,16 @@ class Underflow(CheckedRule):
         found = samples(history, "half_zeros")
         if found is None:
             return None
-        layers, (zeros, ago) = history.layout.layers, found
-        zeros, rms = zeros[:, layers], history.at("signal_rms", ago)[:, layers]
+        layers, (zeros, backs) = history.layout.layers, found
+        zeros, rms = zeros[:, layers], history.at("signal_rms", backs)[:, layers]
         bottom = self._at_the_bottom(zeros, rms)
         unhealthy = bottom.sum(axis=1) >= self.layer_share * (~np.isnan(zeros)).sum(axis=1)
         if not unhealthy[-1]:
             return []
         streak = int(streak_lengths(unhealthy))
-        lasted = ago[len(ago) - streak]
+        lasted = backs[len(backs) - streak]
         under_scaler = number_of(history, "scaled") == 1
-        if streak < self.samples or (under_scaler and lasted < self.scaled_records - 1):
+        if streak < self.samples or (under_scaler and lasted < self.scaled_records):
             return []
         always = streak == len(unhealthy)
         if always and len(history) == history.capacity:
@@ -79,7 +79,7 @@ class Underflow(CheckedRule):
         rounded = bool((bottom & (zeros < 1))[-streak:].any())
         if not self._is_lost(history, zeros[-1], rounded=rounded, always=always):
             return []
-        back = int(lasted) + 1
+        back = int(lasted)
         return [self._finding(history, zeros[-streak:], rms[-streak:], bottom[-1], back, under_scaler)]
 
     def _at_the_bottom(self, zeros: Floats, rms: Floats) -> Mask:

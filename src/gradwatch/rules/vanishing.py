@@ -129,7 +129,7 @@ class Vanishing(CheckedRule):
         if judged is None:
             return None
         found = self._over_depth(history, *judged)
-        if found or history.age("signal_norm") or not is_stuck(history):
+        if found or history.newest("signal_norm") > 1 or not is_stuck(history):
             return found
         return self._over_depth(history, judged[0], self.stuck_dex)
 

@@ -88,7 +88,7 @@ def streak(history: History, far: Mask) -> int:
     record's optimizer that are `far`: shape [records], of all records.
     """
     own = own_records(history)
-    return int(streak_starts(far[-own], own - 1))
+    return int(streak_starts(far[-own], own))
 
 
 def first_steps(history: History, records: int) -> str:

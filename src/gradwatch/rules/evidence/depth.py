@@ -104,8 +104,8 @@ def may_differ(rows: RecentRows, signal_dex: float, gradient_dex: float, stale_r
     if "signal_norm" in rows.fresh:
         suspected = rows.fresh["signal_norm"] & rows.apart("signal_norm", signal_dex, zeros=zeros)
     # records until no signal counts: more after the next sample
-    age = rows.history.until(-rows.count).age("signal_norm")
-    if (left := max(0, stale_records - age)) < rows.count:
+    newest = rows.history.until(-rows.count).newest("signal_norm")
+    if (left := max(0, stale_records + 1 - newest)) < rows.count:
         suspected = suspected.copy()
         suspected[left:] |= rows.apart("grad_norm", gradient_dex, zeros=zeros)[left:]
     return suspected
@@ -119,11 +119,11 @@ def judged_profile(
     That is the backward signal, or the gradient if there was no signal for `stale_records` records; None where signals
     are sampled, but not at this record.
     """
-    age = history.age("signal_norm")
-    if 0 < age < stale_records:
+    newest = history.newest("signal_norm")
+    if 1 < newest <= stale_records:
         return None
-    now = profile(history, "signal_norm" if age == 0 else "grad_norm")
-    return None if now is None else (now, signal_dex if age == 0 else gradient_dex)
+    now = profile(history, "signal_norm" if newest == 1 else "grad_norm")
+    return None if now is None else (now, signal_dex if newest == 1 else gradient_dex)
 
 
 def profile(history: History, statistic: str, back: int = 1) -> Profile | None:
@@ -134,7 +134,7 @@ def profile(history: History, statistic: str, back: int = 1) -> Profile | None:
 def _profiles(history: History, statistic: str, backs: Sites) -> Iterator[Profile | None]:
     """The profiles of the records `backs` from the end."""
     order, codes = forward_order(history.layout), history.codes(int(backs.max(initial=0)))
-    numbers = np.minimum(history.at(statistic, backs - 1)[:, order], HIGHEST)
+    numbers = np.minimum(history.at(statistic, backs)[:, order], HIGHEST)
     for values, keep in zip(numbers, (codes[-backs][:, order] == MEASURED) & (numbers >= 0), strict=True):
         there = values[keep]
         yield Profile(statistic, order[keep], there) if len(there) > 1 and there.any() else None
@@ -144,7 +144,7 @@ def _own_samples(history: History, now: Profile, count: int) -> Sites:
     """The positions, from the end of the history, of the `count` newest records of this optimizer that have a profile
     like `now`, the latest record's, which comes first.
     """
-    return own_samples(history, now.statistic, sites=now.sites)[::-1][:count] + 1
+    return own_samples(history, now.statistic, sites=now.sites)[::-1][:count]
 
 
 @dataclass(frozen=True, slots=True)

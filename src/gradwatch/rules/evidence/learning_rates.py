@@ -108,12 +108,12 @@ def may_be_large(history: History) -> bool:
     """Whether the steps may be too large for the loss: the newest known update was `RAISING_UPDATE` of the weights of
     some layer, or would be at the present learning rate; also where none is known.
     """
-    ago, rates = update_samples(history)[-1:], history.scalar("lr", RECENT_RECORDS)
-    if not len(ago) or not is_own(history, RECENT_RECORDS)[-1 - ago[0]]:
+    backs, rates = update_samples(history)[-1:], history.scalar("lr", RECENT_RECORDS)
+    if not len(backs) or not is_own(history, RECENT_RECORDS)[-backs[0]]:
         return True
-    moved = float(np.fmax.reduce(relative_updates(history, ago)[0], initial=np.nan))
-    if rates[-1] > rates[-1 - ago[0]] > 0:
-        moved *= float(rates[-1] / rates[-1 - ago[0]])
+    moved = float(np.fmax.reduce(relative_updates(history, backs)[0], initial=np.nan))
+    if rates[-1] > rates[-backs[0]] > 0:
+        moved *= float(rates[-1] / rates[-backs[0]])
     return not moved < RAISING_UPDATE
 
 
@@ -128,8 +128,8 @@ def rate_text(history: History, *, back: int = 1) -> str:
         said += f", after lr={number_text(jump.rate, 3)}, {ratio_text(np.log10(jump.ratio))} times the rate before it"
     elif rates[-1] > RATE_JUMP_RATIO * lowest > 0:
         then = back + len(rates) - 1 - int(np.flatnonzero(rates == lowest)[-1])
-        ago = distance_text(history, then, until=back)
-        said += f", {ratio_text(np.log10(rates[-1] / lowest))} times that of {ago} before"
+        distance = distance_text(history, then, until=back)
+        said += f", {ratio_text(np.log10(rates[-1] / lowest))} times that of {distance} before"
     if momentum >= LONG_MOMENTUM:
         summed = f"the gradients of {1 / (1 - momentum):.0f} steps" if momentum < 1 else "all gradients since the first"
         said += f", momentum={number_text(momentum, 4)}, which adds up {summed}"
@@ -151,26 +151,24 @@ def measured_remedy(history: History, back: int) -> str:
         return f"loss / N before each of a step's N backward passes, which are added up: N is {passes} at least."
     if number_of(history, "momentum") >= LONG_MOMENTUM:
         return "momentum=0.9 in configure_optimizers."
-    rates, ago = history.scalar("lr", RECENT_RECORDS), update_samples(history)
-    if not len(ago) or not is_own(history, RECENT_RECORDS)[-1 - ago[-1]]:
+    rates, backs = history.scalar("lr", RECENT_RECORDS), update_samples(history)
+    if not len(backs) or not is_own(history, RECENT_RECORDS)[-backs[-1]]:
         return ""
-    ago = ago[ago >= back - 1]
-    if not len(ago) or not rates[-back] > 0:
+    backs = backs[backs >= back]
+    if not len(backs) or not rates[-back] > 0:
         return ""
-    known, moved = rates[-1 - ago], np.fmax.reduce(relative_updates(history, ago), axis=1, initial=np.nan)
+    known, moved = rates[-backs], np.fmax.reduce(relative_updates(history, backs), axis=1, initial=np.nan)
     lower = (known > 0) & (known < LOWER_RATE_SHARE * rates[-back]) & (moved <= SANE_SHARE)
     if lower.any():
         last = int(np.flatnonzero(lower)[-1])
-        as_then = (
-            f"as at step {history.steps[-1 - ago[last]]}, which moved the weights by {number_text(moved[last], 1)}."
-        )
+        as_then = f"as at step {history.steps[-backs[last]]}, which moved the weights by {number_text(moved[last], 1)}."
         return f"lr={number_text(known[last])} in configure_optimizers, {as_then}"
     at_this_rate = np.flatnonzero((known == rates[-back]) & np.isfinite(moved))
     if not len(at_this_rate) or not moved[at_this_rate[0]] > SANE_SHARE:
         return ""
     first = int(at_this_rate[0])
     rate = rates[-back] * GOOD_SHARE / moved[first]
-    then = f"step {history.steps[-1 - ago[first]]} would have moved the weights by {GOOD_SHARE:g} of their size"
+    then = f"step {history.steps[-backs[first]]} would have moved the weights by {GOOD_SHARE:g} of their size"
     return f"lr={number_text(rate, 1)} in configure_optimizers: {then}."
 
 

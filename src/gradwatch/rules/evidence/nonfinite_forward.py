@@ -43,7 +43,7 @@ def first_nonfinite_output(history: History, *, records: int, loss: float, bad_l
 
     `loss` is that of the latest record, NaN where it is not known; `bad_loss`: whether it is known not to be finite.
     """
-    back = history.age("output_max") + 1
+    back = history.newest("output_max")
     if back > records:
         return None
     layout, largest = history.layout, row_of(history, "output_max", back=back)

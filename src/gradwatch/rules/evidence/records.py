@@ -18,7 +18,7 @@ def number_of(history: History, name: str, *, back: int = 1) -> float:
 
 def row_of(history: History, statistic: str, *, back: int = 1) -> Floats:
     """`statistic` at all sites at the record `back` from the end: shape [sites]."""
-    row: Floats = history.at(statistic, np.array([back - 1]))[0]
+    row: Floats = history.at(statistic, np.array([back]))[0]
     return row
 
 

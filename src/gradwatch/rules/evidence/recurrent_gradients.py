@@ -38,14 +38,14 @@ def grown_through_time(history: History, *, dex: float, records: int) -> Finding
     """A layer's first time step gets `dex` more than its last, gained step by step: in `records` samples in a row, or
     in all there are: such a run may not live to see more.
     """
-    if history.age("time_growth") or not len(ago := _samples(history, records)):
+    if history.newest("time_growth") > 1 or not len(backs := _samples(history, records)):
         return None
-    layout, growth, steep = history.layout, history.at("time_growth", ago), _is_steep(history, ago, dex)
+    layout, growth, steep = history.layout, history.at("time_growth", backs), _is_steep(history, backs, dex)
     sites = layout.layers[steep[:, layout.layers].all(axis=0)]
     if not len(sites):
         return None
     worst = int(sites[growth[-1, sites].argmax()])
-    value, steps = float(growth[-1, worst]), int(history.at("time_steps", ago)[-1, worst])
+    value, steps = float(growth[-1, worst]), int(history.at("time_steps", backs)[-1, worst])
     what = f"of {steps} time steps of layer {layout.sites[worst].name}"
     grown = f"first {what} is {ratio_text(value)} times stronger than that of the last"
     if _both_ways(layout, worst):
@@ -56,8 +56,8 @@ def grown_through_time(history: History, *, dex: float, records: int) -> Finding
     )
     remedy = f"nn.init.orthogonal_({_recurrent_weight(layout, worst)}), and gradient clipping."
     names, layer = layout.names(sites), layout.sites[worst].name
-    ago = _samples(history, STREAK_SAMPLES)
-    back = int(streak_starts(np.asarray(_is_steep(history, ago, dex)[:, sites].any(axis=1)), ago))
+    backs = _samples(history, STREAK_SAMPLES)
+    back = int(streak_starts(np.asarray(_is_steep(history, backs, dex)[:, sites].any(axis=1)), backs))
     headline = f"the gradient grows {ratio_text(value)} times over {steps} time steps"
     return Finding("exploding", Severity.WARNING, layer, names, value, dex, message, remedy, back, headline)
 
@@ -71,17 +71,17 @@ def fades_are_due(records: Sites, sampled: Mask) -> Mask:
 
 def faded_through_time(history: History, *, dex: float, records: int) -> Finding | None:
     """A layer's first time step gets `dex` less than its last in `records` samples in a row, and the loss is stuck."""
-    if not fades_are_due(np.array(len(history)), np.array(history.age("time_growth") == 0)):
+    if not fades_are_due(np.array(len(history)), np.array(history.newest("time_growth") == 1)):
         return None
-    ago = _samples(history, records)
-    if len(ago) < records:
+    backs = _samples(history, records)
+    if len(backs) < records:
         return None
-    layout, growth = history.layout, history.at("time_growth", ago)
+    layout, growth = history.layout, history.at("time_growth", backs)
     sites = layout.layers[(growth[:, layout.layers] <= -dex).all(axis=0)]
     if not len(sites) or (loss := _stuck(history)) is None:
         return None
     worst = int(sites[growth[-1, sites].argmin()])
-    value, steps = -float(growth[-1, worst]), int(history.at("time_steps", ago)[-1, worst])
+    value, steps = -float(growth[-1, worst]), int(history.at("time_steps", backs)[-1, worst])
     what = f"of {steps} time steps of layer {layout.sites[worst].name}"
     weak, strong, lost = ("weakest", "end", "far from it") if _both_ways(layout, worst) else ("first", "last", "early")
     message = (
@@ -91,22 +91,22 @@ def faded_through_time(history: History, *, dex: float, records: int) -> Finding
     )
     cause, remedy = _forgetting(layout, worst, steps)
     names, layer = layout.names(sites), layout.sites[worst].name
-    text, ago = f"{message} {cause}", _samples(history, STREAK_SAMPLES)
-    back = int(streak_starts(np.asarray((history.at("time_growth", ago)[:, sites] <= -dex).any(axis=1)), ago))
+    text, backs = f"{message} {cause}", _samples(history, STREAK_SAMPLES)
+    back = int(streak_starts(np.asarray((history.at("time_growth", backs)[:, sites] <= -dex).any(axis=1)), backs))
     headline = f"the gradient fades {ratio_text(value)} times over {steps} time steps"
     return Finding("vanishing", Severity.WARNING, layer, names, value, dex, text, remedy, back, headline)
 
 
 def _samples(history: History, count: int) -> Sites:
-    """How many records ago each of this optimizer's newest samples was, `count` at most, oldest first."""
+    """The positions, from the end, of this optimizer's newest samples, `count` at most, oldest first."""
     rows, _ = history.samples("time_growth", RECENT_RECORDS)
     known = np.flatnonzero(~np.isnan(rows[-1:]).all(axis=0))
     return own_samples(history, "time_growth", sites=known[:1])[-count:]
 
 
-def _is_steep(history: History, ago: Sites, dex: float) -> Mask:
-    """Where the gradient grew by `dex`, step by step, so many records `ago`: shape [records, sites]."""
-    growth, jump = history.at("time_growth", ago), history.at("time_jump", ago)
+def _is_steep(history: History, backs: Sites, dex: float) -> Mask:
+    """Where the gradient grew by `dex`, step by step, at the records `backs`: shape [records, sites]."""
+    growth, jump = history.at("time_growth", backs), history.at("time_jump", backs)
     return np.asarray((growth >= dex) & (jump < ABRUPT_SHARE * growth))
 
 

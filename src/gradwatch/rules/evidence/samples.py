@@ -21,32 +21,32 @@ TOTAL_SITE: Sites = np.zeros(1, dtype=np.intp)
 
 def samples(history: History, statistic: str) -> tuple[Floats, Sites] | None:
     """The samples of `statistic` of this optimizer among the last `RECENT_RECORDS`: shape [samples, sites], oldest
-    first; and how many records ago each was taken, 0 for the latest record.
+    first; and the position of each, from the end.
 
     None where the latest record is no sample of it.
     """
-    if history.age(statistic) > 0:
+    if history.newest(statistic) > 1:
         return None
-    rows, ago = history.samples(statistic, RECENT_RECORDS)
-    own = ~np.isnan(rows[:, 0]) & is_own(history, RECENT_RECORDS)[-1 - ago]
-    return (rows[own], ago[own]) if own[-1] else None  # a record without a total cannot be judged
+    rows, backs = history.samples(statistic, RECENT_RECORDS)
+    own = ~np.isnan(rows[:, 0]) & is_own(history, RECENT_RECORDS)[-backs]
+    return (rows[own], backs[own]) if own[-1] else None  # a record without a total cannot be judged
 
 
 def sampled(history: History, statistic: str, *, sites: Sites = TOTAL_SITE) -> Sites:
-    """How many records ago each of the last `RECENT_RECORDS` that hold `statistic` was, oldest first.
+    """The positions, from the end, of those of the last `RECENT_RECORDS` that hold `statistic`, oldest first.
 
     Only the first, middle and last of `sites` are looked at.
     """
-    rows, ago = history.samples(statistic, RECENT_RECORDS)
+    rows, backs = history.samples(statistic, RECENT_RECORDS)
     if not len(sites):
-        return ago[:0]
-    return ago[~np.isnan(rows[:, sites[[0, len(sites) // 2, -1]]]).all(axis=1)]
+        return backs[:0]
+    return backs[~np.isnan(rows[:, sites[[0, len(sites) // 2, -1]]]).all(axis=1)]
 
 
 def own_samples(history: History, statistic: str, *, sites: Sites = TOTAL_SITE) -> Sites:
     """The same, without the records of other optimizers than the latest record's."""
-    ago = sampled(history, statistic, sites=sites)
-    return ago[is_own(history, RECENT_RECORDS)[-1 - ago]]
+    backs = sampled(history, statistic, sites=sites)
+    return backs[is_own(history, RECENT_RECORDS)[-backs]]
 
 
 def throughout(found: Mask, samples: int) -> Mask:
@@ -62,18 +62,18 @@ def streak_lengths(found: Mask) -> Sites:
     return np.asarray(broken.argmax(axis=0))
 
 
-def streak_starts(found: Mask, ago: Sites) -> Sites:
+def streak_starts(found: Mask, backs: Sites) -> Sites:
     """The position from the end of the history of the first of the samples that `streak_lengths` counts; the latest
-    where it counts none. `ago`: records since each sample, 0 for the latest.
+    where it counts none. `backs`: the position of each sample.
     """
-    return np.asarray(ago[::-1][np.maximum(streak_lengths(found) - 1, 0)] + 1)
+    return np.asarray(backs[::-1][np.maximum(streak_lengths(found) - 1, 0)])
 
 
-def lasted(found: Mask, ago: Sites, *, samples: int, records: int) -> Mask:
+def lasted(found: Mask, backs: Sites, *, samples: int, records: int) -> Mask:
     """The sites where `found`, shape [samples, sites], has been true at every sample up to the latest, for at least
     `samples` samples that span at least `records` records.
     """
-    return throughout(found, samples) & (streak_starts(found, ago) >= records)
+    return throughout(found, samples) & (streak_starts(found, backs) >= records)
 
 
 @lru_cache(maxsize=8)

@@ -97,25 +97,20 @@ def usual_norms(layout: Layout) -> Floats:
     return np.array([layout.sites[i].numel for i in layout.layers], dtype=np.float64) ** 0.25
 
 
-def update_is_new(history: History) -> bool:
-    """Whether the step before the latest record was sampled, whose update is known now."""
-    return len(history) > 1 and history.age("update_ratio") == 1
-
-
 def update_samples(history: History) -> Sites:
-    """How many records ago each of the last `RECENT_RECORDS` that have an update ratio was, oldest first, without those
-    of other optimizers than that of the newest of them.
+    """The positions, from the end, of those of the last `RECENT_RECORDS` that have an update ratio, oldest first,
+    without those of other optimizers than that of the newest of them.
     """
-    ago, optimizers = sampled(history, "update_ratio"), history.optimizers(RECENT_RECORDS)
-    return ago[optimizers[-1 - ago] == optimizers[-1 - ago[-1]]] if len(ago) else ago
+    backs, optimizers = sampled(history, "update_ratio"), history.optimizers(RECENT_RECORDS)
+    return backs[optimizers[-backs] == optimizers[-backs[-1]]] if len(backs) else backs
 
 
-def relative_updates(history: History, ago: Sites) -> Floats:
-    """|new - old| / max(|old|, floor) of the layers, so many records `ago`: shape [records, layers]; NaN where not
+def relative_updates(history: History, backs: Sites) -> Floats:
+    """|new - old| / max(|old|, floor) of the layers, at the records `backs`: shape [records, layers]; NaN where not
     known.
     """
     layers, floor = history.layout.layers, WEIGHT_FLOOR_SHARE * usual_norms(history.layout)
-    found, norms = history.at("update_ratio", ago)[:, layers], history.at("weight_norm", ago)[:, layers]
+    found, norms = history.at("update_ratio", backs)[:, layers], history.at("weight_norm", backs)[:, layers]
     return np.where(norms < floor, found * norms / floor, found)
 
 
