@@ -184,6 +184,15 @@ class History:
         """`statistic` at the records `backs` from the end: shape [records, sites]; NaN where it was not measured."""
         return self._column(statistic).at(self._count + 1 - backs, known=self._last(statistic))
 
+    def row(self, statistic: str, *, back: int = 1) -> Floats:
+        """`statistic` at all sites at the record `back` from the end: shape [sites]."""
+        row: Floats = self.at(statistic, np.array([back]))[0]
+        return row
+
+    def number(self, name: str, *, back: int = 1) -> float:
+        """A number of the whole step (`loss`, `lr`, ...) at the record `back` from the end; NaN where there is none."""
+        return float(self.scalar(name, back)[0])
+
     @property
     def whole(self) -> bool:
         """Whether it holds the run from its first step on: nothing is forgotten, and nothing came before it."""

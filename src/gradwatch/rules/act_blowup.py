@@ -19,7 +19,7 @@ from gradwatch.rules.evidence.baseline import LEVEL_RECORDS
 from gradwatch.rules.evidence.jumps import beginning
 from gradwatch.rules.evidence.layer_levels import weights_of
 from gradwatch.rules.evidence.recent_rows import RecentRows
-from gradwatch.rules.evidence.records import is_own, row_of
+from gradwatch.rules.evidence.records import is_own
 from gradwatch.rules.evidence.samples import FIRST_SAMPLES, RECENT_RECORDS, in_run_order, samples, streak_starts
 from gradwatch.rules.evidence.weights import has_norm_layers
 from gradwatch.rules.evidence.wording import name_text, ratio_text
@@ -118,7 +118,7 @@ class ActBlowup(CheckedRule):
             beyond = levels[:, layers] >= limit
             grows = (now[1:] >= self.rising * now[:-1]).all(axis=0)
         # that of dead units: nothing behind them sees how large it is
-        passed = row_of(history, "grad_norm")[layers] != 0
+        passed = history.row("grad_norm")[layers] != 0
         unhealthy = far.all(axis=0) & grows & passed & np.isfinite(now).all(axis=0)
         if not unhealthy.any():
             return []

@@ -16,7 +16,7 @@ from gradwatch.core.record import MEASURED, Floats, Layout, Mask, Sites
 from gradwatch.rules.evidence.baseline import LEVEL_RECORDS
 from gradwatch.rules.evidence.jumps import beginning
 from gradwatch.rules.evidence.recent_rows import ROUNDING, RecentRows
-from gradwatch.rules.evidence.records import is_alone, is_own, number_of, own_losses, own_records, row_of
+from gradwatch.rules.evidence.records import is_alone, is_own, own_losses, own_records
 from gradwatch.rules.evidence.samples import RECENT_RECORDS, lasted, own_samples, samples, streak_lengths, streak_starts
 from gradwatch.rules.evidence.weights import without_norms
 from gradwatch.rules.evidence.wording import distance_text, name_text
@@ -249,8 +249,8 @@ def _lost_each_step(history: History, names: tuple[str, ...], back: int) -> tupl
 
 def _less_decay(history: History, lost: float, rate: float) -> str:
     """The remedy where each step takes the share `lost` of the weights at the learning `rate`; 0 where not known."""
-    decay = number_of(history, "weight_decay")
-    if number_of(history, "decay_in_gradient") == 1:
+    decay = history.number("weight_decay")
+    if history.number("decay_in_gradient") == 1:
         return (
             f"torch.optim.AdamW in configure_optimizers: Adam adds weight_decay={number_text(decay, 3)} to the "
             "gradient and divides by its size, which moves a weight with no other gradient by up to lr in each step. "
@@ -307,6 +307,6 @@ def _codes_of(layout: Layout) -> tuple[tuple[int, Sites], ...]:
 def _weighed(history: History) -> Sites:
     """Layers that train and have weights proper: those of a norm are excepted from decay as a rule."""
     layout = history.layout
-    known = (history.codes(1)[0] == MEASURED) & np.isfinite(row_of(history, "weight_norm"))
+    known = (history.codes(1)[0] == MEASURED) & np.isfinite(history.row("weight_norm"))
     layers = layout.layers[known[layout.layers]]
     return without_norms(layout, layers)

@@ -26,7 +26,7 @@ from gradwatch.rules.evidence.layer_levels import (
 from gradwatch.rules.evidence.learning_rates import measured_remedy
 from gradwatch.rules.evidence.paths import paths
 from gradwatch.rules.evidence.recent_rows import ROUNDING, RecentRows
-from gradwatch.rules.evidence.records import is_first_record, is_own, own_records, row_of
+from gradwatch.rules.evidence.records import is_first_record, is_own, own_records
 from gradwatch.rules.evidence.samples import (
     FIRST_SAMPLES,
     RECENT_RECORDS,
@@ -112,7 +112,7 @@ class Dead(CheckedRule):
         if not nothing[-1, activations].any():
             return activations[:0]
         # without a unit known to be idle the batch is small, and its outputs may be zero by chance
-        small = np.isnan(row_of(history, "idle_units"))
+        small = np.isnan(history.row("idle_units"))
         often = lasted(nothing, backs, samples=self.samples, records=1)
         often &= ~small | lasted(nothing, backs, samples=self.few_samples, records=1)
         # samples may be far apart, and the gradient was seen to be zero all the while
@@ -177,7 +177,7 @@ class Dead(CheckedRule):
         """The run is lost where no layer but those after the zeros has a gradient left."""
         order = forward_order(history.layout)
         measured = order[history.codes(1)[0, order] == MEASURED]
-        lost = len(measured) and row_of(history, "grad_norm")[measured[0]] == 0
+        lost = len(measured) and history.row("grad_norm")[measured[0]] == 0
         return Severity.ERROR if lost else Severity.WARNING
 
     def _gradient_died(self, history: History) -> Finding | None:
@@ -422,7 +422,7 @@ def _starved_by(history: History, dead: Sites) -> Sites:
     """The layers before those of `dead` whose gradient is exactly 0 as well at the latest record."""
     order = forward_order(history.layout)
     before = paths(history.layout, order).above(np.isin(order, dead))
-    none = (row_of(history, "grad_norm")[order] == 0) & (history.codes(1)[0, order] == MEASURED)
+    none = (history.row("grad_norm")[order] == 0) & (history.codes(1)[0, order] == MEASURED)
     return np.setdiff1d(order[before & none], dead)
 
 

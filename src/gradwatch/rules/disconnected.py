@@ -25,7 +25,7 @@ from gradwatch.core.record import (
 )
 from gradwatch.rules.evidence.depth import faded
 from gradwatch.rules.evidence.recent_rows import RecentRows
-from gradwatch.rules.evidence.records import is_alone, own_losses, row_of
+from gradwatch.rules.evidence.records import is_alone, own_losses
 from gradwatch.rules.evidence.samples import forward_order, in_run_order, layer_before, own_samples
 from gradwatch.rules.evidence.wording import capitalized, name_text, steps_text
 from gradwatch.rules.rule import CheckedRule
@@ -149,7 +149,7 @@ class Disconnected(CheckedRule):
     def __call__(self, history: History) -> Sequence[Finding] | None:
         if not history.has("grad_norm"):
             return None
-        norms, codes, layers = row_of(history, "grad_norm"), history.codes(1)[0], history.layout.layers
+        norms, codes, layers = history.row("grad_norm"), history.codes(1)[0], history.layout.layers
         without = np.flatnonzero(codes[1:] == NO_GRADIENT) + 1
         without = without[[history.layout.sites[i].numel > 0 for i in without]]  # an empty one has nothing to learn
         zero = layers[(norms[layers] == 0) & (codes[layers] == MEASURED)]
@@ -355,7 +355,7 @@ def _ran_lately(history: History, layers: Sites, records: int) -> Mask:
     back = history.newest("run_order")
     if back > records:
         return np.zeros(len(layers), dtype=bool)
-    return ~np.isnan(row_of(history, "run_order", back=back)[layers])
+    return ~np.isnan(history.row("run_order", back=back)[layers])
 
 
 def _ran_without_gradients(history: History, sites: Sites) -> Mask:
@@ -363,7 +363,7 @@ def _ran_without_gradients(history: History, sites: Sites) -> Mask:
     back = history.newest("output_rms")
     if back > len(history):
         return np.zeros(len(sites), dtype=bool)
-    outputs, order = (row_of(history, name, back=back) for name in ("output_rms", "run_order"))
+    outputs, order = (history.row(name, back=back) for name in ("output_rms", "run_order"))
     seen = ~np.isnan(outputs[history.layout.layers]).all()
     return np.asarray(seen & np.isnan(outputs[sites]) & ~np.isnan(order[sites]))
 

@@ -28,7 +28,7 @@ from gradwatch.rules.evidence.learning_rates import (
     summed_passes,
 )
 from gradwatch.rules.evidence.recent_rows import ROUNDING, RecentRows
-from gradwatch.rules.evidence.records import is_own, number_of, own_losses, own_records
+from gradwatch.rules.evidence.records import is_own, own_losses, own_records
 from gradwatch.rules.evidence.samples import RECENT_RECORDS, own_samples
 from gradwatch.rules.evidence.weights import (
     WEIGHT_FLOOR_SHARE,
@@ -196,7 +196,7 @@ class Divergence(CheckedRule):
         """The loss beyond its `first` level, right after a jump of the learning rate: that need not be waited for. Or
         over that level for long since then, where it was under it when the rate jumped.
         """
-        now, limit = number_of(history, "loss"), self.loss
+        now, limit = history.number("loss"), self.loss
         jump = rate_jump(history) if np.inf > abs(now) >= limit * first > 0 else None
         if jump is None:
             jump, limit = _jump_since_up(history, first), UNLEARNT_RATIO

@@ -33,7 +33,7 @@ from gradwatch.rules.evidence.layer_levels import (
 from gradwatch.rules.evidence.learning_rates import MAXIMIZES, MAXIMIZES_REMEDY, better_rate, maximizes, may_be_large
 from gradwatch.rules.evidence.paths import NO_LAYER, Paths, paths
 from gradwatch.rules.evidence.recent_rows import RecentRows
-from gradwatch.rules.evidence.records import is_first_record, row_of
+from gradwatch.rules.evidence.records import is_first_record
 from gradwatch.rules.evidence.recurrent_gradients import grown_through_time
 from gradwatch.rules.evidence.samples import in_run_order, samples
 from gradwatch.rules.evidence.weights import has_norm_layers, norms_text, sensitivity
@@ -224,7 +224,7 @@ class Exploding(CheckedRule):
         """Whether what the layers near the loss give out is far over all before: then the growth is no matter of scale,
         as on a way around the norms that multiplies.
         """
-        outputs, last = row_of(history, "output_rms")[found.now.sites], found.last_layers
+        outputs, last = history.row("output_rms")[found.now.sites], found.last_layers
         before = found.flow.above(last) & ~last
         if np.isnan(outputs[before]).any() or not before.any():
             return False

@@ -27,7 +27,6 @@ from gradwatch.core.record import (
 )
 from gradwatch.rules.evidence.paths import paths
 from gradwatch.rules.evidence.recent_rows import RecentRows
-from gradwatch.rules.evidence.records import number_of, row_of
 from gradwatch.rules.evidence.samples import RECENT_RECORDS, forward_order, sampled, still_in_model, streak_lengths
 from gradwatch.rules.evidence.weights import update_samples, without_norms, zeroed_by_interventions
 from gradwatch.rules.evidence.wording import capitalized, name_text, steps_text
@@ -155,7 +154,7 @@ class Frozen(CheckedRule):
             return []
         count = len(history)
         idle &= (history.codes(count)[:, layout.parameters] == OTHER_OPTIMIZER).all(axis=0)
-        epochs = (number_of(history, "epoch", back=back) for back in (self.idle_records, count))
+        epochs = (history.number("epoch", back=back) for back in (self.idle_records, count))
         if not idle.any() or not (next(epochs) > next(epochs) or count >= 10 * self.idle_records):
             return []
         if not history.whole:
@@ -180,7 +179,7 @@ class Frozen(CheckedRule):
         if newest != 2:
             return None if newest <= len(history) else []  # the steps between tell nothing that the sample did not
         layout, parameters = history.layout, history.layout.parameters
-        ratios, gradients = (row_of(history, name, back=2)[parameters] for name in ("update_ratio", "grad_norm"))
+        ratios, gradients = (history.row(name, back=2)[parameters] for name in ("update_ratio", "grad_norm"))
         codes = history.codes(2)[0, parameters]
         trained = (codes == MEASURED) & (gradients > 0) & (gradients < np.inf)
         trained &= ~zeroed_by_interventions(history, 2, parameters)[0]
@@ -204,7 +203,7 @@ class Frozen(CheckedRule):
             f"while others train. Most often the learning rate of {their} parameter group is 0, or so small that "
             "rounding swallows every update."
         )
-        highest = number_of(history, "lr_highest")
+        highest = history.number("lr_highest")
         better = f"lr={number_text(highest)}, the highest of all groups," if highest > 0 else "an lr above 0"
         remedy = f"{better} for the parameter group of {first_named} in configure_optimizers."
         severity = Severity.NOTICE if self._scheduled(history, parameters[moving]) else Severity.WARNING
@@ -218,7 +217,7 @@ class Frozen(CheckedRule):
 
         That is SGD's rate, update over gradient; Adam moves small gradients by more.
         """
-        sizes = row_of(history, "weight_norm", back=2)[history.layout.parameters]
+        sizes = history.row("weight_norm", back=2)[history.layout.parameters]
         rates = ratios[moving] * sizes[moving] / gradients[moving]
         rates = rates[rates > 0]
         usual = float(np.median(rates)) if len(rates) else 0.0
@@ -241,7 +240,7 @@ class Frozen(CheckedRule):
 
     def _scheduled(self, history: History, moving: Sites) -> bool:
         """Whether learning rates change, or one waits, or what moves now stood still before: a turn that may come."""
-        if number_of(history, "lr_waits") > 0:
+        if history.number("lr_waits") > 0:
             return True
         backs, rates = update_samples(history), history.scalar("lr", RECENT_RECORDS)
         known = rates[-backs][~np.isnan(rates[-backs])]

@@ -13,7 +13,6 @@ from gradwatch.core.history import OPENING, History
 from gradwatch.core.number_text import number_text
 from gradwatch.core.record import Floats, Mask, Sites
 from gradwatch.rules.evidence.recent_rows import ROUNDING, RecentRows
-from gradwatch.rules.evidence.records import row_of
 from gradwatch.rules.evidence.samples import RECENT_RECORDS, in_run_order, lasted, samples, streak_starts
 from gradwatch.rules.evidence.wording import name_text
 from gradwatch.rules.rule import CheckedRule
@@ -171,7 +170,7 @@ class InputScale(CheckedRule):
     def _finding(self, history: History, sites: Sites, levels: Floats, back: int, limit: float) -> Finding:
         layout = history.layout
         layer, rms = layout.names(sites)[0], float(levels[sites[0]])
-        highest = row_of(history, "input_max")[sites[0]]
+        highest = history.row("input_max")[sites[0]]
         most = "" if np.isnan(highest) else f" (largest {number_text(highest, 3)})"
         owned = layout.names(layout.parameters[layout.owners == sites[0]])
         bias = any(name.rpartition(".")[2] == "bias" for name in owned)

@@ -19,7 +19,7 @@ from gradwatch.rules.evidence.learning_rates import RateJump, better_rate
 from gradwatch.rules.evidence.nonfinite_forward import NonfiniteForward, first_nonfinite_output, from_replay
 from gradwatch.rules.evidence.paths import paths
 from gradwatch.rules.evidence.recent_rows import RecentRows
-from gradwatch.rules.evidence.records import is_own, number_of, own_records, row_of
+from gradwatch.rules.evidence.records import is_own, own_records
 from gradwatch.rules.evidence.samples import forward_order, streak_lengths, streak_starts
 from gradwatch.rules.evidence.wording import batch_text, capitalized, name_text, ratio_text, uncapitalized
 from gradwatch.rules.rule import CheckedRule
@@ -59,14 +59,14 @@ class Nonfinite(CheckedRule):
         return suspected
 
     def __call__(self, history: History) -> Sequence[Finding] | None:
-        loss = number_of(history, "loss")
-        bad_loss = bool(np.isinf(loss)) or number_of(history, "loss_nan") == 1
+        loss = history.number("loss")
+        bad_loss = bool(np.isinf(loss)) or history.number("loss_nan") == 1
         if _elsewhere(history):
             loss, bad_loss = float("nan"), False  # this loss is this rank's, where it was finite
         if np.isfinite(history.total) and not bad_loss:
             return []
         found = self._found(history, loss, bad_loss)
-        if not found or number_of(history, "refused") != 1:
+        if not found or history.number("refused") != 1:
             return found
         # an intervention keeps the step from happening: it does no harm to the weights
         severity, skips = Severity.WARNING, "SkipNonFinite skips this step."
@@ -77,7 +77,7 @@ class Nonfinite(CheckedRule):
         if not history.has("grad_norm"):
             return None
         layers = history.layout.layers
-        values, measured = row_of(history, "grad_norm")[layers], history.codes(1)[0, layers] == MEASURED
+        values, measured = history.row("grad_norm")[layers], history.codes(1)[0, layers] == MEASURED
         bad = measured & ~np.isfinite(values)
         if not bad.any() and not bad_loss:
             return []
@@ -193,7 +193,7 @@ class Nonfinite(CheckedRule):
         """Whether the fp16 scaler skips this step, and has not skipped too many in a row."""
         skipped = history.scalar("skipped", SKIPPED_STEP_LOOKBACK)
         # `skipped` is known after the step only; a scaler skips each step that is not finite
-        if number_of(history, "scaled") != 1 and skipped[-1] != 1:
+        if history.number("scaled") != 1 and skipped[-1] != 1:
             return False
         own = is_own(history, SKIPPED_STEP_LOOKBACK)
         before = skipped[own][-self.skipped_steps : -1]
@@ -237,13 +237,13 @@ def _number(loss: float) -> str:
 
 def _elsewhere(history: History) -> bool:
     """Whether another rank had it and this one did not, as far as ranks have informed each other."""
-    return number_of(history, "elsewhere") == 1
+    return history.number("elsewhere") == 1
 
 
 def _backward(history: History, unhealthy: Sites, healthy: Sites) -> tuple[str, str, str]:
     """The layer at which a backward pass went wrong, what says so, and what to change."""
     origin, after = _border(history, unhealthy, healthy)
-    signal = row_of(history, "signal_norm")[history.layout.index[origin]]
+    signal = history.row("signal_norm")[history.layout.index[origin]]
     if not _elsewhere(history) and np.isfinite(signal):
         where = f"inside layer {origin}, whose own signal is finite"
     elif after:
@@ -259,9 +259,9 @@ def _first_tap(history: History, some_healthy: bool) -> tuple[str, ...]:
     none was so, and where everything was: that tells nothing.
     """
     taps = history.layout.taps
-    order = row_of(history, "tap_order")[taps]
+    order = history.row("tap_order")[taps]
     came = taps[np.argsort(order)][: np.count_nonzero(~np.isnan(order))]
-    bad = np.flatnonzero(~np.isfinite(row_of(history, "grad_norm")[came]))
+    bad = np.flatnonzero(~np.isfinite(history.row("grad_norm")[came]))
     if not len(bad) or (len(bad) == len(came) and not some_healthy):
         return ()
     first = int(bad[0])

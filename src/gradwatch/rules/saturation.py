@@ -23,7 +23,7 @@ from gradwatch.rules.evidence.layer_levels import (
     weights_over_usual,
 )
 from gradwatch.rules.evidence.recent_rows import RecentRows
-from gradwatch.rules.evidence.records import is_first_record, row_of
+from gradwatch.rules.evidence.records import is_first_record
 from gradwatch.rules.evidence.samples import (
     FIRST_SAMPLES,
     in_run_order,
@@ -106,7 +106,7 @@ class Saturation(CheckedRule):
 def _cause(history: History, site: int, back: int) -> tuple[str, str]:
     """Why the outputs of the layer `site` are too large, as far as the record tells, and what to change."""
     layer = history.layout.sites[site].name
-    rms = row_of(history, "input_rms")[site]
+    rms = history.row("input_rms")[site]
     if rms > UNSCALED_INPUT_RMS:
         cause = f" The inputs of layer {layer} are not scaled: their root mean square is {number_text(rms, 3)}."
         return cause, f"inputs of mean 0 and standard deviation 1 for layer {layer}."

@@ -16,7 +16,7 @@ from gradwatch.rules.evidence.baseline import largest_first_loss, median_and_spr
 from gradwatch.rules.evidence.jumps import LARGE_UPDATE, batch_remedy, grew_alike, jump_text, largest_update
 from gradwatch.rules.evidence.learning_rates import SANE_SHARE, clipping_limit, rate_jump
 from gradwatch.rules.evidence.recent_rows import RecentRows
-from gradwatch.rules.evidence.records import is_alone, is_own, number_of
+from gradwatch.rules.evidence.records import is_alone, is_own
 from gradwatch.rules.evidence.samples import FIRST_SAMPLES
 from gradwatch.rules.evidence.weights import relative_updates, update_samples
 from gradwatch.rules.evidence.wording import batch_text, capitalized, name_text, ratio_text, steps_text
@@ -112,7 +112,7 @@ class Spike(CheckedRule):
         highest = history.opening[1] if len(history) > OPENING else before[np.isfinite(before)].max(initial=0.0)
         if history.total >= self.beyond * highest > 0:
             return True
-        loss = abs(number_of(history, "loss"))
+        loss = abs(history.number("loss"))
         return np.inf > loss >= self.beyond * abs(largest_first_loss(history, FIRST_LEVEL_LOSSES)) > 0
 
     def _at(self, history: History, back: int, *, returned: bool = False) -> Sequence[Finding]:

@@ -15,7 +15,7 @@ from gradwatch.core.number_text import number_text
 from gradwatch.core.record import MEASURED, TOTAL, Floats, Layout, Mask, Sites
 from gradwatch.rules.evidence.baseline import LEVEL_RECORDS, is_stuck
 from gradwatch.rules.evidence.recent_rows import RecentRows
-from gradwatch.rules.evidence.records import is_own, row_of
+from gradwatch.rules.evidence.records import is_own
 from gradwatch.rules.evidence.samples import RECENT_RECORDS, sampled
 from gradwatch.rules.evidence.weights import relative_updates, update_samples, zeroed_by_interventions
 from gradwatch.rules.evidence.wording import name_text, ratio_text, steps_text
@@ -218,7 +218,7 @@ def _cause(history: History, own: Sites, back: int, most: float) -> tuple[str, s
     """Why the steps are so short, and what to change. `most`: the largest update over the size of the weights."""
     rates = history.scalar("lr", RECENT_RECORDS)
     rate, highest = float(rates[-back]), float(np.fmax.reduce(rates[-own]))
-    norm, left = (float(row_of(history, name, back=back)[0]) for name in ("grad_norm", "grad_norm_clipped"))
+    norm, left = (float(history.row(name, back=back)[0]) for name in ("grad_norm", "grad_norm_clipped"))
     usual = "a usual lr in configure_optimizers: 1e-3 for Adam, or 0.1 for SGD."
     if most >= RELIABLE_UPDATE and rate > 0:
         better = rate * USUAL_UPDATE / most

@@ -14,7 +14,7 @@ from gradwatch.core.number_text import number_text
 from gradwatch.core.record import Floats, Mask
 from gradwatch.rules.evidence.baseline import LEVEL_RECORDS, first_and_last_loss
 from gradwatch.rules.evidence.recent_rows import RecentRows
-from gradwatch.rules.evidence.records import is_first_record, number_of
+from gradwatch.rules.evidence.records import is_first_record
 from gradwatch.rules.evidence.samples import samples, streak_lengths
 from gradwatch.rules.evidence.weights import has_float16
 from gradwatch.rules.rule import CheckedRule
@@ -70,7 +70,7 @@ class Underflow(CheckedRule):
             return []
         streak = int(streak_lengths(unhealthy))
         lasted = backs[len(backs) - streak]
-        under_scaler = number_of(history, "scaled") == 1
+        under_scaler = history.number("scaled") == 1
         if streak < self.samples or (under_scaler and lasted < self.scaled_records):
             return []
         always = streak == len(unhealthy)
@@ -131,7 +131,7 @@ class Underflow(CheckedRule):
 
 def _loss_left(history: History) -> str:
     """', while the loss is 0.3', empty where it is 0 or not known."""
-    loss = number_of(history, "loss")
+    loss = history.number("loss")
     return f", while the loss is {number_text(loss)}" if loss > 0 else ""
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from gradwatch.core.history import History
 from gradwatch.core.number_text import number_text
 from gradwatch.rules.evidence.learning_rates import EFFECT_RECORDS, RateJump, clipping_limit, rate_jump
-from gradwatch.rules.evidence.records import is_first_record, is_own, own_records, row_of
+from gradwatch.rules.evidence.records import is_first_record, is_own, own_records
 from gradwatch.rules.evidence.wording import batch_text, ratio_text, steps_text
 
 OVERFLOW_RECORDS = 10
@@ -142,7 +142,7 @@ def grew_alike(history: History, back: int) -> bool:
 
 def largest_update(history: History, back: int) -> float:
     """The largest update of a layer over the size of its weights at that record; NaN where it is not known."""
-    ratios = row_of(history, "update_ratio", back=back)[history.layout.layers]
+    ratios = history.row("update_ratio", back=back)[history.layout.layers]
     return float(np.fmax.reduce(ratios, initial=np.nan))
 
 

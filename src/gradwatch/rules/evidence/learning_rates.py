@@ -8,7 +8,7 @@ import numpy as np
 
 from gradwatch.core.history import History
 from gradwatch.core.number_text import number_text
-from gradwatch.rules.evidence.records import is_own, number_of, own_records
+from gradwatch.rules.evidence.records import is_own, own_records
 from gradwatch.rules.evidence.samples import RECENT_RECORDS
 from gradwatch.rules.evidence.weights import relative_updates, update_samples
 from gradwatch.rules.evidence.wording import distance_text, ratio_text
@@ -101,7 +101,7 @@ def rate_jump(history: History, *, back: int = 1, records: int = EFFECT_RECORDS)
 
 def maximizes(history: History) -> bool:
     """Whether the optimizer of the latest record is meant to raise the loss."""
-    return number_of(history, "maximize") == 1
+    return history.number("maximize") == 1
 
 
 def may_be_large(history: History) -> bool:
@@ -119,7 +119,7 @@ def may_be_large(history: History) -> bool:
 
 def rate_text(history: History, *, back: int = 1) -> str:
     """' (lr=0.3, 100 times that of 20 steps before)' as of the record `back` from the end, empty where not known."""
-    rates, momentum = history.scalar("lr", back + 19), number_of(history, "momentum", back=back)
+    rates, momentum = history.scalar("lr", back + 19), history.number("momentum", back=back)
     if not rates[-back] > 0:
         return ""
     rates = rates[: len(rates) + 1 - back]
@@ -149,7 +149,7 @@ def measured_remedy(history: History, back: int) -> str:
     """
     if (passes := summed_passes(history)) is not None:
         return f"loss / N before each of a step's N backward passes, which are added up: N is {passes} at least."
-    if number_of(history, "momentum") >= LONG_MOMENTUM:
+    if history.number("momentum") >= LONG_MOMENTUM:
         return "momentum=0.9 in configure_optimizers."
     rates, backs = history.scalar("lr", RECENT_RECORDS), update_samples(history)
     if not len(backs) or not is_own(history, RECENT_RECORDS)[-backs[-1]]:
@@ -210,7 +210,7 @@ def summed_passes(history: History) -> int | None:
     """
     norms, arrived = history.window("grad_norm", CLIPPED_RECORDS), history.window("arrived_norm", CLIPPED_RECORDS)
     stale = history.scalar("stale", CLIPPED_RECORDS)
-    if number_of(history, "accumulate") > 1 or (stale > 0).any():
+    if history.number("accumulate") > 1 or (stale > 0).any():
         return None
     own = is_own(history, CLIPPED_RECORDS)
     with np.errstate(divide="ignore", invalid="ignore"):

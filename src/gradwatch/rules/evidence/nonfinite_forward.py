@@ -9,7 +9,7 @@ import numpy as np
 from gradwatch.core.history import History, NonfiniteOrigin
 from gradwatch.core.number_text import number_text
 from gradwatch.core.record import MEASURED, TOTAL, Floats, Layout, Sites
-from gradwatch.rules.evidence.records import own_records, row_of
+from gradwatch.rules.evidence.records import own_records
 from gradwatch.rules.evidence.samples import in_run_order
 from gradwatch.rules.evidence.weights import has_float16
 from gradwatch.rules.evidence.wording import batch_text, capitalized, name_text, ratio_text
@@ -46,7 +46,7 @@ def first_nonfinite_output(history: History, *, records: int, loss: float, bad_l
     back = history.newest("output_max")
     if back > records:
         return None
-    layout, largest = history.layout, row_of(history, "output_max", back=back)
+    layout, largest = history.layout, history.row("output_max", back=back)
     if len(lost := _lost(history, back)):
         return _of_weights(history, lost, back)
     ran = in_run_order(history, np.concatenate([layout.layers, layout.activations]), back=back)
@@ -57,7 +57,7 @@ def first_nonfinite_output(history: History, *, records: int, loss: float, bad_l
     if not len(spoiled):
         return None if np.isfinite(loss) else _of_loss(layout, ran, largest, bad_loss=bad_loss)
     place = int(spoiled[0])
-    if np.isinf(row_of(history, "input_max", back=back)[ran[place]]):
+    if np.isinf(history.row("input_max", back=back)[ran[place]]):
         return _of_batch(history, int(ran[place]))
     return _of_module(layout, ran[: place + 1], largest)
 
@@ -95,7 +95,7 @@ def _of_weights(history: History, lost: Sites, back: int) -> NonfiniteForward:
     if not len(own):
         cause = f"{whose} from the start: so they were initialised, or came out of a checkpoint."
         remedy = f"nn.init.kaiming_normal_ for the weights of layer {names[0]}."
-    elif not np.isfinite(row_of(history, "grad_norm", back=int(own[-1]))[lost]).all():
+    elif not np.isfinite(history.row("grad_norm", back=int(own[-1]))[lost]).all():
         cause = f"{whose} any more: an earlier step with a gradient that was not finite went into them."
         remedy = "a checkpoint from before that step; its cause is reported where it happened."
     elif steps[-back] - steps[-int(own[-1])] > len(np.unique(history.optimizers(len(history)))):

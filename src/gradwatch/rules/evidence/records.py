@@ -1,4 +1,4 @@
-"""Records of a history: the numbers of one of them, and which are of the latest record's optimizer.
+"""Which records of a history are of the latest record's optimizer.
 
 Where several optimizers take turns, each is judged by its own records.
 """
@@ -9,17 +9,6 @@ import numpy as np
 
 from gradwatch.core.history import History
 from gradwatch.core.record import Floats, Mask, Sites
-
-
-def number_of(history: History, name: str, *, back: int = 1) -> float:
-    """A number of the whole step (`loss`, `lr`, ...) at the record `back` from the end."""
-    return float(history.scalar(name, back)[0])
-
-
-def row_of(history: History, statistic: str, *, back: int = 1) -> Floats:
-    """`statistic` at all sites at the record `back` from the end: shape [sites]."""
-    row: Floats = history.at(statistic, np.array([back]))[0]
-    return row
 
 
 def is_own(history: History, n: int) -> Mask:

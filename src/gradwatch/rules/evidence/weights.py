@@ -8,7 +8,6 @@ import numpy as np
 
 from gradwatch.core.history import History
 from gradwatch.core.record import Floats, Layout, Mask, Sites
-from gradwatch.rules.evidence.records import row_of
 from gradwatch.rules.evidence.samples import RECENT_RECORDS, own_samples, sampled
 
 NEAR_ZERO_SHARE = 1e-3
@@ -75,7 +74,7 @@ def sensitivity(history: History, layers: Sites) -> Floats | None:
     known = own_samples(history, "weight_norm")
     if not len(known) or not has_norm_layers(history.layout):
         return None
-    found = row_of(history, "grad_norm")[layers] * history.at("weight_norm", known[-1:])[0, layers]
+    found = history.row("grad_norm")[layers] * history.at("weight_norm", known[-1:])[0, layers]
     return None if np.isnan(found).any() else found
 
 

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from gradwatch.core.alert import short_list
 from gradwatch.core.history import History
 from gradwatch.core.number_text import number_text
-from gradwatch.rules.evidence.records import number_of
 
 
 def ratio_text(dex: float) -> str:
@@ -35,7 +34,7 @@ def batch_text(history: History, *, back: int = 1) -> str:
     """' at batch 17 of epoch 2 on rank 1', of the record `back` from the end, without what is not known."""
     said = ""
     for name, words in (("batch", "at batch"), ("epoch", "of epoch"), ("rank", "on rank")):
-        number = number_of(history, name, back=back)
+        number = history.number(name, back=back)
         if math.isfinite(number) and (said or name != "epoch"):
             said += f" {words} {number:.0f}"
     return said
