@@ -90,7 +90,7 @@ def judge(rule: Rule, history: History) -> Sequence[Finding] | None:
     found = rule(history)
     if found and getattr(rule, "distrusts_records", False):
         for finding in found:
-            history.distrust([0, *(history.layout.index[site] for site in finding.sites)], back=finding.back)
+            history.distrust([0, *(history.layout.index[site] for site in finding.sites)], back=finding.onset)
     return found
 
 

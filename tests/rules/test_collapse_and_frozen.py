@@ -89,7 +89,7 @@ def test_weights_that_shrink_from_any_step_on(at: int, half_life: float) -> None
     before = [{"weights": USUAL * 1.0001 ** (i - at), "lr": 0.1} for i in range(at)]
     outcome = judge_steps(Collapse(), net(4), [*before, *shrinking(half_life, 140)])
     step, found = next((step, only(found)) for step, found in enumerate(outcome) if found)
-    assert step + 1 - found.back == (at + 1 if half_life == 7 else at)
+    assert step + 1 - found.onset == (at + 1 if half_life == 7 else at)
 
 
 def test_records_between_samples_do_not_tell() -> None:
@@ -104,7 +104,7 @@ def test_weights_that_fell_and_hardly_fall_any_more() -> None:
     sizes = [1.0, 1.0, 1.0, 0.7, 0.5, 0.4999, 0.4998, 0.4997]
     outcome = judge_steps(Collapse(), net(4), [{"weights": USUAL * size, "lr": 0.1} for size in sizes])
     for step in (6, 7):
-        assert step + 1 - only(outcome[step]).back == 3
+        assert step + 1 - only(outcome[step]).onset == 3
 
 
 @pytest.mark.parametrize("half_life", [7, 40])
@@ -213,7 +213,7 @@ def test_a_group_without_a_rate() -> None:
         "Layers fc0, fc1 have not changed at all in 30 steps, in spite of a gradient and while others train. Most "
         "often the learning rate of their parameter group is 0, or so small that rounding swallows every update."
     )
-    assert (found.back, found.headline) == (31, "not changed in 30 steps, in spite of a gradient")
+    assert (found.onset, found.headline) == (31, "not changed in 30 steps, in spite of a gradient")
     assert found.remedy == "an lr above 0 for the parameter group of layer fc0 in configure_optimizers."
     rows = steps(40, updates=[0.0, 0.0, 1e-3], lr=0.0, lr_highest=0.005)
     assert only(judge_steps(Frozen(), net(3), rows)[30]).remedy == (
@@ -266,9 +266,9 @@ def test_frozen_is_dated_exactly(seed: int) -> None:
     step = int(np.random.default_rng(seed).integers(0, 35))
     moved, still = steps(1)[0], steps(1, updates=[0.0, 1e-3, 1e-3])[0]
     found = findings(judge_steps(Frozen(), net(3), [*[moved] * step, *[still] * (step + 40)]))
-    assert {one.back for one in found if found} == set(range(31, 31 + len(found)))
+    assert {one.onset for one in found if found} == set(range(31, 31 + len(found)))
     off = [{"codes": {"fc1": Missing.FROZEN}}] * (30 + step)
-    assert [one.back for one in findings(judge_steps(Frozen(), net(4), off))] == list(range(30, 31 + step))[: step + 1]
+    assert [one.onset for one in findings(judge_steps(Frozen(), net(4), off))] == list(range(30, 31 + step))[: step + 1]
 
 
 def test_a_layer_that_is_off_amid_its_like() -> None:

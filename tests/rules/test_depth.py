@@ -207,7 +207,7 @@ def test_a_gradient_that_died_with_nothing_learnt() -> None:
         "The total gradient norm fell from 2.4 to 2.4e-6 while the loss did not improve (0.69 at first, now 0.69): "
         "the model stopped learning. Most often its units"
     )
-    assert (found.back, found.headline) == (20, "the gradient norm fell from 2.4 to 2.4e-6, the loss did not")
+    assert (found.onset, found.headline) == (20, "the gradient norm fell from 2.4 to 2.4e-6, the loss did not")
 
 
 def test_no_gradient_at_all_since_the_first_steps() -> None:
@@ -218,7 +218,7 @@ def test_no_gradient_at_all_since_the_first_steps() -> None:
         "or dead, after too large a step."
     )
     assert found.remedy.startswith("no ReLU or clamp after the last layer; or a smaller lr")
-    assert (found.back, found.headline) == (20, "every gradient has been exactly 0 for 20 steps")
+    assert (found.onset, found.headline) == (20, "every gradient has been exactly 0 for 20 steps")
 
 
 @pytest.mark.parametrize(
@@ -296,7 +296,7 @@ def test_a_gradient_that_grew_with_its_loss(loss: float, severity: Severity | No
         f"The total gradient norm grew from 2.4 to 7300 and the loss rose with it, from 1 to {loss:.3g}: "
         "the steps are too large for this loss."
     )
-    assert (found.back, found.headline) == (20, "the gradient norm grew from 2.4 to 7300")
+    assert (found.onset, found.headline) == (20, "the gradient norm grew from 2.4 to 7300")
     assert found.remedy == (
         "a smaller lr in configure_optimizers, or Trainer(gradient_clip_val=2.4), the usual norm before."
     )
@@ -314,7 +314,7 @@ def test_a_gradient_that_grew_with_its_loss(loss: float, severity: Severity | No
 def test_weights_that_have_not_changed_have_not_become_anything(rule: Any, far: Any, weights: float) -> None:
     rows = [{"signals": 1.0, "weights": weights}] * 5 + [{"signals": far, "weights": weights}] * 3
     found = only(judge_rows(rule, net(), rows)[-1])
-    assert found.back == 3
+    assert found.onset == 3
     assert f": the weights are too {'small' if weights == 1.0 else 'large'}, and there is no norm." in found.message
 
 
@@ -340,7 +340,7 @@ def test_depth_is_dated_at_the_first_agreeing_sample(seed: int) -> None:
         outcome = judge_rows(rule(), net(), reported)
         first = next(place for place, found in enumerate(outcome) if found)
         found = only(outcome[first])
-        assert first + 1 - found.back == begun
+        assert first + 1 - found.onset == begun
         assert (words in found.message) == (begun > 0)
         assert ("initial weights" in found.message) == (begun == 0)
         assert re.search("times (weaker|stronger) than", found.headline)

@@ -451,7 +451,7 @@ def ended(*, before: int = 40, after: int = 40, rests: int = 0, then: float = 1.
 def test_a_layer_beside_a_skip_connection_that_gets_no_gradient_any_more() -> None:
     outcome = ended()
     found = only(outcome[-1])
-    assert (found.layer, found.sites, found.severity, found.back) == ("b", ("b",), Severity.WARNING, 40)
+    assert (found.layer, found.sites, found.severity, found.onset) == ("b", ("b",), Severity.WARNING, 40)
     assert "has been exactly 0 for 20 steps or more, while layer c after it gets one" in found.message
     assert silent(outcome[:59])
     assert outcome[59]

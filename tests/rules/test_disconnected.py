@@ -156,10 +156,10 @@ def test_a_layer_that_had_a_gradient_long_ago() -> None:
     """It is dated at the step after that; its units are not dead from the start."""
     rows = [{"gradients": [0, 1, 1]}] * 1001
     found = only(judge_rows(Disconnected(), net(3), [{}] * 7 + rows)[-1])
-    assert found.back == 1001
+    assert found.onset == 1001
     assert found.message.endswith("or units that are dead.")
     gone = [{"codes": GONE}] * 1001
-    assert only(judge_rows(Disconnected(), net(3), [{}] * 7 + gone)[-1]).back == 1001
+    assert only(judge_rows(Disconnected(), net(3), [{}] * 7 + gone)[-1]).onset == 1001
 
 
 def test_a_layer_whose_gradient_stops() -> None:
@@ -172,7 +172,7 @@ def test_a_layer_whose_gradient_stops() -> None:
         assert silent(outcome[:late])
         found = only(outcome[late])
         assert (found.severity, found.sites, found.value, found.threshold) == (Severity.WARNING, ("fc1",), 100.0, 100.0)
-        assert found.back == late + 1 - 50 * (1 + len(between))
+        assert found.onset == late + 1 - 50 * (1 + len(between))
         assert found.headline == "no gradient any more, in 100 steps"
         assert found.message == (
             "Layer fc1 had a gradient at each of 50 steps, and none in the 100 steps since: detach(), torch.no_grad() "
@@ -221,11 +221,11 @@ def test_a_model_whose_gradients_stop() -> None:
     outcome = judge_rows(Disconnected(), net(3), [{}] * 7 + [nothing] * 20)
     assert silent(outcome[:26])
     found = only(outcome[26])
-    assert (found.sites, found.back, found.value) == (("fc0", "fc1", "fc2"), 20, 20.0)
+    assert (found.sites, found.onset, found.value) == (("fc0", "fc1", "fc2"), 20, 20.0)
     assert found.message.startswith("No watched layer got a gradient in 20 steps: backward() is not called before the")
     assert silent(judge_rows(Disconnected(), net(3), ([{}] * 7 + [nothing] * 19) * 10))
     late = judge_rows(Disconnected(), net(3), [{}] * 5 + [{"codes": GONE}] * 40 + [nothing] * 20)
-    assert only(late[-1]).back == 20, "the model's, not that of the layer that was lost before"
+    assert only(late[-1]).onset == 20, "the model's, not that of the layer that was lost before"
     lenient = judge_rows(Disconnected(unused_records=200), net(3), [{}] * 30 + [nothing] * 200)
     assert silent(lenient[:-1])
     assert "in 200 steps: backward() is not called" in only(lenient[-1]).message
@@ -316,7 +316,7 @@ def test_a_gradient_that_was_always_zero() -> None:
         "a weight above 0 for the loss of layer fc0, no clamp of its outputs, or straight through: "
         "x + (round(x) - x).detach()."
     )
-    assert (found.back, found.headline) == (20, "its gradient was exactly 0 at each of 20 steps")
+    assert (found.onset, found.headline) == (20, "its gradient was exactly 0 at each of 20 steps")
 
 
 @pytest.mark.parametrize(
@@ -414,7 +414,7 @@ def test_a_layer_in_no_optimizer() -> None:
         "Layer fc0 is trainable (requires_grad is True) but in no optimizer that GradWatch has seen, and keeps its "
         "values unless something else changes them."
     )
-    assert (found.back, found.headline) == (10, "it is trainable, but in no known optimizer")
+    assert (found.onset, found.headline) == (10, "it is trainable, but in no known optimizer")
     assert found.remedy == (
         "pass self.parameters() to the optimizer in configure_optimizers; or requires_grad_(False) where no gradient "
         "is meant to change it, as in a teacher that is an average."
@@ -425,7 +425,7 @@ def test_a_layer_in_no_optimizer() -> None:
 def test_what_left_its_optimizer_had_learnt(step: int) -> None:
     rows = [{"signals": 1.0}] * step + [{"codes": OUTSIDE, "signals": 1.0}] * 12
     outcome = judge_rows(Frozen(), net(3), rows)
-    assert [one[0].back for one in outcome if one] == [10, 11, 12]
+    assert [one[0].onset for one in outcome if one] == [10, 11, 12]
     assert "and keeps its values unless something else changes them." in only(outcome[-1]).message
 
 

@@ -102,7 +102,7 @@ def test_a_loss_that_runs_away() -> None:
         "the steps are too large (lr=0.1), or the loss is a sum where it should be a mean."
     )
     assert found.headline == "the loss went from 1 to 40"
-    assert found.back == 4  # 27 is the first over ten
+    assert found.onset == 4  # 27 is the first over ten
     assert found.remedy == (
         "a smaller lr in configure_optimizers, or Trainer(gradient_clip_val=1.4), the usual norm before."
     )
@@ -134,7 +134,7 @@ def test_a_rate_that_jumps_need_not_be_waited_for() -> None:
         "The loss is 40, 40 times the largest of its first 10 steps (1), right after the learning rate jumped to 30, "
         "300 times that of the step before."
     )
-    assert (found.headline, found.back) == ("the learning rate jumped 300 times, to 30", 2)
+    assert (found.headline, found.onset) == ("the learning rate jumped 300 times, to 30", 2)
     assert found.remedy == "an lr_scheduler in configure_optimizers that does not jump from lr=0.1 to lr=30."
     found = only(judge_steps(Divergence(), net(2), [*learnt, *rows[31:]])[31])
     assert found.message.endswith("that of the step before: what was learnt is overwritten.")
@@ -154,7 +154,7 @@ def test_a_rate_that_jumps_and_takes_away_what_was_learnt() -> None:
         "The loss is 5, 2.5 times the largest of its first 10 steps (2), right after the learning rate jumped to 3, "
         "30 times that of the step before: what was learnt is overwritten."
     )
-    assert (found.back, found.threshold, found.headline) == (11, 1.25, "the learning rate jumped 30 times, to 3")
+    assert (found.onset, found.threshold, found.headline) == (11, 1.25, "the learning rate jumped 30 times, to 3")
 
 
 @pytest.mark.parametrize(
@@ -315,8 +315,8 @@ def test_weights_that_are_carried_away() -> None:
     assert found.remedy == "momentum=0.9 in configure_optimizers."
     assert found.headline == "the weights grew 3.2 times, the loss went from 1 to 1.8"
     first = next(place for place, found in enumerate(outcome) if found)
-    assert outcome[first][0].back == 1
-    assert len(outcome) - found.back == first
+    assert outcome[first][0].onset == 1
+    assert len(outcome) - found.onset == first
 
 
 def test_a_momentum_that_forgets_nothing() -> None:
@@ -456,7 +456,7 @@ def test_weights_that_stand_still(row: dict[str, float], words: str, remedy: str
 def test_stalled_is_dated_at_the_first_step_of_the_stretch(step: int) -> None:
     outcome = judge_steps(Stalled(), net(2), [*steps(step), *still(80)])
     found = [(place, one[0]) for place, one in enumerate(outcome) if one]
-    assert {place + 1 - one.back for place, one in found} == {step}
+    assert {place + 1 - one.onset for place, one in found} == {step}
     assert found[0][1].headline.startswith(
         f"in {20 if step < 20 else step + 1} steps no weights have moved by more than 1e-9"
     )

@@ -252,7 +252,7 @@ def test_a_spike_after_a_step_that_moved_the_weights_is_no_bad_batch() -> None:
         rows = [*steps(60), *steps(1, updates=moved), {"gradients": 60.0, "loss": 15.0, "batch": 61, "epoch": 2}]
         outcome = judge_steps(Spike(), net(2), [*rows, *steps(returned)])
         found = only(outcome[-1])
-        assert found.back == 1 + returned
+        assert found.onset == 1 + returned
         return found.message + found.headline
 
     assert "weights by 0.8 times their size: steps are too large" in after(0.8, returned=False)
@@ -322,9 +322,9 @@ def test_poisoned_batches_are_dated_exactly(seed: int) -> None:
     spiked = [row | {"gradients": 40.0 if place == step else row["gradients"]} for place, row in enumerate(rows)]
     outcome = judge_rows(Spike(), net(3), spiked)
     (found,) = [(place, one[0]) for place, one in enumerate(outcome) if one]
-    assert found[0] - found[1].back + 1 == step
+    assert found[0] - found[1].onset + 1 == step
     lost = rows[:step] + [{"gradients": [1.0, NAN, 1.0]}] * 3
-    assert [one[0].back for one in judge_rows(Nonfinite(), net(3), lost) if one] == [1, 1, 1]
+    assert [one[0].onset for one in judge_rows(Nonfinite(), net(3), lost) if one] == [1, 1, 1]
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -334,5 +334,5 @@ def test_skipped_steps_are_dated_at_the_first(seed: int) -> None:
     rows = [*noise(step, layers=3), *([{"gradients": NAN, "skipped": 1.0}] * 50)]
     rows[step // 2] = {"gradients": NAN, "skipped": 1.0} if step > 2 else rows[0]
     found = only(judge_rows(rule, history, rows)[-1])
-    assert len(rows) - found.back == step
+    assert len(rows) - found.onset == step
     assert found.headline == "no finite gradient"

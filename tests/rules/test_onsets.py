@@ -9,11 +9,11 @@ import pytest
 
 from gradwatch.core.history import History
 from gradwatch.core.record import Missing
-from gradwatch.rules.dead import death_of, gradient_zero_since, unlearnt
+from gradwatch.rules.dead import death_of, unlearnt, zero_onset
 from gradwatch.rules.evidence.jumps import beginning
 from gradwatch.rules.evidence.layer_levels import bias_text, biases_of, weights_of, weights_over_usual
 from gradwatch.rules.evidence.records import is_first_record
-from gradwatch.rules.evidence.samples import streak_starts
+from gradwatch.rules.evidence.samples import onset_of
 from synthetic_history import NAN, USUAL, net, record
 
 
@@ -57,15 +57,15 @@ def test_the_first_record_of_a_run() -> None:
 def test_since_when_a_gradient_is_zero() -> None:
     rows = [{}, {"gradients": 0.0}, {}, {"gradients": 0.0}, {"optimizer": 1}, {"gradients": [0, 0, 1.0]}]
     made = history(rows)
-    assert [gradient_zero_since(made, site) for site in (1, 2, 3)] == [3, 3, None]
+    assert [zero_onset(made, site) for site in (1, 2, 3)] == [3, 3, None]
     absent = history([{}, {"codes": {"fc0": Missing.NO_GRADIENT}}, {"gradients": 0.0}])
-    assert gradient_zero_since(absent, 1) == 1
-    assert gradient_zero_since(history([{"gradients": 0.0}] * 3), 1) == 3
+    assert zero_onset(absent, 1) == 1
+    assert zero_onset(history([{"gradients": 0.0}] * 3), 1) == 3
 
 
 def test_where_a_streak_of_samples_starts() -> None:
     found = np.array([[True, True, False], [False, True, True], [True, True, False]])
-    assert streak_starts(found, np.array([10, 5, 1])).tolist() == [1, 10, 1]
+    assert onset_of(found, np.array([10, 5, 1])).tolist() == [1, 10, 1]
 
 
 STEADY = [{"lr": 0.1, "weights": USUAL}] * 30

@@ -297,7 +297,7 @@ def test_underflow_is_dated_to_its_first_sample(at: int, every: int) -> None:
     last = max(step for step, row in enumerate(rows) if row[0] is not None)
     found = Underflow()(half_history(rows[: last + 1], loss=[1.0] * (last + 1)))
     assert found
-    assert last + 1 - found[0].back == -(-at // every) * every
+    assert last + 1 - found[0].onset == -(-at // every) * every
     assert "since the first step" not in found[0].message
 
 
@@ -483,7 +483,7 @@ def test_how_long_gradients_have_been_stale_is_counted() -> None:
         found.append(StaleGrad()(made))
     latest = found[-1]
     assert latest
-    assert (latest[0].back, len(found) - latest[0].back) == (7, 3)
+    assert (latest[0].onset, len(found) - latest[0].onset) == (7, 3)
     assert "6 times in a row" in latest[0].message
 
 

@@ -466,7 +466,7 @@ def test_inputs_whose_scale_changes_in_mid_run() -> None:
     sparse = [Row(inputs=2e3), *[Row(sampled=False)] * 49] * 3
     found = play(InputScale(), [Row()] * 10 + sparse)
     assert [step for step, one in enumerate(found) if one] == [10 + 100]
-    assert only(found[110]).back == 101
+    assert only(found[110]).onset == 101
     assert silent(play(InputScale(), [Row()] * 10 + [Row(inputs=2e3)] * 4))
     assert silent(play(InputScale(), ([Row()] * 3 + sparse[:100]) * 3))
 
@@ -671,7 +671,7 @@ def test_what_is_sampled_is_dated_to_its_first_sample(name: str, at: int, every:
         rule = make()
         rows = [replace(bad if step >= at else Row(), sampled=step % every == 0) for step in range(at + 70)]
     step, found = next((step, found) for step, found in enumerate(play(rule, rows)) if found)
-    assert step + 1 - found[0].back == -(-at // every) * every
+    assert step + 1 - found[0].onset == -(-at // every) * every
     assert "first step" not in found[0].message + found[0].headline
 
 

@@ -106,8 +106,8 @@ class Finding:
     """Evidence and likely cause, in full sentences."""
     remedy: str
     """One concrete change to try."""
-    back: int = 1
-    """The position of the record at which the fault begins, counted from the end of the history: 1 is the latest."""
+    onset: int = 1
+    """The record at which the fault begins, counted from the end of the history: 1 is the latest."""
     headline: str = ""
     """What happened, in a clause for one line of the log: "the learning rate jumped 3000 times, to 3"."""
     effects: tuple[Effect, ...] = ()

@@ -277,7 +277,7 @@ class Diagnosis:
                 index, changed = history.layout.index, True
                 for finding in found:
                     sites = [index[site] for site in finding.sites if site in index]
-                    history.distrust([0, *sites], back=finding.back)
+                    history.distrust([0, *sites], back=finding.onset)
         onset = partial(_onset, history)
         changes = self.incidents.update(step, findings, history.layout.index, onset=onset)
         if changes:
@@ -388,7 +388,7 @@ class AlertReaction:
 
 def _onset(history: History, finding: Finding) -> int:
     """The step of the record at which the fault begins, or of the oldest that is kept."""
-    return history[-min(finding.back, len(history))].step
+    return history[-min(finding.onset, len(history))].step
 
 
 def _overhead(history: History) -> float:

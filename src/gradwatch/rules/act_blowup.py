@@ -20,7 +20,7 @@ from gradwatch.rules.evidence.jumps import beginning
 from gradwatch.rules.evidence.layer_levels import weights_of
 from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.records import is_own
-from gradwatch.rules.evidence.samples import FIRST_SAMPLES, RECENT_RECORDS, in_run_order, samples, streak_starts
+from gradwatch.rules.evidence.samples import FIRST_SAMPLES, RECENT_RECORDS, in_run_order, onset_of, samples
 from gradwatch.rules.evidence.weights import has_norm_layers
 from gradwatch.rules.evidence.wording import name_text, ratio_text
 from gradwatch.rules.rule import CheckedRule
@@ -90,8 +90,8 @@ class ActBlowup(CheckedRule):
         value, query, key = max(unhealthy)
         sites = layout.names(sorted({site for _, *pair in unhealthy for site in pair}))
         layer, other = layout.names([query, key])
-        back = int(streak_starts(levels[:, query] * levels[:, key] >= self.logits, backs))
-        how = beginning(history, back)
+        onset = int(onset_of(levels[:, query] * levels[:, key] >= self.logits, backs))
+        how = beginning(history, onset)
         message = (
             f"The outputs of layers {layer} and {other} have root mean squares whose product is "
             f"{number_text(value, 3)}, for {self.samples} samples or more; up to {number_text(self.logits, 3)} is "
@@ -102,7 +102,9 @@ class ActBlowup(CheckedRule):
         norm = f"nn.LayerNorm over each head's queries and keys after layers {short_list(sites)}, or a smaller lr."
         remedy = how.remedy or norm
         headline = f"queries times keys are {number_text(value, 3)} in size, {number_text(self.logits, 3)} is normal"
-        return [Finding(self.name, Severity.WARNING, layer, sites, value, self.logits, message, remedy, back, headline)]
+        return [
+            Finding(self.name, Severity.WARNING, layer, sites, value, self.logits, message, remedy, onset, headline)
+        ]
 
     def _grown(self, history: History, levels: Floats, backs: Sites) -> list[Finding]:
         layers = history.layout.layers
@@ -134,11 +136,11 @@ class ActBlowup(CheckedRule):
             f"({number_text(first[place])}); up to "
             f"{ratio_text(self.growth_dex)} times is normal."
         )
-        back = int(streak_starts(beyond[:, unhealthy], backs).max())
-        cause, remedy = _growth(history, int(ran[0]), back)
+        onset = int(onset_of(beyond[:, unhealthy], backs).max())
+        cause, remedy = _growth(history, int(ran[0]), onset)
         text, limit = message + cause, self.growth_dex
         headline = f"its outputs grew {ratio_text(value)} times, and still grow"
-        return [Finding(self.name, Severity.WARNING, layer, names, value, limit, text, remedy, back, headline)]
+        return [Finding(self.name, Severity.WARNING, layer, names, value, limit, text, remedy, onset, headline)]
 
     def _learns_by_it(self, history: History, level: Floats, backs: Sites) -> bool:
         """Whether the loss fell while an output grew to its present `level`, as it does on the way to large targets."""
@@ -146,19 +148,20 @@ class ActBlowup(CheckedRule):
         series, own = history.scalar("loss", RECENT_RECORDS), is_own(history, RECENT_RECORDS)
         if not len(smaller):
             return False
-        begun = len(series) - int(backs[smaller[-1]])
-        then = series[max(0, begun - LEVEL_RECORDS) : begun + 1][own[max(0, begun - LEVEL_RECORDS) : begun + 1]]
+        end = len(series) + 1 - int(backs[smaller[-1]])
+        before = slice(max(0, end - 1 - LEVEL_RECORDS), end)
+        then = series[before][own[before]]
         now = series[own][-LEVEL_RECORDS:]
         then, now = then[np.isfinite(then)], now[np.isfinite(now)]
         if not len(then) or not len(now):
             return False
-        before = float(np.median(then))
-        return float(np.median(now)) < before - self.falling_share * abs(before)
+        level = float(np.median(then))
+        return float(np.median(now)) < level - self.falling_share * abs(level)
 
 
-def _growth(history: History, site: int, back: int) -> tuple[str, str]:
+def _growth(history: History, site: int, onset: int) -> tuple[str, str]:
     """What the record tells of why the outputs of the layer `site` grew, and what to change."""
-    layer, how = history.layout.sites[site].name, beginning(history, back)
+    layer, how = history.layout.sites[site].name, beginning(history, onset)
     weights = weights_of(history, site)
     weights = weights[~np.isnan(weights)]
     norms = has_norm_layers(history.layout)

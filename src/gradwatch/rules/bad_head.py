@@ -12,7 +12,7 @@ from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
 from gradwatch.core.record import Floats, Mask
 from gradwatch.rules.evidence.recent_rows import RecentRows
-from gradwatch.rules.evidence.samples import in_run_order, layer_before, samples, streak_starts
+from gradwatch.rules.evidence.samples import in_run_order, layer_before, onset_of, samples
 from gradwatch.rules.rule import CheckedRule
 
 LOSS_NAMES = {1: "a cross entropy", 2: "a binary cross entropy with logits"}
@@ -74,20 +74,20 @@ class BadHead(CheckedRule):
         near = in_run_order(history, layers[values[-1, layers] > 0])
         # without a name for the parameters (sharded ones), the last layer that ran
         layer = int((near if len(near) else in_run_order(history, layers))[-1])
-        return layer, float(values[-1, 0]), int(streak_starts(found[0][:, 0] > 0, found[1]))
+        return layer, float(values[-1, 0]), int(onset_of(found[0][:, 0] > 0, found[1]))
 
     def _doubled(self, history: History, squash: str) -> Finding | None:
         found = self._in_graph(history, f"{squash}_head")
         if found is None:
             return None
-        layer, loss, back = found
-        return self._finding(history, layer, squash, f"a {squash}", int(loss), (loss, 1.0), back)
+        layer, loss, onset = found
+        return self._finding(history, layer, squash, f"a {squash}", int(loss), (loss, 1.0), onset)
 
     def _broadcast(self, history: History) -> Finding | None:
         found = self._in_graph(history, "loss_broadcast")
         if found is None:
             return None
-        site, batch, back = found
+        site, batch, onset = found
         layer, whose = _named(history, site)
         message = (
             f"The loss compares each output of {whose} with all {batch:.0f} targets of the batch: their shapes "
@@ -96,7 +96,7 @@ class BadHead(CheckedRule):
         )
         remedy = f"targets of the shape of the output of {whose}: y.view_as(output), or output.squeeze(1)."
         headline = f"each output is compared with all {batch:.0f} targets of the batch: shapes broadcast"
-        return Finding(self.name, Severity.WARNING, layer, (layer,), batch, 1.0, message, remedy, back, headline)
+        return Finding(self.name, Severity.WARNING, layer, (layer,), batch, 1.0, message, remedy, onset, headline)
 
     def _by_numbers(self, history: History) -> Finding | None:
         found = samples(history, "logit_misfit")
@@ -113,12 +113,12 @@ class BadHead(CheckedRule):
         squash = "sigmoid" if activation.module == "Sigmoid" else "softmax"
         what = f"the {activation.module} {activation.name}"
         loss = 2 if squash == "sigmoid" else 1
-        back = int(streak_starts(found[0][:, site] < self.misfit, found[1]))
+        onset = int(onset_of(found[0][:, site] < self.misfit, found[1]))
         layer, measured = layer_before(history, site), (misfits[-1, site], self.misfit)
-        return self._finding(history, layer, squash, what, loss, measured, back)
+        return self._finding(history, layer, squash, what, loss, measured, onset)
 
     def _finding(
-        self, history: History, site: int, squash: str, what: str, loss: int, measured: tuple[float, float], back: int
+        self, history: History, site: int, squash: str, what: str, loss: int, measured: tuple[float, float], onset: int
     ) -> Finding:
         """`measured`: the value and its limit."""
         layer, whose = _named(history, site)
@@ -133,7 +133,7 @@ class BadHead(CheckedRule):
         headline = f"{what} goes into a loss that {again}"
         value, threshold = measured
         return Finding(
-            self.name, Severity.WARNING, layer, (layer,), float(value), threshold, message, remedy, back, headline
+            self.name, Severity.WARNING, layer, (layer,), float(value), threshold, message, remedy, onset, headline
         )
 
 

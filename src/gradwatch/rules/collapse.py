@@ -17,7 +17,7 @@ from gradwatch.rules.evidence.baseline import LEVEL_RECORDS
 from gradwatch.rules.evidence.jumps import beginning
 from gradwatch.rules.evidence.recent_rows import ROUNDING, RecentRows
 from gradwatch.rules.evidence.records import is_alone, is_own, own_losses, own_records
-from gradwatch.rules.evidence.samples import RECENT_RECORDS, lasted, own_samples, samples, streak_lengths, streak_starts
+from gradwatch.rules.evidence.samples import RECENT_RECORDS, in_a_row, lasted, onset_of, own_samples, samples
 from gradwatch.rules.evidence.weights import without_norms
 from gradwatch.rules.evidence.wording import distance_text, name_text
 from gradwatch.rules.rule import CheckedRule
@@ -123,10 +123,10 @@ class Collapse(CheckedRule):
                 f"outputs with a term of their own in the loss have shrunk to {number_text(rms)}: a posterior "
                 "collapses so"
             )
-            back = int(streak_starts(small, backs))
+            onset = int(onset_of(small, backs))
             return [
                 Finding(
-                    self.name, Severity.WARNING, names[0], names, rms, self.code_rms, message, remedy, back, headline
+                    self.name, Severity.WARNING, names[0], names, rms, self.code_rms, message, remedy, onset, headline
                 )
             ]
         return []
@@ -153,15 +153,15 @@ class Collapse(CheckedRule):
             names = history.layout.names(layers[gone])
             share = float(np.median(now[gone] / peak[gone]))
             sizes = np.nan_to_num(history.at("weight_norm", backs)[:, layers[gone]] / peak[gone], posinf=0.0)
-            back = int(backs[::-1][sizes.sum(axis=1)[::-1].argmax()])
+            onset = int(backs[::-1][sizes.sum(axis=1)[::-1].argmax()])
             message = (
                 f"The weights of {name_text(names)} have shrunk to {number_text(100 * share)} % of their highest "
-                f"norm, in {len(names)} of {len(layers)} layers, in the {distance_text(history, back)} since it."
+                f"norm, in {len(names)} of {len(layers)} layers, in the {distance_text(history, onset)} since it."
             )
             headline = f"the weights shrank to {number_text(100 * share)} % of their highest norm"
-            more, remedy = _why(history, names, back, lower=max(1, back - 1))
+            more, remedy = _why(history, names, onset, lower=max(1, onset - 1))
             text, limit = message + more, self.left
-            return [Finding(self.name, Severity.WARNING, names[0], names, share, limit, text, remedy, back, headline)]
+            return [Finding(self.name, Severity.WARNING, names[0], names, share, limit, text, remedy, onset, headline)]
         return self._decays(history, layers, backs)
 
     def _decays(self, history: History, layers: Sites, backs: Sites) -> Sequence[Finding]:
@@ -185,10 +185,10 @@ class Collapse(CheckedRule):
         )
         headline = f"the weights lose half of their norm in {number_text(half_life)} {measured}steps"
         norms = history.at("weight_norm", backs)[:, layers[falls]]
-        back = self._falls_since(norms, backs, own, known=int(far[-1]))
-        more, remedy = _why(history, names, back, lower=back)
+        onset = self._falls_since(norms, backs, own, known=int(far[-1]))
+        more, remedy = _why(history, names, onset, lower=onset)
         text, limit = message + more, self.half_life
-        return [Finding(self.name, Severity.WARNING, names[0], names, half_life, limit, text, remedy, back, headline)]
+        return [Finding(self.name, Severity.WARNING, names[0], names, half_life, limit, text, remedy, onset, headline)]
 
     def _falls_since(self, norms: Floats, backs: Sites, own: Sites, *, known: int) -> int:
         """The first sample with fallen weights, of those since which they fall at every sample and at half the limit's
@@ -199,7 +199,7 @@ class Collapse(CheckedRule):
             halvings = np.median(np.log2(norms[:-1] / norms[1:]), axis=1)
         fast = (np.diff(norms, axis=0) < 0).all(axis=1) & ~(halvings < SLOWEST_SHARE * np.diff(own) / self.half_life)
         fast[known:] = True
-        return int(backs[len(backs) - streak_lengths(fast)])
+        return int(backs[len(backs) - in_a_row(fast)])
 
     def _wanted(self, history: History, layers: int, since: int) -> float:
         """Of how many `layers` it must be so, as they have shrunk since the record `since`.
@@ -209,12 +209,12 @@ class Collapse(CheckedRule):
         return max(2, layers) if layers < FEW_LAYERS or _learnt(history, since) else self.layers_share * layers
 
 
-def _why(history: History, names: tuple[str, ...], back: int, *, lower: int) -> tuple[str, str]:
-    """What is known of why the weights of `names` have shrunk since the record `back` from the end, as sentences, and
-    what to change. `lower`: the position of the first record with smaller weights.
+def _why(history: History, names: tuple[str, ...], onset: int, *, lower: int) -> tuple[str, str]:
+    """What is known of why the weights of `names` have shrunk since the record `onset`, as sentences, and what
+    to change. `lower`: the position of the first record with smaller weights.
     """
     how = beginning(history, lower)
-    lost, rate = _lost_each_step(history, names, back)
+    lost, rate = _lost_each_step(history, names, onset)
     known = how.sentence
     if lost > 0:
         known += (
@@ -224,13 +224,13 @@ def _why(history: History, names: tuple[str, ...], back: int, *, lower: int) -> 
     return known, how.remedy or _less_decay(history, lost, rate)
 
 
-def _lost_each_step(history: History, names: tuple[str, ...], back: int) -> tuple[float, float]:
-    """The share of the weights of `names` that a step takes, in the median, since the record `back` from the end; and
-    the learning rate. 0 where that changed, or they are not known.
+def _lost_each_step(history: History, names: tuple[str, ...], onset: int) -> tuple[float, float]:
+    """The share of the weights of `names` that a step takes, in the median, since the record `onset`; and the learning
+    rate. 0 where that changed, or they are not known.
     """
     own = own_records(history)
-    own = own[own <= back]
-    rates, weights = history.scalar("lr", back), history.window("weight_norm", back)
+    own = own[own <= onset]
+    rates, weights = history.scalar("lr", onset), history.window("weight_norm", onset)
     if len(own) < 2:
         return 0.0, 0.0
     rates = rates[-own]

@@ -35,8 +35,8 @@ from gradwatch.rules.evidence.samples import (
     lasted,
     layer_before,
     layers_before,
+    onset_of,
     samples,
-    streak_starts,
 )
 from gradwatch.rules.evidence.wording import name_text, steps_text
 from gradwatch.rules.rule import CheckedRule
@@ -128,16 +128,16 @@ class Dead(CheckedRule):
     def _silent(self, history: History, sites: Sites, zeros: Floats, backs: Sites) -> Finding:
         fed = np.array([_fed_zeros(history, layer_before(history, site)) for site in sites.tolist()])
         sites, follow = (sites, sites[:0]) if fed.all() else (sites[~fed], sites[fed])
-        activation, layer, back = _origin(history, sites, zeros == 1, backs)
+        activation, layer, onset = _origin(history, sites, zeros == 1, backs)
         layers, names = layers_before(history, sites), history.layout.names
         after = np.setdiff1d(layers_before(history, follow), layers)
         dead = np.concatenate([layers, after])
         starved = _starved_by(history, dead)
         biased = names(one for one in np.sort(layers) if bias_text(history, int(one)))
-        death = death_of(history, layer, back, biased=biased)
+        death = death_of(history, layer, onset, biased=biased)
         before = names(np.setdiff1d(_starved_by(history, np.array([layer])), dead))
         passes = "no gradient passes it"
-        if gradient_zero_since(history, layer) is not None:
+        if zero_onset(history, layer) is not None:
             also = f" and {_before_text(before)} get" if before else " gets"
             passes += f": layer {death.layer}{also} none"
         message = (
@@ -154,12 +154,12 @@ class Dead(CheckedRule):
         effects = _effects(history, dead=after, starved=starved)
         severity, where = self._severity(history), names(np.sort(layers))
         return Finding(
-            self.name, severity, death.layer, where, 1.0, 1.0, message, death.remedy, back, headline, effects
+            self.name, severity, death.layer, where, 1.0, 1.0, message, death.remedy, onset, headline, effects
         )
 
     def _mostly(self, history: History, sites: Sites, idle: Floats, backs: Sites, share: Floats) -> Finding:
-        activation, layer, back = _origin(history, sites, idle >= self.dead_share, backs, gradients=False)
-        death, limit = death_of(history, layer, back), self.dead_share
+        activation, layer, onset = _origin(history, sites, idle >= self.dead_share, backs, gradients=False)
+        death, limit = death_of(history, layer, onset), self.dead_share
         value = float(share[history.layout.index[activation.name]])
         percent = f"{100 * value:.0f} %"
         message = (
@@ -170,7 +170,7 @@ class Dead(CheckedRule):
         headline = f"{percent} of the units of its {activation.module} never fire{death.headline()}"
         names = history.layout.names(np.sort(layers_before(history, sites)))
         return Finding(
-            self.name, Severity.WARNING, death.layer, names, value, limit, message, death.remedy, back, headline
+            self.name, Severity.WARNING, death.layer, names, value, limit, message, death.remedy, onset, headline
         )
 
     def _severity(self, history: History) -> Severity:
@@ -219,8 +219,8 @@ class Dead(CheckedRule):
             return None
         # what is not reached in some batches, as experts are, may not be for longer
         zeros = early[::-1] == 0
-        since = np.where(zeros.all(axis=0), len(early), (~zeros).argmax(axis=0))  # zeros at its end
-        had = np.arange(len(early))[::-1, None] >= since
+        already = np.where(zeros.all(axis=0), len(early), (~zeros).argmax(axis=0))  # zeros at its end
+        had = np.arange(len(early))[::-1, None] >= already
         floor = VANISHED_SHARE * early.max(axis=1, keepdims=True)
         ended &= ((early > floor) | ~had).all(axis=0) & (had.sum(axis=0) >= self.records)
         flow = paths(history.layout, order)
@@ -228,7 +228,7 @@ class Dead(CheckedRule):
         ends = [place for place in ends if all(going[after] for after in flow.after[place])]
         if not ends:
             return None
-        first = max(ends, key=lambda place: (int(since[place]), place))
+        first = max(ends, key=lambda place: (int(already[place]), place))
         before = flow.above(np.isin(np.arange(len(order)), ends)) & ended
         before[ends] = False
         dead, nearest = order[[*(place for place in ends if place != first), first]], int(order[flow.after[first][0]])
@@ -241,29 +241,29 @@ class Dead(CheckedRule):
         the one after them that has a gradient.
         """
         site = int(dead[-1])
-        since = gradient_zero_since(history, site)
-        assert since is not None, "it is 0 at the latest record"
-        death = death_of(history, site, since)
+        onset = zero_onset(history, site)
+        assert onset is not None, "it is 0 at the latest record"
+        death = death_of(history, site, onset)
         name, after = death.layer, history.layout.sites[nearest].name
         too = f", and of {_before_text(history.layout.names(starved))}," if len(starved) else ""
         cause, remedy = f"most often no unit after layer {name} fires any more. {death.cause}", death.remedy
-        if (bounded := _bounded_after(history, site, since)) is not None:
+        if (bounded := _bounded_after(history, site, onset)) is not None:
             activation, share = bounded
             if share < ENDS_SHARE:
                 cause = (
                     f"most often what follows the {activation.module} {activation.name} makes it 0, such as a mask: "
-                    f"{100 * share:.0f} % of its outputs lie at its ends.{began_text(history, since)}"
+                    f"{100 * share:.0f} % of its outputs lie at its ends.{began_text(history, onset)}"
                 )
                 remedy = f"the outputs of {activation.name} without what multiplies them by 0."
             else:
-                cause, remedy = _at_its_ends(history, activation, site, since)
-        signals = history.window("signal_norm", since, sites=site)
+                cause, remedy = _at_its_ends(history, activation, site, onset)
+        signals = history.window("signal_norm", onset, sites=site)
         reached = bool((signals > 0).any())
         embeds = "Embedding" in history.layout.sites[site].module
         if reached or (embeds and not history.has("signal_norm")):
             severity, only = Severity.WARNING, "its padding_idx" if embeds else "0"
             cause = f"{'a backward signal reaches it, so' if reached else 'most often'} its inputs are all {only}, or "
-            cause += f"something makes its gradient 0.{began_text(history, since)}{unlearnt(history)}"
+            cause += f"something makes its gradient 0.{began_text(history, onset)}{unlearnt(history)}"
             look = "nn.LeakyReLU before it." if len(starved) else "look at a batch as the DataLoader returns it."
             remedy = f"inputs of layer {name} that are not all {only}: {look}"
         message = (
@@ -272,7 +272,7 @@ class Dead(CheckedRule):
         )
         headline = f"it gets no gradient any more{death.headline(len(starved))}"
         sites, effects = history.layout.names(np.sort(dead)), _effects(history, starved=starved)
-        return Finding(self.name, severity, name, sites, 0.0, 0.0, message, remedy, since, headline, effects)
+        return Finding(self.name, severity, name, sites, 0.0, 0.0, message, remedy, onset, headline, effects)
 
 
 def _effects(history: History, **layers: Sites) -> tuple[Effect, ...]:
@@ -284,19 +284,20 @@ def _origin(
     history: History, sites: Sites, silent: Mask, backs: Sites, *, gradients: bool = True
 ) -> tuple[Site, int, int]:
     """Of the activations `sites`, the one that died first, of several the nearest to the loss; the site index of the
-    layer before it; and the position, from the end, of the first record at which its units were dead.
+    layer before it; and the onset.
 
     `silent`: at which samples they were, shape [samples, sites]; `gradients`: whether no gradient passes them then.
     """
-    starts = streak_starts(silent, backs)
+    onsets = onset_of(silent, backs)
     found: list[tuple[int, int, int]] = []
     for site in in_run_order(history, sites)[::-1].tolist():
-        layer, start = layer_before(history, site), int(starts[site])
-        loud = backs[~silent[:, site]]
-        last = int(loud[-1]) if len(loud) else None
-        found.append((_dead_since(history, layer, start, last) if gradients else start, layer, site))
-    back, layer, site = max(found, key=lambda one: one[0])
-    return history.layout.sites[site], layer, back
+        layer, onset, loud = layer_before(history, site), int(onsets[site]), backs[~silent[:, site]]
+        zero = zero_onset(history, layer) if gradients else None
+        if zero is not None and (not len(loud) or zero < loud[-1]):  # after the sample at which they last fired
+            onset = zero
+        found.append((onset, layer, site))
+    onset, layer, site = max(found, key=lambda one: one[0])
+    return history.layout.sites[site], layer, onset
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,8 +305,6 @@ class Death:
     """What is known of how the units after a layer died."""
 
     layer: str
-    back: int
-    """The position, from the end, of the first record at which they were dead."""
     cause: str
     """What the record tells of the time before, of the steps just before, and of the layer: sentences."""
     remedy: str
@@ -319,24 +318,24 @@ class Death:
         return f"; {starved} layer{'s' * (starved > 1)} before get{'s' * (starved == 1)} no gradient"
 
 
-def death_of(history: History, layer: int, back: int, *, biased: Sequence[str] = ()) -> Death:
-    """How the units after `layer` (a site) died; the record `back` from the end is the first at which they were.
+def death_of(history: History, layer: int, onset: int, *, biased: Sequence[str] = ()) -> Death:
+    """How the units after `layer` (a site) died; at the record `onset` they first were.
 
     `biased`: all dead layers whose biases make most of their outputs, where there are more than this one.
     """
-    how, from_start = beginning(history, back), is_first_record(history, back)
-    reason, remedy = _reason(history, layer, back, biased, from_start=from_start)
+    how, from_start = beginning(history, onset), is_first_record(history, onset)
+    reason, remedy = _reason(history, layer, onset, biased, from_start=from_start)
     cause = f"{how.began}{how.sentence}{reason}{unlearnt(history)}".strip()
-    return Death(history.layout.sites[layer].name, back, cause, how.remedy or remedy, how.headline)
+    return Death(history.layout.sites[layer].name, cause, how.remedy or remedy, how.headline)
 
 
-def _reason(history: History, layer: int, back: int, biased: Sequence[str], *, from_start: bool) -> tuple[str, str]:
+def _reason(history: History, layer: int, onset: int, biased: Sequence[str], *, from_start: bool) -> tuple[str, str]:
     """What the weights and biases of `layer` say, as a sentence, and what to change."""
     name = history.layout.sites[layer].name
     if latest(weights_of(history, layer)) == 0:
         remedy = f"nn.init.kaiming_uniform_ for the weights of layer {name}, which are all zero."
         return f" The weights of layer {name} are all zero.", remedy
-    made, leaky = bias_text(history, layer, back=back), f"nn.LeakyReLU after layer {name}."
+    made, leaky = bias_text(history, layer, back=onset), f"nn.LeakyReLU after layer {name}."
     if not from_start and layer in in_run_order(history, history.layout.layers)[-1:]:
         leaky = f"no ReLU after layer {name}, the last one: it gives no negative number."
     if from_start and made:
@@ -345,34 +344,34 @@ def _reason(history: History, layer: int, back: int, biased: Sequence[str], *, f
     if from_start:
         return "", f"nn.init.kaiming_uniform_ for the weights of layer {name}, or {leaky}"
     biases = biases_of(history, layer)
-    bias, before = latest(biases), latest(biases[own_records(history) > back])
+    bias, before = latest(biases), latest(biases[own_records(history) > onset])
     if bias >= BIAS_GROWTH * before:
         made = (
             f" The biases of layer {name} grew meanwhile, from a root mean square of {number_text(before)} to "
             f"{number_text(bias)}."
         )
-    return made, measured_remedy(history, back) or f"a smaller lr in configure_optimizers, with warm-up, or {leaky}"
+    return made, measured_remedy(history, onset) or f"a smaller lr in configure_optimizers, with warm-up, or {leaky}"
 
 
-def _bounded_after(history: History, layer: int, back: int) -> tuple[Site, float] | None:
+def _bounded_after(history: History, layer: int, onset: int) -> tuple[Site, float] | None:
     """The Tanh, Sigmoid or the like that ran next after `layer`, when such outputs were last sampled, and which share
-    of them lay at its ends; NaN where that was before the record `back` from the end.
+    of them lay at its ends; NaN where that was before the record `onset`.
     """
     (shares, backs), layout = history.samples("saturated", RECENT_RECORDS), history.layout
     if not len(backs):
         return None
     bounded = layout.activations[~np.isnan(shares[-1, layout.activations])].tolist()
     after = (site for site in bounded if layer_before(history, site, back=int(backs[-1])) == layer)
-    known = shares[-1] if backs[-1] <= back else np.full(len(layout), np.nan)
+    known = shares[-1] if backs[-1] <= onset else np.full(len(layout), np.nan)
     return next(((layout.sites[site], float(known[site])) for site in after), None)
 
 
-def _at_its_ends(history: History, bounded: Site, layer: int, back: int) -> tuple[str, str]:
-    """Why no gradient passes the activation `bounded` after `layer` (a site) since the record `back` from the end, as
-    far as samples since then tell, and what to change.
+def _at_its_ends(history: History, bounded: Site, layer: int, onset: int) -> tuple[str, str]:
+    """Why no gradient passes the activation `bounded` after `layer` (a site) since the record `onset`, as far as
+    samples since then tell, and what to change.
     """
-    name, how = history.layout.sites[layer].name, beginning(history, back)
-    rms = latest(series_of(history, "input_rms", layer)[own_records(history) <= back])
+    name, how = history.layout.sites[layer].name, beginning(history, onset)
+    rms = latest(series_of(history, "input_rms", layer)[own_records(history) <= onset])
     inputs = (
         f" The inputs of layer {name} have a root mean square of {number_text(rms, 3)}."
         if rms > UNSCALED_INPUT_RMS
@@ -388,23 +387,15 @@ def _at_its_ends(history: History, bounded: Site, layer: int, back: int) -> tupl
     return cause, f"nn.LayerNorm after layer {name}, or {how.remedy or 'a smaller lr in configure_optimizers.'}"
 
 
-def _dead_since(history: History, layer: int, silent: int, loud: int | None) -> int:
-    """Since when the units after `layer` have been dead: its gradient has been exactly 0 since, if that began after the
-    sample at which they last fired. `silent`: position of the first sample at which they did not; `loud`: of that one.
-    """
-    zero = gradient_zero_since(history, layer)
-    return silent if zero is None or (loud is not None and zero >= loud) else zero
-
-
-def gradient_zero_since(history: History, site: int) -> int | None:
-    """Since when the gradient of `site` has been exactly 0, of the records of this optimizer that have it; None where
-    it is not 0 at the latest.
+def zero_onset(history: History, site: int) -> int | None:
+    """The first record since which the gradient of `site` has been exactly 0, of those of this optimizer that have it;
+    None where it is not 0 at the latest.
     """
     own, norms = own_records(history), history.window("grad_norm", len(history), sites=site)
     if history.codes(1)[0, site] != MEASURED or norms[-1] != 0:
         return None
     own = own[history.codes(len(history))[-own, site] == MEASURED]
-    return int(streak_starts(norms[-own] == 0, own))
+    return int(onset_of(norms[-own] == 0, own))
 
 
 def unlearnt(history: History) -> str:

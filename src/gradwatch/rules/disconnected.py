@@ -193,8 +193,8 @@ class Disconnected(CheckedRule):
                 whose = str(library[kind][0])
                 wording = _worded(text, names, steps_text(history, int(counts.min())), kind_of, library=whose)
                 codes = history.codes(len(history))[:, places]
-                back = _begun(codes == MEASURED, codes == NO_GRADIENT, codes)
-                finding = self._finding(names, counts, wanted[kind & unhealthy], wording, back)
+                onset = _onset(codes == MEASURED, codes == NO_GRADIENT, codes)
+                finding = self._finding(names, counts, wanted[kind & unhealthy], wording, onset)
                 biases = text == "left_out" and all(name.endswith(".bias") for name in names)
                 found.append(replace(finding, severity=Severity.NOTICE) if whose or biases else finding)
         return found
@@ -229,11 +229,11 @@ class Disconnected(CheckedRule):
             own = sites[chosen]
             names, latest = history.layout.names(_as_they_run(history.layout, own)), own[counts[chosen].argmin()]
             codes = history.codes(len(history))[:, [latest]]
-            back = _begun(codes == MEASURED, codes == NO_GRADIENT, codes)
+            onset = _onset(codes == MEASURED, codes == NO_GRADIENT, codes)
             steps = steps_text(history, int(counts[chosen].min()))
-            before = steps_text(history, min(self.steady_records, int(steady[chosen].min())), back=back + 1)
+            before = steps_text(history, min(self.steady_records, int(steady[chosen].min())), back=onset + 1)
             wording = _worded("no_backward" if nowhere else "stopped", names, steps, kind, before=before)
-            found.append(self._finding(names, counts[chosen], np.full(len(own), limit), wording, back))
+            found.append(self._finding(names, counts[chosen], np.full(len(own), limit), wording, onset))
         return found
 
     def _arrived(self, history: History, sites: Sites) -> Mask:
@@ -276,12 +276,12 @@ class Disconnected(CheckedRule):
         for kind, text in ((cleared, "cleared"), (~cleared, why)):
             if kind.any():
                 names, counts = history.layout.names(_as_they_run(history.layout, layers[kind])), zeros[kind]
-                back = _begun(norms[:, kind] > 0, norms[:, kind] == 0, codes[:, kind])
+                onset = _onset(norms[:, kind] > 0, norms[:, kind] == 0, codes[:, kind])
                 more = {"flat": flat, "normed": normed, "since": "" if ever else " from the start"}
                 more["scalar"] = "no softmax or norm of its one number, " * _gives_one(history.layout, names[-1])
                 wording = _worded(text, names, steps_text(history, int(counts.min())), **more)
                 wanted = np.full(len(counts), self.zero_records)
-                found.append(self._finding(names, counts, wanted, wording, back))
+                found.append(self._finding(names, counts, wanted, wording, onset))
         return found
 
     @property
@@ -289,10 +289,12 @@ class Disconnected(CheckedRule):
         """Ever longer looks back, each at those only that had no gradient in the one before."""
         return self.unused_records, 5 * self.unused_records, self.rare_records
 
-    def _finding(self, names: Sequence[str], records: Sites, wanted: Sites, texts: Sequence[str], back: int) -> Finding:
+    def _finding(
+        self, names: Sequence[str], records: Sites, wanted: Sites, texts: Sequence[str], onset: int
+    ) -> Finding:
         headline, message, remedy = texts
         value, limit, sites = float(records.min()), float(wanted.min()), tuple(names)
-        return Finding(self.name, Severity.WARNING, names[-1], sites, value, limit, message, remedy, back, headline)
+        return Finding(self.name, Severity.WARNING, names[-1], sites, value, limit, message, remedy, onset, headline)
 
 
 def _worded(text: str, names: Sequence[str], steps: str, kind: str = "layer", **more: str) -> list[str]:
@@ -336,9 +338,9 @@ def _without_parts(layout: Layout, sites: Sites) -> tuple[Sites, Sites]:
     return sites[~repeated], owners[~repeated]
 
 
-def _begun(gradients: Mask, absent: Mask, codes: Codes) -> int:
-    """The position, from the end of the history, of the first record that is `absent` [records, sites] after the last
-    with a gradient, of the site for which that is earliest.
+def _onset(gradients: Mask, absent: Mask, codes: Codes) -> int:
+    """The first record that is `absent` [records, sites] after the last with a gradient, of the site for which that is
+    earliest.
 
     Of a history from a checkpoint some records are thinned out, and not the last one with a gradient: those after it
     were without, too.

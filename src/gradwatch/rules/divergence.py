@@ -183,14 +183,14 @@ class Divergence(CheckedRule):
         theirs = moved[lately][:, chosen]
         together = ((theirs.min(axis=1) >= limit) & (theirs.max(axis=1) >= worst)).any()
         between = int(backs[leap - 1] - backs[leap]) if leap else RECENT_RECORDS  # records since the sample before
-        cause, remedy, headline, since = _cause(history, back, records=max(EFFECT_RECORDS, between))
+        cause, remedy, headline, onset = _cause(history, back, records=max(EFFECT_RECORDS, between))
         message = (
             f"{'One step' if together else 'Steps'} moved the weights of {name_text(names)} by "
             f"{'up to ' * (len(sites) > 1)}{number_text(worst)} times their own size{_went(rise)}; a hundredth is "
             f"usual. {cause}"
         )
         headline = headline or f"one step was {number_text(worst)} times the size of the weights"
-        return Finding(self.name, Severity.ERROR, layer, names, worst, limit, message, remedy, since, headline)
+        return Finding(self.name, Severity.ERROR, layer, names, worst, limit, message, remedy, onset, headline)
 
     def _after_rate_jump(self, history: History, first: float) -> Finding | None:
         """The loss beyond its `first` level, right after a jump of the learning rate: that need not be waited for. Or
@@ -224,7 +224,7 @@ class Divergence(CheckedRule):
         if levels is None or not levels[2] > max(UNLEARNT_RATIO * levels[1], LEARNT_SHARE * levels[0]) > 0:
             return None
         # the first layer to grow so far began it; the first sample is not over itself
-        back = int(backs[np.flatnonzero(~far.any(axis=1))[-1] + 1])
+        onset = int(backs[np.flatnonzero(~far.any(axis=1))[-1] + 1])
         furthest = int(np.nanargmax(ratios[-1]))
         growth, layer = float(ratios[-1, furthest]), layout.sites[layout.layers[furthest]].name
         names, went = (
@@ -234,13 +234,13 @@ class Divergence(CheckedRule):
         message = (
             f"The weights of {name_text(names)} have grown {'up to ' * (len(names) > 1)}{number_text(growth)} times in "
             f"{distance_text(history, int(backs[0]))}, {f'those of layer {layer} most, ' * (len(names) > 1)}and the "
-            f"loss went back {went}: the steps carry the weights away{rate_text(history, back=back)}."
+            f"loss went back {went}: the steps carry the weights away{rate_text(history, back=onset)}."
         )
         headline, remedy = (
             f"the weights grew {number_text(growth)} times, the loss went {went}",
-            better_rate(history, back=back),
+            better_rate(history, back=onset),
         )
-        return Finding(self.name, Severity.ERROR, layer, names, growth, self.growth, message, remedy, back, headline)
+        return Finding(self.name, Severity.ERROR, layer, names, growth, self.growth, message, remedy, onset, headline)
 
     def _loss_grew(self, history: History, start: float) -> Sequence[Finding] | None:
         """The loss far over, or far under, its first level, within few steps, and the gradient grown with it. `start`:
@@ -274,7 +274,7 @@ class Divergence(CheckedRule):
         if abs(now) < self.loss * max(calm, first) and (now > 0 or not self._swollen(history)):
             return None  # still far off, by a rise that is long over or that was slow
         value = abs(now) / first if first > 0 else 1e39  # from nothing at all
-        back = _excursion(history, self.loss * max(first, 0.0))
+        onset = _excursion_onset(history, self.loss * max(first, 0.0))
         size = "in size " * (min(start, now) < 0)
         far = (
             f"{size}{_times(value)} the largest of {first_steps(history, self.first_records)} ({number_text(start, 3)})"
@@ -284,18 +284,18 @@ class Divergence(CheckedRule):
         if maximizes(history) and now > start:
             message, remedy = f"The loss is {number_text(now, 3)}, {far}, {steeper_text}: {MAXIMIZES}", MAXIMIZES_REMEDY
         elif now > 0 or maximizes(history):
-            passes, jump = summed_passes(history), last_jump(history, rate=back, gradient=1)
+            passes, jump = summed_passes(history), last_jump(history, rate=onset, gradient=1)
             if jump is None and passes is None and not maximizes(history) and not may_be_large(history):
                 return []  # small steps do not raise a loss so far: targets grew, such as rewards that were found
-            cause = f"the steps are too large{rate_text(history, back=back)}"
+            cause = f"the steps are too large{rate_text(history, back=onset)}"
             cause += ", or the loss is a sum where it should be a mean." if passes is None else f": {_adds_up(passes)}."
-            remedy = better_rate(history, back=back)
+            remedy = better_rate(history, back=onset)
             if jump is not None:
                 remedy, headline = jump.remedy, jump.text
             if isinstance(jump, RateJump):
-                back = jump.back
+                onset = jump.back
             elif jump is not None:
-                cause, back = jump.cause, min(back, max(1, jump.back - 1))  # that batch itself is a spike
+                cause, onset = jump.cause, min(onset, max(1, jump.back - 1))  # that batch itself is a spike
                 if not jump.threw and grew_alike(history, jump.back):
                     cause = (
                         f"{cause.rstrip('.')}, and the loss and the gradients of all layers grew by about the same "
@@ -314,7 +314,7 @@ class Divergence(CheckedRule):
                 "return the loss, not its negative, from training_step; a reward or a log-likelihood needs the minus, "
                 "and nll_loss a log_softmax before it."
             )
-        return [Finding(self.name, Severity.ERROR, TOTAL, (), value, self.loss, message, remedy, back, headline)]
+        return [Finding(self.name, Severity.ERROR, TOTAL, (), value, self.loss, message, remedy, onset, headline)]
 
     def _swollen(self, history: History) -> bool:
         """Whether the weights of all layers, two or more, have grown: what has no minimum takes all of them along.
@@ -374,7 +374,7 @@ def _worse(before: Floats, after: Floats, *, passing: bool) -> bool:
 
 def _cause(history: History, back: int, *, records: int) -> tuple[str, str, str, int]:
     """Why the step at the record `back` from the end was so long, as a sentence; what to change; the same for a
-    headline, empty without a jump; and the position of the record at which that began. `records`: in which the rate may
+    headline, empty without a jump; and the onset. `records`: in which the rate may
     have jumped.
     """
     jump, overwritten = last_jump(history, rate=back, gradient=back, records=records), _overwritten(history, back)
@@ -383,8 +383,8 @@ def _cause(history: History, back: int, *, records: int) -> tuple[str, str, str,
         when = f", {'at least ' * jump.after_gap}{distance} before" if jump.back > back else ""
         return f"{capitalized(jump.text)}{when}{overwritten}.", jump.remedy, jump.text, jump.back
     if jump is not None:
-        since = back - 1 if jump.back == back > 1 else back  # that batch itself is a spike
-        return capitalized(jump.cause), jump.remedy, jump.text, since
+        onset = back - 1 if jump.back == back > 1 else back  # that batch itself is a spike
+        return capitalized(jump.cause), jump.remedy, jump.text, onset
     passes = summed_passes(history)
     why = f"the learning rate is too high for this model and loss{rate_text(history, back=back)}"
     sentence = f"{capitalized(why if passes is None else _adds_up(passes))}{overwritten}."
@@ -410,7 +410,7 @@ def _went(rise: tuple[Floats, Floats] | None) -> str:
     return f", and the loss went from {number_text(np.median(before), 3)} to {number_text(after.max(), 3)}"
 
 
-def _excursion(history: History, limit: float) -> int:
+def _excursion_onset(history: History, limit: float) -> int:
     """The position, from the end of the history, of the first loss over `limit` in the latest excursion: one that ends
     where as many are under it as make up a level.
     """

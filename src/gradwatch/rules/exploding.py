@@ -13,14 +13,13 @@ from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
 from gradwatch.core.number_text import number_text
 from gradwatch.core.record import TOTAL, Layout, Mask
-from gradwatch.rules.evidence.baseline import first_and_last, first_and_last_loss, per_full_accumulation, streak
+from gradwatch.rules.evidence.baseline import first_and_last, first_and_last_loss, per_full_accumulation
 from gradwatch.rules.evidence.depth import (
-    Onset,
     Profile,
     change_along,
     judged_profile,
     may_differ,
-    onset,
+    profile_onset,
     recent_profiles,
 )
 from gradwatch.rules.evidence.layer_levels import (
@@ -35,7 +34,7 @@ from gradwatch.rules.evidence.paths import NO_LAYER, Paths, paths
 from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.records import is_first_record
 from gradwatch.rules.evidence.recurrent_gradients import grown_through_time
-from gradwatch.rules.evidence.samples import in_run_order, samples
+from gradwatch.rules.evidence.samples import in_run_order, own_onset, samples
 from gradwatch.rules.evidence.weights import has_norm_layers, norms_text, sensitivity
 from gradwatch.rules.evidence.wording import name_text, ratio_text
 from gradwatch.rules.rule import CheckedRule
@@ -177,8 +176,10 @@ class Exploding(CheckedRule):
                 return None
             if any(self._growth(history.layout, each, dex) is None for each in profiles):
                 return []
-        begun = onset(history, now, lambda profile: self._growth(history.layout, profile, dex) is not None)
-        return [self._finding(history, found, dex, begun, activations=rescaled)]
+        onset, from_start = profile_onset(
+            history, now, lambda profile: self._growth(history.layout, profile, dex) is not None
+        )
+        return [self._finding(history, found, dex, onset, from_start, activations=rescaled)]
 
     def _growth(self, layout: Layout, now: Profile, dex: float) -> _Growth | None:
         """The worst growth from the loss to an input, or within a branch, of `dex` or more; zeros are left aside."""
@@ -230,7 +231,9 @@ class Exploding(CheckedRule):
             return False
         return bool(np.fmax.reduce(outputs[last]) >= 10.0**self.activation_dex * outputs[before].max())
 
-    def _finding(self, history: History, found: _Growth, dex: float, begun: Onset, *, activations: bool) -> Finding:
+    def _finding(
+        self, history: History, found: _Growth, dex: float, onset: int, from_start: bool, *, activations: bool
+    ) -> Finding:
         layout, now, way = history.layout, found.now, found.way
         change = change_along(layout, now, way, stronger_at_input=True)
         names, (layer, after) = change.names, change.named
@@ -253,13 +256,13 @@ class Exploding(CheckedRule):
             remedy = f"nn.init.kaiming_normal_ for the weights of layer {after}, and no constant factor before it."
             remedy = factor or remedy
         else:
-            cause, remedy = _gradual(history, found.strong, found.dex / (len(names) - 1), begun)
-            remedy = remedy or better_rate(history, back=begun.back)
+            cause, remedy = _gradual(history, found.strong, found.dex / (len(names) - 1), onset, from_start)
+            remedy = remedy or better_rate(history, back=onset)
         strong, text = layout.names(np.sort(found.strong)), f"{message} {cause}"
         headline = f"{ratio_text(found.dex)} times stronger than {names[-1]}"
         if change.abrupt and not activations:
             headline = f"the {now.quantity} grows {ratio_text(found.dex)} times, most behind layer {layer}"
-        return Finding(self.name, severity, layer, strong, found.dex, dex, text, remedy, begun.back, headline)
+        return Finding(self.name, severity, layer, strong, found.dex, dex, text, remedy, onset, headline)
 
     def _starts_large(self, history: History) -> Finding | None:
         """The last outputs have been far over the inputs since the first step, and the loss with them, by the weights
@@ -291,9 +294,9 @@ class Exploding(CheckedRule):
             f"its weights are {number_text(np.nanmax(sizes))} times the usual ones, and the loss is "
             f"{number_text(losses[-1], 3)}"
         )
-        remedy, back = f"nn.init.kaiming_normal_ for the weights of {name_text(names)}.", int(backs[0])
+        remedy, onset = f"nn.init.kaiming_normal_ for the weights of {name_text(names)}.", int(backs[0])
         limit = self.activation_dex
-        return Finding(self.name, Severity.WARNING, largest, names, value, limit, message, remedy, back, headline)
+        return Finding(self.name, Severity.WARNING, largest, names, value, limit, message, remedy, onset, headline)
 
     def _grew(self, history: History) -> Finding | None:
         """The whole gradient grew, and the loss with it."""
@@ -311,18 +314,20 @@ class Exploding(CheckedRule):
             return None
         growth = float(np.log10(min(now, 1e39) / early))
         severity = Severity.ERROR if now > OVERFLOWING_NORM or not np.isfinite(loss[1]) else Severity.WARNING
-        back = streak(history, history.series("grad_norm") >= early * over)
+        onset = own_onset(history, history.series("grad_norm") >= early * over)
         message = (
             f"The total gradient norm grew from {number_text(early)} to {number_text(now)} and the loss rose with it, "
             f"from {number_text(loss[0], 3)} to {number_text(loss[1], 3)}: "
             f"{MAXIMIZES if maximizes(history) else 'the steps are too large for this loss.'}"
         )
         headline = f"the gradient norm grew from {number_text(early)} to {number_text(now)}"
-        remedy = MAXIMIZES_REMEDY if maximizes(history) else better_rate(history, back=back)
-        return Finding(self.name, severity, TOTAL, (), growth, self.total_dex, message, remedy, back, headline)
+        remedy = MAXIMIZES_REMEDY if maximizes(history) else better_rate(history, back=onset)
+        return Finding(self.name, severity, TOTAL, (), growth, self.total_dex, message, remedy, onset, headline)
 
 
-def _gradual(history: History, strong: NDArray[np.intp], dex_per_layer: float, begun: Onset) -> tuple[str, str]:
+def _gradual(
+    history: History, strong: NDArray[np.intp], dex_per_layer: float, onset: int, from_start: bool
+) -> tuple[str, str]:
     """The likely cause of a signal that grows layer by layer, to those that are `strong`, and what to change; that is
     empty where it is the rate.
     """
@@ -338,15 +343,15 @@ def _gradual(history: History, strong: NDArray[np.intp], dex_per_layer: float, b
         )
         return cause, "residual connections around the layers: x + layer(x); with small batches, nn.GroupNorm instead."
     if has_norm_layers(layout):
-        return f"{grows}, {norms_text(layout)}.", "smaller initial weights." if begun.from_start else ""
+        return f"{grows}, {norms_text(layout)}.", "smaller initial weights." if from_start else ""
     over_usual = median_over_usual(history, strong)
     if over_usual <= PRESERVING_RATIO:
         cause = f"{grows}, though the weights are not large, and there is no norm."
         return cause, "a normalisation layer between the layers, and no constant factor there."
     often = "most often " * bool(np.isnan(over_usual))
-    change = median_weight_change(history, strong, begun.back)
-    if not begun.from_start and not change < GROWN_RATIO:  # also where it is not known
+    change = median_weight_change(history, strong, onset)
+    if not from_start and not change < GROWN_RATIO:  # also where it is not known
         return f"{grows}: {often}the weights have become too large, and there is no norm.", ""
-    which = "initial weights" if begun.from_start else "weights"
+    which = "initial weights" if from_start else "weights"
     cause = f"{grows}: {often}the {which} are too large, and there is no norm."
     return cause, "nn.init.kaiming_normal_ for the weights."

@@ -27,7 +27,7 @@ from gradwatch.core.record import (
 )
 from gradwatch.rules.evidence.paths import paths
 from gradwatch.rules.evidence.recent_rows import RecentRows
-from gradwatch.rules.evidence.samples import RECENT_RECORDS, forward_order, sampled, still_in_model, streak_lengths
+from gradwatch.rules.evidence.samples import RECENT_RECORDS, forward_order, in_a_row, sampled, still_in_model
 from gradwatch.rules.evidence.weights import update_samples, without_norms, zeroed_by_interventions
 from gradwatch.rules.evidence.wording import capitalized, name_text, steps_text
 from gradwatch.rules.rule import CheckedRule
@@ -110,9 +110,9 @@ class Frozen(CheckedRule):
         )
         remedy = "nn.ModuleList or nn.ModuleDict in place of the list or dict; nn.ParameterList for parameters."
         headline = "no module owns it: parameters() does not list it"
-        back = len(history) if history.whole else 1
+        onset = len(history) if history.whole else 1
         limit = float(self.records)
-        return [Finding(self.name, Severity.WARNING, names[0], names, limit, limit, message, remedy, back, headline)]
+        return [Finding(self.name, Severity.WARNING, names[0], names, limit, limit, message, remedy, onset, headline)]
 
     def _outside(self, history: History) -> Sequence[Finding]:
         """Trainable, reached by the backward pass, and in no optimizer."""
@@ -131,7 +131,7 @@ class Frozen(CheckedRule):
             f"{capitalized(all_named)} {verb} trainable (requires_grad is True) but in no optimizer that GradWatch has "
             f"seen, and {keep} values unless something else changes them."
         )
-        back, late = _outside_since(history, parameters)
+        onset, late = _outside_since(history, parameters)
         remedy = (
             f"put in {first_named} before configure_optimizers runs, in __init__ or configure_model, for example."
             if late
@@ -142,7 +142,7 @@ class Frozen(CheckedRule):
         severity = Severity.WARNING if known else Severity.NOTICE
         headline = "it is trainable, but in no known optimizer" + ": what it has replaced is in one" * late
         limit = float(self.records)
-        return [Finding(self.name, severity, names[0], names, limit, limit, message, remedy, back, headline)]
+        return [Finding(self.name, severity, names[0], names, limit, limit, message, remedy, onset, headline)]
 
     def _idle(self, history: History) -> Sequence[Finding] | None:
         """Trainable, reached by the backward pass, and in an optimizer that has never stepped; None where the start of
@@ -190,9 +190,9 @@ class Frozen(CheckedRule):
         chosen = [
             place for place in np.flatnonzero(candidates) if layout.sites[parameters[place]].dtype not in NARROW_TYPES
         ]
-        since, steps = self._stood(history, parameters[chosen])
+        onsets, steps = self._stood(history, parameters[chosen])
         long = steps >= self.still_records
-        sites, since, steps = parameters[chosen][long], since[long], steps[long]
+        sites, onsets, steps = parameters[chosen][long], onsets[long], steps[long]
         if not len(sites):
             return []
         names, all_named, first_named = _named(layout, sites)
@@ -207,10 +207,10 @@ class Frozen(CheckedRule):
         better = f"lr={number_text(highest)}, the highest of all groups," if highest > 0 else "an lr above 0"
         remedy = f"{better} for the parameter group of {first_named} in configure_optimizers."
         severity = Severity.NOTICE if self._scheduled(history, parameters[moving]) else Severity.WARNING
-        back = int(since.max())
+        onset = int(onsets.max())
         headline = f"not changed in {for_long}, in spite of a gradient"
         value, limit = float(steps.min()), float(self.still_records)
-        return [Finding(self.name, severity, names[0], names, value, limit, message, remedy, back, headline)]
+        return [Finding(self.name, severity, names[0], names, value, limit, message, remedy, onset, headline)]
 
     def _visible(self, history: History, ratios: Floats, gradients: Floats, moving: Mask) -> Mask:
         """Which parameters would be seen to move at the step before the latest, if they had the rate of others.
@@ -234,9 +234,9 @@ class Frozen(CheckedRule):
         measured &= ~zeroed_by_interventions(history, RECENT_RECORDS, sites)
         n = len(measured)
         last = np.where(moved > 0, backs[:, None], n + 1).min(axis=0)
-        since = np.where((moved == 0) & (backs[:, None] < last), backs[:, None], 0).max(axis=0)
-        counts = [measured[n - begin : n + 1 - backs[-1], i].sum() for i, begin in enumerate(since.tolist())]
-        return since, np.array(counts, dtype=np.intp)
+        onsets = np.where((moved == 0) & (backs[:, None] < last), backs[:, None], 0).max(axis=0)
+        counts = [measured[n - begin : n + 1 - backs[-1], i].sum() for i, begin in enumerate(onsets.tolist())]
+        return onsets, np.array(counts, dtype=np.intp)
 
     def _scheduled(self, history: History, moving: Sites) -> bool:
         """Whether learning rates change, or one waits, or what moves now stood still before: a turn that may come."""
@@ -285,8 +285,8 @@ class Frozen(CheckedRule):
             remedy = f"requires_grad_(True) for {name_text(names)}, and match whole names when layers are frozen."
             headline = "requires_grad is False, while others train"
         severity = Severity.WARNING if len(new) or alike else Severity.NOTICE
-        back, limit = _streak(history, sites, FROZEN), float(self.still_records)
-        return [Finding(self.name, severity, names[0], names, limit, limit, message, remedy, back, headline)]
+        onset, limit = _onset(history, sites, FROZEN), float(self.still_records)
+        return [Finding(self.name, severity, names[0], names, limit, limit, message, remedy, onset, headline)]
 
     def _thaws(self, history: History, order: Sites, off: Mask) -> bool:
         """Whether any of the layers `order` has been switched on or off in the run: by a plan, as a mistake is there
@@ -296,11 +296,9 @@ class Frozen(CheckedRule):
         return bool((some != off).any())
 
 
-def _streak(history: History, sites: Sites, code: int) -> int:
-    """The position, from the end of the history, of the first record of those in a row that have `code`, up to the
-    latest, at the site for which that is earliest.
-    """
-    return int(streak_lengths(history.codes(len(history))[:, sites] == code).max())
+def _onset(history: History, sites: Sites, code: int) -> int:
+    """The first record of those in a row that have `code`, up to the latest, at the site for which that is earliest."""
+    return int(in_a_row(history.codes(len(history))[:, sites] == code).max())
 
 
 def _stood_at_a_sample(history: History) -> bool:
@@ -362,7 +360,7 @@ def _outside_since(history: History, parameters: Sites) -> tuple[int, bool]:
     outside = np.cumprod((codes == NO_OPTIMIZER).all(axis=1)).astype(bool)
     replaced = np.cumprod((outside[:, None] | (codes == NO_GRADIENT)).all(axis=1))
     late = bool(replaced.sum() > outside.sum())
-    return (int(replaced.sum()) if late else _streak(history, parameters, NO_OPTIMIZER)), late
+    return (int(replaced.sum()) if late else _onset(history, parameters, NO_OPTIMIZER)), late
 
 
 def _named(layout: Layout, parameters: Sites) -> tuple[tuple[str, ...], str, str]:

@@ -202,8 +202,8 @@ class IncidentTracker:
         over = cause.closed_step is not None and step - cause.closed_step > self.effects_within
         return not over or self._faults[effect].rule != "spike"
 
-    def _open_fault(self, rule: str, step: int, found: Sequence[Finding], order: Mapping[str, int], begun: int) -> None:
-        """Open an incident, or an effect where its cause is open or recent. `begun`: the step of its onset."""
+    def _open_fault(self, rule: str, step: int, found: Sequence[Finding], order: Mapping[str, int], onset: int) -> None:
+        """Open an incident, or an effect where its cause is open or recent. `onset`: its step."""
         first, new = found[0], len(self._faults)
         # one that came before in the same rule has the steps up to its end
         ends = [
@@ -211,7 +211,7 @@ class IncidentTracker:
             for place, fault in enumerate(self._faults)
             if fault.rule == rule and fault.closed_step is not None
         ]
-        begun = min(step, max([begun, *(end + 1 for end in ends)]))
+        onset = min(step, max([onset, *(end + 1 for end in ends)]))
         messages = dict.fromkeys(finding.message for finding in found)  # of layers with another cause each
         remedies = dict.fromkeys(finding.remedy.rstrip(".") for finding in found)
         self._faults.append(
@@ -220,7 +220,7 @@ class IncidentTracker:
                 first.severity,
                 first.layer,
                 _sites(found),
-                begun,
+                onset,
                 step,
                 first.value,
                 first.threshold,

@@ -13,7 +13,7 @@ from gradwatch.core.history import OPENING, History
 from gradwatch.core.number_text import number_text
 from gradwatch.core.record import Floats, Mask, Sites
 from gradwatch.rules.evidence.recent_rows import ROUNDING, RecentRows
-from gradwatch.rules.evidence.samples import RECENT_RECORDS, in_run_order, lasted, samples, streak_starts
+from gradwatch.rules.evidence.samples import RECENT_RECORDS, in_run_order, lasted, onset_of, samples
 from gradwatch.rules.evidence.wording import name_text
 from gradwatch.rules.rule import CheckedRule
 
@@ -97,8 +97,8 @@ class InputScale(CheckedRule):
         sites = self._sensitive(history, layout.layers[wide[layout.layers]])
         if not len(sites):
             return []
-        starts = streak_starts((found[0] > limit) | ~np.isfinite(found[0]), backs)
-        return [self._finding(history, sites, levels[-1], int(starts[sites].max()), limit)]
+        onsets = onset_of((found[0] > limit) | ~np.isfinite(found[0]), backs)
+        return [self._finding(history, sites, levels[-1], int(onsets[sites].max()), limit)]
 
     def _first_steps_failed(self, history: History) -> bool:
         """Whether one of the first losses was far over the first, or the layer that runs first has no gradient now."""
@@ -123,9 +123,9 @@ class InputScale(CheckedRule):
             "divided in an integer type are rounded to 0, and so are features that are masked or loaded wrongly."
         )
         remedy = f"x.float() / 255 before layer {layer}, and a look at a batch as the DataLoader returns it."
-        back = int(streak_starts(levels[:, 0] == 0, backs))
+        onset = int(onset_of(levels[:, 0] == 0, backs))
         headline = "its inputs are exactly 0"
-        return [Finding(self.name, Severity.WARNING, layer, (layer,), 0.0, 0.0, message, remedy, back, headline)]
+        return [Finding(self.name, Severity.WARNING, layer, (layer,), 0.0, 0.0, message, remedy, onset, headline)]
 
     def _often(self, huge: Mask, known: Mask, backs: Sites) -> Mask:
         """Whether it is so for enough of the samples, and for most of those that are known, or for the latest."""
@@ -154,8 +154,10 @@ class InputScale(CheckedRule):
         every = _residuals(history, head, found[1])
         # where a residual is not known, it is no smaller
         small = (every <= self.rms) | (every < self.beyond * found[0][:, head])
-        back = int(streak_starts(~small, found[1]))
-        return [Finding(self.name, Severity.WARNING, layer, (layer,), value, self.rms, message, remedy, back, headline)]
+        onset = int(onset_of(~small, found[1]))
+        return [
+            Finding(self.name, Severity.WARNING, layer, (layer,), value, self.rms, message, remedy, onset, headline)
+        ]
 
     def _sensitive(self, history: History, sites: Sites) -> Sites:
         """Those of `sites` that are no norm, and that none follows at once."""
@@ -167,7 +169,7 @@ class InputScale(CheckedRule):
                 kept.append(site)
         return np.array(kept, dtype=np.intp)
 
-    def _finding(self, history: History, sites: Sites, levels: Floats, back: int, limit: float) -> Finding:
+    def _finding(self, history: History, sites: Sites, levels: Floats, onset: int, limit: float) -> Finding:
         layout = history.layout
         layer, rms = layout.names(sites)[0], float(levels[sites[0]])
         highest = history.row("input_max")[sites[0]]
@@ -183,7 +185,7 @@ class InputScale(CheckedRule):
         remedy = f"(x - mean) / std of the training data before layer {layer}."
         names = layout.names(np.sort(sites))
         headline = f"its input is about {number_text(rms, 3)} in size, 1 is usual"
-        return Finding(self.name, Severity.WARNING, layer, names, rms, limit, message, remedy, back, headline)
+        return Finding(self.name, Severity.WARNING, layer, names, rms, limit, message, remedy, onset, headline)
 
 
 def _residuals(history: History, head: int, backs: Sites) -> Floats:

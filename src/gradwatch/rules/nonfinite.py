@@ -20,7 +20,7 @@ from gradwatch.rules.evidence.nonfinite_forward import NonfiniteForward, first_n
 from gradwatch.rules.evidence.paths import paths
 from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.records import is_own, own_records
-from gradwatch.rules.evidence.samples import forward_order, streak_lengths, streak_starts
+from gradwatch.rules.evidence.samples import forward_order, in_a_row, own_onset
 from gradwatch.rules.evidence.wording import batch_text, capitalized, name_text, ratio_text, uncapitalized
 from gradwatch.rules.rule import CheckedRule
 
@@ -105,10 +105,10 @@ class Nonfinite(CheckedRule):
         if forward is not None:
             site, cause, remedy = forward.site, forward.cause, forward.remedy
         cause, remedy = self._cause(history, forward, cause, remedy)
-        text, back = f"{what}; {uncapitalized(cause)}", self._streak(history)
+        text, onset = f"{what}; {uncapitalized(cause)}", self._onset(history)
         headline = f"the loss is {_number(loss)}{batch_text(history)}"
         alone = forward is not None and forward.in_batch
-        return [Finding(self.name, severity, site, (), 1.0, 0.0, text, remedy, back, headline, independent=alone)]
+        return [Finding(self.name, severity, site, (), 1.0, 0.0, text, remedy, onset, headline, independent=alone)]
 
     def _gradients(
         self,
@@ -158,13 +158,13 @@ class Nonfinite(CheckedRule):
         cause, remedy = self._cause(history, forward, cause, remedy)
         message = f"{what}; {uncapitalized(cause)}{_by_taps(taps)}"
         sites = (*names, *taps[:1])
-        value, back = float(len(names)), self._streak(history)
+        value, onset = float(len(names)), self._onset(history)
         whose = "its gradient" if origin in names else f"the gradient of {name_text(names)}"
         headline = "no finite gradient" if not len(healthy) else f"{whose} is not finite"
-        headline += batch_text(history, back=back)
+        headline += batch_text(history, back=onset)
         alone = forward is not None and forward.in_batch
         return Finding(
-            self.name, Severity.ERROR, origin, sites, value, 0.0, message, remedy, back, headline, independent=alone
+            self.name, Severity.ERROR, origin, sites, value, 0.0, message, remedy, onset, headline, independent=alone
         )
 
     def _cause(self, history: History, forward: NonfiniteForward | None, cause: str, remedy: str) -> tuple[str, str]:
@@ -177,17 +177,17 @@ class Nonfinite(CheckedRule):
     def _spoiled(self, history: History) -> int:
         """Records in a row, up to the latest, whose gradient is not finite: one at least."""
         norms = history.window("grad_norm", self.skipped_steps, sites=0)
-        return 1 + int(streak_lengths(~np.isfinite(norms[:-1])))
+        return 1 + int(in_a_row(~np.isfinite(norms[:-1])))
 
-    def _streak(self, history: History) -> int:
-        """The position, from the end of the history, of the first of the steps in a row that the fp16 scaler skips; 1
-        without one: each record is judged, and those before were finite.
+    def _onset(self, history: History) -> int:
+        """The first of the steps in a row that the fp16 scaler skips; the latest without one: each record is
+        judged, and those before were finite.
         """
         n = SKIPPED_STEP_LOOKBACK
         skipped, norms = history.scalar("skipped", n), history.window("grad_norm", n, sites=0)
-        own, lost = np.flatnonzero(is_own(history, n)), (skipped == 1) & ~np.isfinite(norms)
+        lost = (skipped == 1) & ~np.isfinite(norms)
         lost[-1] = True
-        return int(streak_starts(lost[own], len(lost) - own))
+        return own_onset(history, lost)
 
     def _scaler_searches(self, history: History) -> bool:
         """Whether the fp16 scaler skips this step, and has not skipped too many in a row."""

@@ -30,8 +30,8 @@ from gradwatch.rules.evidence.samples import (
     lasted,
     layer_before,
     layers_before,
+    onset_of,
     samples,
-    streak_starts,
 )
 from gradwatch.rules.evidence.wording import steps_text
 from gradwatch.rules.rule import CheckedRule
@@ -86,24 +86,24 @@ class Saturation(CheckedRule):
     def _finding(self, history: History, sites: Sites, shares: Floats, backs: NDArray[np.intp]) -> Finding:
         layout, layers = history.layout, layers_before(history, sites)
         # the first that saturates hands nothing but extremes to those after it
-        begun = streak_starts(shares >= self.least_share, backs)
-        first = max(in_run_order(history, sites).tolist(), key=lambda site: int(begun[site]))
-        back, site = int(begun[first]), layer_before(history, first)
+        onsets = onset_of(shares >= self.least_share, backs)
+        first = max(in_run_order(history, sites).tolist(), key=lambda site: int(onsets[site]))
+        onset, site = int(onsets[first]), layer_before(history, first)
         layer, names = layout.sites[site].name, layout.names(np.sort(layers))
         activation, share = layout.sites[first], float(shares[-1, first])
-        how = beginning(history, back)
+        how = beginning(history, onset)
         message = (
             f"{100 * share:.0f} % of the outputs of the {activation.module} {activation.name} after layer {layer} lie "
             f"in its flat part, where less than 5 % of a gradient passes, for "
             f"{steps_text(history, self.records)} or more.{how.began}{how.sentence}"
         )
         headline = f"{100 * share:.0f} % of its {activation.module} outputs lie in the flat part{how.headline}"
-        cause, remedy = _cause(history, site, back)
+        cause, remedy = _cause(history, site, onset)
         text, remedy = message + cause, how.remedy or remedy
-        return Finding(self.name, Severity.WARNING, layer, names, share, self.flat_share, text, remedy, back, headline)
+        return Finding(self.name, Severity.WARNING, layer, names, share, self.flat_share, text, remedy, onset, headline)
 
 
-def _cause(history: History, site: int, back: int) -> tuple[str, str]:
+def _cause(history: History, site: int, onset: int) -> tuple[str, str]:
     """Why the outputs of the layer `site` are too large, as far as the record tells, and what to change."""
     layer = history.layout.sites[site].name
     rms = history.row("input_rms")[site]
@@ -116,7 +116,7 @@ def _cause(history: History, site: int, back: int) -> tuple[str, str]:
         return by_bias, f"nn.init.zeros_ for the bias of layer {layer}, or nn.LayerNorm after it."
     if weights >= LARGE_RATIO:
         cause += f" Its weights are {number_text(weights)} times as large as is usual at the start of a training."
-    if not is_first_record(history, back):
+    if not is_first_record(history, onset):
         return cause, f"a smaller lr in configure_optimizers, or nn.LayerNorm after layer {layer}."
     if weights < LARGE_RATIO:  # known, and not the reason
         return cause, f"nn.LayerNorm after layer {layer}."

@@ -13,7 +13,7 @@ from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
 from gradwatch.core.record import TOTAL, Mask
 from gradwatch.rules.evidence.recent_rows import RecentRows
-from gradwatch.rules.evidence.samples import streak_lengths
+from gradwatch.rules.evidence.samples import in_a_row
 from gradwatch.rules.evidence.wording import ratio_text
 from gradwatch.rules.rule import CheckedRule
 
@@ -50,25 +50,25 @@ class StaleGrad(CheckedRule):
         if not stale[-1] >= self.old_share:
             return []
         backs = len(stale) - np.flatnonzero(~np.isnan(stale) & _moved(history, len(stale)))
-        times = int(streak_lengths(stale[-backs] >= self.old_share))
+        times = int(in_a_row(stale[-backs] >= self.old_share))
         if times < self.records or backs[-self.records] > LOOKBACK_RECORDS + self.records:
             return []
         return [self._finding(history, float(stale[-1]), int(backs[-times]), times)]
 
-    def _finding(self, history: History, stale: float, back: int, times: int) -> Finding:
-        """`back`: the position of the first record at which old gradients were there, and were at each one since that
+    def _finding(self, history: History, stale: float, onset: int, times: int) -> Finding:
+        """`onset`: the position of the first record at which old gradients were there, and were at each one since that
         is known; `times`: the number of those.
         """
         ratio = ratio_text(np.log10(stale))
-        in_a_row = f"at {times} measured steps" if history.has_gaps(back) else f"{times} times"
+        often = f"at {times} measured steps" if history.has_gaps(onset) else f"{times} times"
         message = (
-            f"Gradients are not cleared between steps: {in_a_row} in a row, those already used were still there "
+            f"Gradients are not cleared between steps: {often} in a row, those already used were still there "
             f"when new ones were added to them. The old ones are {ratio} times as large as the new ones now. Each step "
             "follows old batches again."
         )
         remedy = "an optimizer_zero_grad that clears at each call."
         headline = f"gradients of old steps stay, {ratio} times the new ones"
-        return Finding(self.name, Severity.ERROR, TOTAL, (), stale, self.old_share, message, remedy, back, headline)
+        return Finding(self.name, Severity.ERROR, TOTAL, (), stale, self.old_share, message, remedy, onset, headline)
 
 
 def _moved(history: History, records: int) -> NDArray[np.bool_]:

@@ -109,8 +109,8 @@ class Stalled(CheckedRule):
         moving = np.flatnonzero(self._moving(history, backs, pulled, update))
         still = backs[int(moving[-1]) + 1 if len(moving) else 0 :]
         own = _records_of(history, backs[-1])
-        since = own[(own <= still[0]) & (own >= still[-1])]
-        zeroed = zeroed_by_interventions(history, RECENT_RECORDS, layers[pulled])[-since].all(axis=1)
+        stood = own[(own <= still[0]) & (own >= still[-1])]
+        zeroed = zeroed_by_interventions(history, RECENT_RECORDS, layers[pulled])[-stood].all(axis=1)
         steps = int(np.count_nonzero(~zeroed))
         if steps < max(self.records, self.still_share * len(own)):
             return []
@@ -118,12 +118,12 @@ class Stalled(CheckedRule):
         # in large models parameters take turns: each layer has to have been seen
         if np.isnan(moved).all(axis=0).any() or self._excused(history, own, moved_before=len(moving) > 0):
             return []
-        back, limits = int(since[0]), self._limits(history.layout, update)[pulled]
+        onset, limits = int(stood[0]), self._limits(history.layout, update)[pulled]
         most = np.nanmax(moved, axis=0)
         stand = most < limits  # a small share of narrow weights may move
         largest = float(most[stand].max()), float(limits[stand].max())
         movers = history.layout.names(layers[pulled][~stand])
-        return [self._finding(history, own, still, pulled, movers, largest, steps, back)]
+        return [self._finding(history, own, still, pulled, movers, largest, steps, onset)]
 
     def _starved(self, history: History, backs: Sites, pulled: Mask) -> Sequence[Finding]:
         """Of several optimizers one hardly moves, since the start, and another does."""
@@ -153,8 +153,8 @@ class Stalled(CheckedRule):
         )
         remedy = "learning rates of a similar size for all optimizers in configure_optimizers."
         headline = f"another optimizer moves its weights {ratio_text(np.log10(ratio))} times as far"
-        limit, back = self.starved_ratio, len(history)
-        return [Finding(self.name, Severity.WARNING, names[0], names, ratio, limit, message, remedy, back, headline)]
+        limit, onset = self.starved_ratio, len(history)
+        return [Finding(self.name, Severity.WARNING, names[0], names, ratio, limit, message, remedy, onset, headline)]
 
     def _moving(self, history: History, backs: Sites, pulled: Mask, update: float) -> Mask:
         """At the records `backs`, whether a layer of wide numbers moved, or layers with enough of the narrow ones."""
@@ -193,7 +193,7 @@ class Stalled(CheckedRule):
         movers: tuple[str, ...],
         largest: tuple[float, float],
         steps: int,
-        back: int,
+        onset: int,
     ) -> Finding:
         """`movers`: layers that do move; `largest`: the largest update of the others, and its limit."""
         layout, (most, limit) = history.layout, largest
@@ -211,7 +211,7 @@ class Stalled(CheckedRule):
         alone = len(own) == min(len(history), RECENT_RECORDS)
         sites = () if alone else layout.names(layout.layers[pulled])
         layer, headline = sites[0] if sites else TOTAL, f"in {for_long} {no_weights} have moved {what}"
-        return Finding(self.name, Severity.WARNING, layer, sites, most, limit, message, remedy, back, headline)
+        return Finding(self.name, Severity.WARNING, layer, sites, most, limit, message, remedy, onset, headline)
 
 
 def _cause(history: History, own: Sites, back: int, most: float) -> tuple[str, str]:

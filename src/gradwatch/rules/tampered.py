@@ -13,7 +13,7 @@ from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
 from gradwatch.core.record import MEASURED, Floats, Layout, Mask, Sites
 from gradwatch.rules.evidence.recent_rows import ROUNDING, RecentRows
-from gradwatch.rules.evidence.samples import samples, streak_starts, throughout
+from gradwatch.rules.evidence.samples import onset_of, samples, throughout
 from gradwatch.rules.evidence.wording import name_text, ratio_text
 from gradwatch.rules.rule import CheckedRule
 
@@ -180,11 +180,11 @@ class Tampered(CheckedRule):
         message = f"The gradient of {name} is not what flows back through layer {layer}: something {done}. {cause}"
         value = cosine if severity is Severity.ERROR else dex
         threshold = -self.cosine if severity is Severity.ERROR else float(np.copysign(self.dex, dex))
-        back = self._since(history, np.flatnonzero(which), backs[-ONSET_SAMPLES:], turned=severity is Severity.ERROR)
+        onset = self._onset(history, np.flatnonzero(which), backs[-ONSET_SAMPLES:], turned=severity is Severity.ERROR)
         headline = f"the gradient of {name}: something {done}"
-        return Finding(self.name, severity, layer, layers, value, threshold, message, remedy, back, headline)
+        return Finding(self.name, severity, layer, layers, value, threshold, message, remedy, onset, headline)
 
-    def _since(self, history: History, which: Sites, backs: Sites, *, turned: bool) -> int:
+    def _onset(self, history: History, which: Sites, backs: Sites, *, turned: bool) -> int:
         """The first of the latest samples at which each of the parameters `which` was off as it is now."""
         recent = {name: history.at(name, backs)[:, history.layout.parameters] for name in self.needs}
         cosines, dex = recent["gradient_cosine"], recent["gradient_dex"]
@@ -196,7 +196,7 @@ class Tampered(CheckedRule):
             # where too few agree on a factor, a size that has not changed is off as it is now
             same = np.abs(dex - dex[-1]) <= CONSTANT_FACTOR_DEX
             found = (cosines >= SAME_SIGNS_COSINE) & ((off * np.sign(off[-1]) >= self.dex) | same)
-        return int(streak_starts(found[:, which], backs).max())
+        return int(onset_of(found[:, which], backs).max())
 
 
 def _done(cosine: float, dex: float, evenness: float, *, many: bool) -> str:

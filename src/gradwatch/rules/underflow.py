@@ -15,7 +15,7 @@ from gradwatch.core.record import Floats, Mask
 from gradwatch.rules.evidence.baseline import LEVEL_RECORDS, first_and_last_loss
 from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.records import is_first_record
-from gradwatch.rules.evidence.samples import samples, streak_lengths
+from gradwatch.rules.evidence.samples import in_a_row, onset_of, samples
 from gradwatch.rules.evidence.weights import has_float16
 from gradwatch.rules.rule import CheckedRule
 
@@ -68,19 +68,17 @@ class Underflow(CheckedRule):
         unhealthy = bottom.sum(axis=1) >= self.layer_share * (~np.isnan(zeros)).sum(axis=1)
         if not unhealthy[-1]:
             return []
-        streak = int(streak_lengths(unhealthy))
-        lasted = backs[len(backs) - streak]
+        times, onset = int(in_a_row(unhealthy)), int(onset_of(unhealthy, backs))
         under_scaler = history.number("scaled") == 1
-        if streak < self.samples or (under_scaler and lasted < self.scaled_records):
+        if times < self.samples or (under_scaler and onset < self.scaled_records):
             return []
-        always = streak == len(unhealthy)
+        always = times == len(unhealthy)
         if always and len(history) == history.capacity:
             return None  # how it began has been forgotten
-        rounded = bool((bottom & (zeros < 1))[-streak:].any())
+        rounded = bool((bottom & (zeros < 1))[-times:].any())
         if not self._is_lost(history, zeros[-1], rounded=rounded, always=always):
             return []
-        back = int(lasted)
-        return [self._finding(history, zeros[-streak:], rms[-streak:], bottom[-1], back, under_scaler)]
+        return [self._finding(history, zeros[-times:], rms[-times:], bottom[-1], onset, under_scaler)]
 
     def _at_the_bottom(self, zeros: Floats, rms: Floats) -> Mask:
         """Which signals are rounded away, those of which nothing is left too; shape as `zeros` and `rms`."""
@@ -102,7 +100,7 @@ class Underflow(CheckedRule):
         return bool(np.all(np.isfinite(last) & (last > 0)))
 
     def _finding(
-        self, history: History, zeros: Floats, rms: Floats, bottom: Mask, back: int, under_scaler: bool
+        self, history: History, zeros: Floats, rms: Floats, bottom: Mask, onset: int, under_scaler: bool
     ) -> Finding:
         layout = history.layout
         sites = layout.names(layout.layers[bottom])
@@ -119,14 +117,14 @@ class Underflow(CheckedRule):
             )
         else:
             usual = 0.0
-            when = "since the first step" if is_first_record(history, back) else f"at the last {len(zeros)} samples"
+            when = "since the first step" if is_first_record(history, onset) else f"at the last {len(zeros)} samples"
             message = f"{what}, all of dL/d(output) has been exactly zero {when}{_loss_left(history)}."
         message += " The loss scale is too small." if under_scaler else " There is no loss scale, which float16 needs."
         severity = Severity.WARNING if under_scaler else Severity.ERROR
         limit = self.grid_steps * SMALLEST_FLOAT16
         remedy = _remedy(history, under_scaler=under_scaler)
         headline = f"{_percent(share)} of its signals is rounded to zero in float16"
-        return Finding(self.name, severity, sites[-1], sites, usual, limit, message, remedy, back, headline)
+        return Finding(self.name, severity, sites[-1], sites, usual, limit, message, remedy, onset, headline)
 
 
 def _loss_left(history: History) -> str:

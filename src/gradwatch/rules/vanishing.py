@@ -19,17 +19,15 @@ from gradwatch.rules.evidence.baseline import (
     first_and_last_loss,
     is_stuck,
     per_full_accumulation,
-    streak,
 )
 from gradwatch.rules.evidence.depth import (
     FADED,
     LOWEST,
-    Onset,
     Profile,
     change_along,
     judged_profile,
     may_differ,
-    onset,
+    profile_onset,
     recent_profiles,
 )
 from gradwatch.rules.evidence.layer_levels import (
@@ -45,7 +43,7 @@ from gradwatch.rules.evidence.paths import NO_LAYER, paths
 from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.records import is_alone
 from gradwatch.rules.evidence.recurrent_gradients import faded_through_time, fades_are_due
-from gradwatch.rules.evidence.samples import forward_order
+from gradwatch.rules.evidence.samples import forward_order, own_onset
 from gradwatch.rules.evidence.weights import has_norm_layers, norms_text, sensitivity, starts_from_zero
 from gradwatch.rules.evidence.wording import name_text, ratio_text, steps_text
 from gradwatch.rules.rule import CheckedRule
@@ -152,8 +150,10 @@ class Vanishing(CheckedRule):
         if not len(faint):
             return []
         them = set(faint.tolist())
-        begun = onset(history, now, lambda each: not them.isdisjoint(self._faint(history.layout, each, dex).tolist()))
-        return [self._finding(history, now, faint, dex, begun)]
+        onset, from_start = profile_onset(
+            history, now, lambda each: not them.isdisjoint(self._faint(history.layout, each, dex).tolist())
+        )
+        return [self._finding(history, now, faint, dex, onset, from_start)]
 
     def _faint(self, layout: Layout, now: Profile, dex: float) -> Sites:
         """The layers that lie, with all upstream of them, `dex` under the strongest downstream of them."""
@@ -189,7 +189,9 @@ class Vanishing(CheckedRule):
                 return faint[:0]
         return faint
 
-    def _finding(self, history: History, now: Profile, faint: Sites, dex: float, begun: Onset) -> Finding:
+    def _finding(
+        self, history: History, now: Profile, faint: Sites, dex: float, onset: int, from_start: bool
+    ) -> Finding:
         layout = history.layout
         flow = paths(layout, now.sites)
         behind, peaks = flow.downstream(now.logs)
@@ -214,7 +216,7 @@ class Vanishing(CheckedRule):
         if not change.abrupt:
             seen = int((now.values[way] > 0).argmax())  # before it float32 holds nothing
             rate = float(logs[peak] - logs[seen]) / (peak - seen)
-            cause, remedy = _gradual(history, now.sites, faint, rate, begun)
+            cause, remedy = _gradual(history, now.sites, faint, rate, onset, from_start)
             if peak >= DEEP and "residual" not in remedy:
                 remedy = f"{remedy.removesuffix('.')}; or residual connections around the layers: x + layer(x)."
         elif gives_its_bias_alone(history, after):
@@ -232,7 +234,7 @@ class Vanishing(CheckedRule):
             cause = f"Most is lost between layers {after} and {layer}: {what}."
             remedy = factor or f"a normalisation layer between {layer} and {after}, and no constant factor there."
         sites, text = layout.names(np.sort(faint)), f"{message} {cause}"
-        return Finding(self.name, Severity.WARNING, layer, sites, fall, dex, text, remedy, begun.back, headline)
+        return Finding(self.name, Severity.WARNING, layer, sites, fall, dex, text, remedy, onset, headline)
 
     def _ended(self, history: History) -> Finding | None:
         """There was a gradient, and since one step there is none at all, while the loss is neither 0 nor low."""
@@ -245,8 +247,8 @@ class Vanishing(CheckedRule):
             return None
         if not loss[1] > loss[0] - self.stuck_share * abs(loss[0]):
             return None
-        back = streak(history, norms == 0)
-        for_long = steps_text(history, back)
+        onset = own_onset(history, norms == 0)
+        for_long = steps_text(history, onset)
         message = (
             f"The gradient of every layer has been exactly 0 for {for_long}, and the loss is {number_text(loss[1], 3)} "
             f"({number_text(loss[0], 3)} at first): the model stopped learning. Most often a ReLU or clamp of its "
@@ -255,7 +257,7 @@ class Vanishing(CheckedRule):
         headline = f"every gradient has been exactly 0 for {for_long}"
         remedy = "no ReLU or clamp after the last layer; or a smaller lr in configure_optimizers, with warm-up."
         sites, limit = history.layout.names(()), float(self.ended_records)
-        return Finding(self.name, Severity.WARNING, TOTAL, sites, back, limit, message, remedy, back, headline)
+        return Finding(self.name, Severity.WARNING, TOTAL, sites, onset, limit, message, remedy, onset, headline)
 
     def _died(self, history: History) -> Finding | None:
         """The whole gradient fell, and the loss did not."""
@@ -277,7 +279,7 @@ class Vanishing(CheckedRule):
         if early <= 0 or not (levels[1] <= under * early).all():
             return None
         fall = float(np.log10(early / now)) if now > 0 else -LOWEST
-        back = streak(history, history.series("grad_norm") <= early * under)
+        onset = own_onset(history, history.series("grad_norm") <= early * under)
         message = (
             f"The total gradient norm fell from {number_text(early)} to {number_text(now)} while the loss did not "
             f"improve ({number_text(loss[0], 3)} at first, now {number_text(loss[1], 3)}): the model stopped learning. "
@@ -297,10 +299,14 @@ class Vanishing(CheckedRule):
                 "often its loss is flat where another model is sure, as log(1 - D(G(z))) is."
             )
             remedy = "a loss with a slope there, such as F.softplus(-logits); or fewer and smaller steps of the others."
-        return Finding(self.name, Severity.WARNING, layer, sites, fall, self.total_dex, message, remedy, back, headline)
+        return Finding(
+            self.name, Severity.WARNING, layer, sites, fall, self.total_dex, message, remedy, onset, headline
+        )
 
 
-def _gradual(history: History, layers: Sites, faint: Sites, dex_per_layer: float, begun: Onset) -> tuple[str, str]:
+def _gradual(
+    history: History, layers: Sites, faint: Sites, dex_per_layer: float, onset: int, from_start: bool
+) -> tuple[str, str]:
     """The likely cause of a signal that fades along `layers`, to those that are `faint`, and what to change."""
     layout, fades = history.layout, f"It fades gradually, by {ratio_text(dex_per_layer)} times a layer"
     squashing = next((name for name in ("Sigmoid", "Tanh", "Softmax") if name in layout.modules), None)
@@ -309,7 +315,7 @@ def _gradual(history: History, layers: Sites, faint: Sites, dex_per_layer: float
         return cause, "nn.ReLU instead of nn.Sigmoid, with nn.init.kaiming_normal_ weights."
     if has_norm_layers(layout):
         skips = "residual connections around the layers: x + layer(x)."
-        return f"{fades}, {norms_text(layout)}.", skips if begun.from_start else f"a smaller lr, or {skips}"
+        return f"{fades}, {norms_text(layout)}.", skips if from_start else f"a smaller lr, or {skips}"
     over_usual = median_over_usual(history, faint)
     small = not over_usual > SMALL_RATIO  # also where it is not known
     if squashing == "Tanh":
@@ -332,9 +338,9 @@ def _gradual(history: History, layers: Sites, faint: Sites, dex_per_layer: float
         cause = f"{fades}, though the weights are not small, and there is no norm."
         return cause, "residual connections around the layers: x + layer(x)."
     often = "most often " * bool(np.isnan(over_usual))
-    change = median_weight_change(history, faint, begun.back)
-    if not begun.from_start and not change > SHRUNK_RATIO:  # also where it is not known
+    change = median_weight_change(history, faint, onset)
+    if not from_start and not change > SHRUNK_RATIO:  # also where it is not known
         return f"{fades}: {often}the weights have become too small.", "a smaller lr, or less weight decay or clamping."
-    which = "initial weights" if begun.from_start else "weights"
+    which = "initial weights" if from_start else "weights"
     cause = f"{fades}: {often}the {which} are too small, and there is no norm."
     return cause, "nn.init.kaiming_normal_ for the weights."

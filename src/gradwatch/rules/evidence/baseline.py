@@ -6,9 +6,8 @@ import numpy as np
 
 from gradwatch.core.history import OPENING, History
 from gradwatch.core.median import NORMAL_MAD, median
-from gradwatch.core.record import Floats, Mask
-from gradwatch.rules.evidence.records import is_alone, is_own, own_losses, own_records
-from gradwatch.rules.evidence.samples import streak_starts
+from gradwatch.core.record import Floats
+from gradwatch.rules.evidence.records import is_alone, is_own, own_losses
 
 LEVEL_RECORDS = 5
 """Records whose median is the level of a loss or a gradient. Judgement."""
@@ -81,14 +80,6 @@ def first_and_last_loss(history: History, records: int) -> tuple[float, float] |
     """The loss at the start and now, each the median of `records` losses; None where it is unknown."""
     levels = first_and_last(history, history.scalar("loss", len(history)), records, records)
     return None if levels is None else (float(np.median(levels[0])), float(np.median(levels[1])))
-
-
-def streak(history: History, far: Mask) -> int:
-    """The position, from the end of the history, of the first record of those in a row, up to the latest, of the latest
-    record's optimizer that are `far`: shape [records], of all records.
-    """
-    own = own_records(history)
-    return int(streak_starts(far[-own], own))
 
 
 def first_steps(history: History, records: int) -> str:

@@ -23,7 +23,7 @@ number is 1e-45. Judgement: one layer takes 15 decades at most."""
 HIGHEST = 1e39
 """The norm in place of an infinite one: just beyond float32."""
 
-STREAK_SAMPLES = 50
+ONSET_SAMPLES = 50
 """Samples through which the beginning of a fault over depth is sought. Judgement."""
 
 ABRUPT_SHARE = 0.5
@@ -147,25 +147,17 @@ def _own_samples(history: History, now: Profile, count: int) -> Sites:
     return own_samples(history, now.statistic, sites=now.sites)[::-1][:count]
 
 
-@dataclass(frozen=True, slots=True)
-class Onset:
-    """The first of the samples in a row, up to the latest, that show a fault."""
-
-    back: int
-    """The position of its record, from the end of the history."""
-    from_start: bool
-    """Whether no sample of the run came before it."""
-
-
-def onset(history: History, now: Profile, agrees: Callable[[Profile], bool]) -> Onset:
-    """Since when profiles agree that `now`, the latest record's, shows a fault; `STREAK_SAMPLES` are looked at."""
-    backs, found = _own_samples(history, now, STREAK_SAMPLES + 1), 1
-    earlier = backs[1:STREAK_SAMPLES]
+def profile_onset(history: History, now: Profile, agrees: Callable[[Profile], bool]) -> tuple[int, bool]:
+    """The position of the first of the samples in a row, up to the latest, whose profiles agree that `now`, the latest
+    record's, shows a fault; and whether no sample of the run came before it. `ONSET_SAMPLES` are looked at.
+    """
+    backs, onset = _own_samples(history, now, ONSET_SAMPLES + 1), 1
+    earlier = backs[1:ONSET_SAMPLES]
     for back, before in zip(earlier.tolist(), _profiles(history, now.statistic, earlier), strict=True):
         if before is None or not agrees(before):
-            return Onset(found, False)
-        found = back
-    return Onset(found, len(backs) <= STREAK_SAMPLES and history.steps[0] == 0)
+            return onset, False
+        onset = back
+    return onset, (len(backs) <= ONSET_SAMPLES and history.steps[0] == 0)
 
 
 def faded(history: History, records: int) -> Sites:

@@ -155,11 +155,11 @@ def last_jump(
     return rate_jump(history, back=rate, records=records) or gradient_jump(history, back=gradient)
 
 
-def began_text(history: History, back: int) -> str:
+def began_text(history: History, onset: int) -> str:
     """' It is so from the first step on.', or what else is known of the time before the record `back` from the end."""
-    if is_first_record(history, back):
+    if is_first_record(history, onset):
         return " It is so from the first step on."
-    known = (own_records(history) > back).any()
+    known = (own_records(history) > onset).any()
     return " It was not so before." if known else " It is so for as long as the record goes back."
 
 
@@ -178,16 +178,16 @@ class Beginning:
     """What would have prevented it; empty where nothing came just before."""
 
 
-def beginning(history: History, back: int) -> Beginning:
+def beginning(history: History, onset: int) -> Beginning:
     """How a fault began that is there since the record `back` from the end: of what came before, the `EFFECT_RECORDS`
     records that are nearest count.
     """
-    began, own = began_text(history, back), own_records(history)
-    jump = last_jump(history, rate=back + 1, gradient=back + 1)
-    if isinstance(jump, GradientJump) and np.count_nonzero((own > back) & (own < jump.back)) >= EFFECT_RECORDS:
+    began, own = began_text(history, onset), own_records(history)
+    jump = last_jump(history, rate=onset + 1, gradient=onset + 1)
+    if isinstance(jump, GradientJump) and np.count_nonzero((own > onset) & (own < jump.back)) >= EFFECT_RECORDS:
         jump = None
     if jump is None:
-        return Beginning(began, "", " since the first step" if is_first_record(history, back) else "", "")
+        return Beginning(began, "", " since the first step" if is_first_record(history, onset) else "", "")
     # clipping was there, and did not help
     clipped = isinstance(jump, GradientJump) and jump.limit is not None
     remedy = "a smaller lr in configure_optimizers." if clipped else jump.remedy

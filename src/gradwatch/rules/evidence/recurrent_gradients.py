@@ -12,9 +12,9 @@ from gradwatch.core.median import MEDIAN_ERROR
 from gradwatch.core.number_text import number_text
 from gradwatch.core.record import Floats, Layout, Mask, Sites
 from gradwatch.rules.evidence.baseline import first_and_last_loss, median_and_spread
-from gradwatch.rules.evidence.depth import ABRUPT_SHARE, STREAK_SAMPLES
+from gradwatch.rules.evidence.depth import ABRUPT_SHARE, ONSET_SAMPLES
 from gradwatch.rules.evidence.records import own_losses
-from gradwatch.rules.evidence.samples import RECENT_RECORDS, own_samples, streak_starts
+from gradwatch.rules.evidence.samples import RECENT_RECORDS, onset_of, own_samples
 from gradwatch.rules.evidence.wording import ratio_text
 
 STUCK_RECORDS = 100
@@ -56,10 +56,10 @@ def grown_through_time(history: History, *, dex: float, records: int) -> Finding
     )
     remedy = f"nn.init.orthogonal_({_recurrent_weight(layout, worst)}), and gradient clipping."
     names, layer = layout.names(sites), layout.sites[worst].name
-    backs = _samples(history, STREAK_SAMPLES)
-    back = int(streak_starts(np.asarray(_is_steep(history, backs, dex)[:, sites].any(axis=1)), backs))
+    backs = _samples(history, ONSET_SAMPLES)
+    onset = int(onset_of(np.asarray(_is_steep(history, backs, dex)[:, sites].any(axis=1)), backs))
     headline = f"the gradient grows {ratio_text(value)} times over {steps} time steps"
-    return Finding("exploding", Severity.WARNING, layer, names, value, dex, message, remedy, back, headline)
+    return Finding("exploding", Severity.WARNING, layer, names, value, dex, message, remedy, onset, headline)
 
 
 def fades_are_due(records: Sites, sampled: Mask) -> Mask:
@@ -91,10 +91,10 @@ def faded_through_time(history: History, *, dex: float, records: int) -> Finding
     )
     cause, remedy = _forgetting(layout, worst, steps)
     names, layer = layout.names(sites), layout.sites[worst].name
-    text, backs = f"{message} {cause}", _samples(history, STREAK_SAMPLES)
-    back = int(streak_starts(np.asarray((history.at("time_growth", backs)[:, sites] <= -dex).any(axis=1)), backs))
+    text, backs = f"{message} {cause}", _samples(history, ONSET_SAMPLES)
+    onset = int(onset_of(np.asarray((history.at("time_growth", backs)[:, sites] <= -dex).any(axis=1)), backs))
     headline = f"the gradient fades {ratio_text(value)} times over {steps} time steps"
-    return Finding("vanishing", Severity.WARNING, layer, names, value, dex, text, remedy, back, headline)
+    return Finding("vanishing", Severity.WARNING, layer, names, value, dex, text, remedy, onset, headline)
 
 
 def _samples(history: History, count: int) -> Sites:

@@ -54,7 +54,7 @@ def throughout(found: Mask, samples: int) -> Mask:
     return np.asarray(found[-samples:].all(axis=0) & (len(found) >= samples))
 
 
-def streak_lengths(found: Mask) -> Sites:
+def in_a_row(found: Mask) -> Sites:
     """At how many of the latest samples `found`, shape [samples] or [samples, sites], is true without a break: shape []
     or [sites].
     """
@@ -62,18 +62,26 @@ def streak_lengths(found: Mask) -> Sites:
     return np.asarray(broken.argmax(axis=0))
 
 
-def streak_starts(found: Mask, backs: Sites) -> Sites:
-    """The position from the end of the history of the first of the samples that `streak_lengths` counts; the latest
-    where it counts none. `backs`: the position of each sample.
+def onset_of(found: Mask, backs: Sites) -> Sites:
+    """The position, from the end of the history, of the first of the samples that `in_a_row` counts; the latest where
+    it counts none. `backs`: the position of each sample.
     """
-    return np.asarray(backs[::-1][np.maximum(streak_lengths(found) - 1, 0)])
+    return np.asarray(backs[::-1][np.maximum(in_a_row(found) - 1, 0)])
+
+
+def own_onset(history: History, found: Mask) -> int:
+    """The same of records rather than samples: `found` at the newest ones, shape [records], of which those of the
+    latest record's optimizer count.
+    """
+    own = np.flatnonzero(is_own(history, len(found)))
+    return int(onset_of(found[own], len(found) - own))
 
 
 def lasted(found: Mask, backs: Sites, *, samples: int, records: int) -> Mask:
     """The sites where `found`, shape [samples, sites], has been true at every sample up to the latest, for at least
     `samples` samples that span at least `records` records.
     """
-    return throughout(found, samples) & (streak_starts(found, backs) >= records)
+    return throughout(found, samples) & (onset_of(found, backs) >= records)
 
 
 @lru_cache(maxsize=8)
