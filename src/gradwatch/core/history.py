@@ -191,7 +191,8 @@ class History:
 
     def number(self, name: str, *, back: int = 1) -> float:
         """A number of the whole step (`loss`, `lr`, ...) at the record `back` from the end; NaN where there is none."""
-        return float(self.scalar(name, back)[0])
+        numbers = self.scalar(name, back)
+        return float(numbers[0]) if len(numbers) else float("nan")
 
     @property
     def whole(self) -> bool:

@@ -89,8 +89,14 @@ class Frozen(CheckedRule):
     def __call__(self, history: History) -> Sequence[Finding] | None:
         if len(history) < self.records:
             return None
-        still, idle = self._still(history), self._idle(history)
-        found = [*self._unowned(history), *self._outside(history), *(idle or ()), *(still or ()), *self._off(history)]
+        still, idle = self._still(history), self._idle_optimizer(history)
+        found = [
+            *self._unowned(history),
+            *self._no_optimizer(history),
+            *(idle or ()),
+            *(still or ()),
+            *self._off(history),
+        ]
         if idle is None and not found:
             return None
         if found or still is not None or len(history) < self.still_records:
@@ -114,23 +120,16 @@ class Frozen(CheckedRule):
         limit = float(self.records)
         return [Finding(self.name, Severity.WARNING, names[0], names, limit, limit, message, remedy, onset, headline)]
 
-    def _outside(self, history: History) -> Sequence[Finding]:
+    def _no_optimizer(self, history: History) -> Sequence[Finding]:
         """Trainable, reached by the backward pass, and in no optimizer."""
-        layout, codes = history.layout, history.codes(self.records)
-        outside = codes[-1, layout.parameters] == NO_OPTIMIZER
-        if not outside.any():
-            return []
-        outside &= (codes[:, layout.parameters] == NO_OPTIMIZER).all(axis=0)
+        outside = history.codes(self.records)[:, history.layout.parameters] == NO_OPTIMIZER
         # a target network or a teacher is in no optimizer on purpose: nothing flows back to it
-        parameters, known = _reached(history, outside)
+        parameters, known = _reached(history, outside.all(axis=0))
         if not len(parameters):
             return []
-        names, all_named, first_named = _named(layout, parameters)
-        verb, keep = ("is", "keeps its") if len(names) == 1 else ("are", "keep their")
-        message = (
-            f"{capitalized(all_named)} {verb} trainable (requires_grad is True) but in no optimizer that GradWatch has "
-            f"seen, and {keep} values unless something else changes them."
-        )
+        names, all_named, first_named = _named(history.layout, parameters)
+        what = "trainable (requires_grad is True) but in no optimizer that GradWatch has seen"
+        message = _unchanged_text(all_named, what, one=len(names) == 1)
         onset, late = _outside_since(history, parameters)
         remedy = (
             f"put in {first_named} before configure_optimizers runs, in __init__ or configure_model, for example."
@@ -144,7 +143,7 @@ class Frozen(CheckedRule):
         limit = float(self.records)
         return [Finding(self.name, severity, names[0], names, limit, limit, message, remedy, onset, headline)]
 
-    def _idle(self, history: History) -> Sequence[Finding] | None:
+    def _idle_optimizer(self, history: History) -> Sequence[Finding] | None:
         """Trainable, reached by the backward pass, and in an optimizer that has never stepped; None where the start of
         the run is forgotten.
         """
@@ -163,13 +162,11 @@ class Frozen(CheckedRule):
         if not len(parameters):
             return []
         names, all_named, first_named = _named(layout, parameters)
-        verb, keep = ("is", "keeps its") if len(names) == 1 else ("are", "keep their")
-        message = (
-            f"{capitalized(all_named)} {verb} in an optimizer that was not seen to step in "
-            f"{steps_text(history, count)} of others, and {keep} values unless something else changes them."
-        )
+        steps = steps_text(history, count)
+        what = f"in an optimizer that was not seen to step in {steps} of others"
+        message = _unchanged_text(all_named, what, one=len(names) == 1)
         remedy = f"optimizer.step() for the optimizer of {first_named}, unless it is to start later."
-        headline = f"its optimizer has not stepped in {steps_text(history, count)} of others"
+        headline = f"its optimizer has not stepped in {steps} of others"
         value, limit = float(count), float(self.idle_records)
         return [Finding(self.name, Severity.NOTICE, names[0], names, value, limit, message, remedy, count, headline)]
 
@@ -285,7 +282,8 @@ class Frozen(CheckedRule):
             remedy = f"requires_grad_(True) for {name_text(names)}, and match whole names when layers are frozen."
             headline = "requires_grad is False, while others train"
         severity = Severity.WARNING if len(new) or alike else Severity.NOTICE
-        onset, limit = _onset(history, sites, FROZEN), float(self.still_records)
+        onset = int(in_a_row(history.codes(len(history))[:, sites] == FROZEN).max())
+        limit = float(self.still_records)
         return [Finding(self.name, severity, names[0], names, limit, limit, message, remedy, onset, headline)]
 
     def _thaws(self, history: History, order: Sites, off: Mask) -> bool:
@@ -294,11 +292,6 @@ class Frozen(CheckedRule):
         """
         some = history.codes(len(history))[:: max(1, self.still_records // 2)][:, order] == FROZEN
         return bool((some != off).any())
-
-
-def _onset(history: History, sites: Sites, code: int) -> int:
-    """The first record of those in a row that have `code`, up to the latest, at the site for which that is earliest."""
-    return int(in_a_row(history.codes(len(history))[:, sites] == code).max())
 
 
 def _stood_at_a_sample(history: History) -> bool:
@@ -356,11 +349,17 @@ def _outside_since(history: History, parameters: Sites) -> tuple[int, bool]:
     """The position of the first record, from the end, of those in a row at which `parameters` were in no optimizer; and
     whether they have replaced others, which were left without a gradient until the new ones were found.
     """
-    codes = history.codes(len(history))[:, parameters][::-1]
-    outside = np.cumprod((codes == NO_OPTIMIZER).all(axis=1)).astype(bool)
-    replaced = np.cumprod((outside[:, None] | (codes == NO_GRADIENT)).all(axis=1))
-    late = bool(replaced.sum() > outside.sum())
-    return (int(replaced.sum()) if late else _onset(history, parameters, NO_OPTIMIZER)), late
+    codes = history.codes(len(history))[:, parameters]
+    outside = codes == NO_OPTIMIZER
+    all_outside = outside.all(axis=1)
+    replaced = (all_outside[:, None] | (codes == NO_GRADIENT)).all(axis=1)
+    late = bool(in_a_row(replaced) > in_a_row(all_outside))
+    return int(in_a_row(replaced if late else outside).max()), late
+
+
+def _unchanged_text(parameters: str, what: str, *, one: bool) -> str:
+    verb, keep = ("is", "keeps its") if one else ("are", "keep their")
+    return f"{capitalized(parameters)} {verb} {what}, and {keep} values unless something else changes them."
 
 
 def _named(layout: Layout, parameters: Sites) -> tuple[tuple[str, ...], str, str]:

@@ -44,16 +44,15 @@ class StaleGrad(CheckedRule):
         return rows.nowhere if stale is None else stale >= self.old_share
 
     def __call__(self, history: History) -> Sequence[Finding] | None:
+        now = history.number("stale")
+        if not now >= self.old_share:
+            return None if np.isnan(now) else []
         stale = history.scalar("stale", len(history))
-        if np.isnan(stale[-1]):
-            return None
-        if not stale[-1] >= self.old_share:
-            return []
         backs = len(stale) - np.flatnonzero(~np.isnan(stale) & _moved(history, len(stale)))
         times = int(in_a_row(stale[-backs] >= self.old_share))
         if times < self.records or backs[-self.records] > LOOKBACK_RECORDS + self.records:
             return []
-        return [self._finding(history, float(stale[-1]), int(backs[-times]), times)]
+        return [self._finding(history, now, int(backs[-times]), times)]
 
     def _finding(self, history: History, stale: float, onset: int, times: int) -> Finding:
         """`onset`: the position of the first record at which old gradients were there, and were at each one since that
