@@ -63,11 +63,11 @@ class ActBlowup(CheckedRule):
         """Samples with such a product, or with an output that far over its lowest."""
         if "output_rms" not in rows.fresh:
             return rows.nowhere
-        outputs, layers = rows.block.values["output_rms"], rows.layout.layers
+        outputs, layers = rows.values("output_rms"), rows.layout.layers
         suspected = (outputs[:, layers] >= rows.extremes("output_rms")[0] * 10.0**self.growth_dex).any(axis=1)
         for query, key in _pairs(rows.layout):
             suspected |= outputs[:, query] * outputs[:, key] >= self.logits
-        return np.asarray(rows.fresh["output_rms"] & suspected)
+        return np.asarray(suspected)
 
     def __call__(self, history: History) -> Sequence[Finding] | None:
         found = samples(history, "output_rms")

@@ -43,14 +43,10 @@ class BadHead(CheckedRule):
 
     def suspects(self, rows: RecentRows) -> Mask:
         """Samples that show it: the latest of those in a row is one."""
-        suspected, values = rows.nowhere, rows.block.values
+        suspected = (rows.values("logit_misfit")[:, rows.layout.activations] < self.misfit).any(axis=1)
         for fault in ("softmax_head", "sigmoid_head", "loss_broadcast"):
-            if fault in rows.fresh:
-                suspected = suspected | (values[fault][:, 0] > 0)
-        if "logit_misfit" in rows.fresh:
-            misfits = values["logit_misfit"][:, rows.layout.activations]
-            suspected = suspected | (misfits < self.misfit).any(axis=1)
-        return suspected
+            suspected |= rows.values(fault)[:, 0] > 0
+        return np.asarray(suspected)
 
     def __call__(self, history: History) -> Sequence[Finding] | None:
         seen = [

@@ -81,14 +81,12 @@ class Collapse(CheckedRule):
 
     def suspects(self, rows: RecentRows) -> Mask:
         """Samples of weights that have shrunk enough for a decay, or of such small outputs."""
-        suspected, values = rows.nowhere, rows.block.values
-        if "weight_norm" in rows.fresh:
-            share = max(self.left, 0.5 ** (SHORTEST_DECAY / self.half_life)) / ROUNDING
-            limits = share * rows.extremes("weight_norm")[1]
-            suspected = (values["weight_norm"][:, rows.layout.layers] <= limits).any(axis=1)
-        for _, group in _codes_of(rows.layout) if "output_rms" in rows.fresh else ():
-            suspected = suspected | (values["output_rms"][:, group].max(axis=1) <= self.code_rms)
-        return suspected
+        share = max(self.left, 0.5 ** (SHORTEST_DECAY / self.half_life)) / ROUNDING
+        limits = share * rows.extremes("weight_norm")[1]
+        suspected = (rows.values("weight_norm")[:, rows.layout.layers] <= limits).any(axis=1)
+        for _, group in _codes_of(rows.layout):
+            suspected |= rows.values("output_rms")[:, group].max(axis=1) <= self.code_rms
+        return np.asarray(suspected)
 
     def __call__(self, history: History) -> Sequence[Finding] | None:
         weights, codes = self._weights(history), self._codes(history)

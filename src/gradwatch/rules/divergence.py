@@ -118,7 +118,7 @@ class Divergence(CheckedRule):
             suspected[max(0, after) : max(0, after + EFFECT_RECORDS)] = True
         if "weight_norm" in rows.fresh and not has_norm_layers(rows.layout):
             limits = self.growth * ROUNDING * rows.extremes("weight_norm")[0]
-            suspected = suspected | (rows.block.values["weight_norm"][:, rows.layout.layers] >= limits).any(axis=1)
+            suspected = suspected | (rows.values("weight_norm")[:, rows.layout.layers] >= limits).any(axis=1)
         return suspected
 
     def _far_losses(self, rows: RecentRows) -> Mask:

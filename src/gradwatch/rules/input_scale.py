@@ -65,14 +65,13 @@ class InputScale(CheckedRule):
         """Samples with such an input, or with such a loss: no residual is larger than it, or than the root of its
         double.
         """
-        suspected, losses = rows.nowhere, rows.block.scalars.get("loss")
-        if "input_rms" in rows.fresh:
-            lowest, highest = rows.range("input_rms")
-            suspected = rows.fresh["input_rms"] & ((highest > min(self.rms, self.large_rms)) | (lowest == 0))
-        if "output_rms" in rows.fresh and losses is not None:
-            wide = losses > min(self.rms, self.rms**2 / 2) * ROUNDING
-            suspected = suspected | (rows.fresh["output_rms"] & wide)
-        return suspected
+        lowest, highest = rows.range("input_rms")
+        wide = rows.scalar("loss") > min(self.rms, self.rms**2 / 2) * ROUNDING
+        return np.asarray(
+            (highest > min(self.rms, self.large_rms))
+            | (lowest == 0)
+            | (rows.fresh.get("output_rms", rows.nowhere) & wide)
+        )
 
     def __call__(self, history: History) -> Sequence[Finding] | None:
         found, wanted = self._inputs(history), self._targets(history)

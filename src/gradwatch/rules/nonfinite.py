@@ -51,12 +51,8 @@ class Nonfinite(CheckedRule):
 
     def suspects(self, rows: RecentRows) -> Mask:
         """A total or a loss that is not finite."""
-        suspected = ~np.isfinite(rows.totals)
-        if (losses := rows.block.scalars.get("loss")) is not None:
-            suspected |= np.isinf(losses)
-        if (said := rows.block.scalars.get("loss_nan")) is not None:
-            suspected |= said == 1
-        return suspected
+        bad_loss = np.isinf(rows.scalar("loss")) | (rows.scalar("loss_nan") == 1)
+        return np.asarray(~np.isfinite(rows.totals) | bad_loss)
 
     def __call__(self, history: History) -> Sequence[Finding] | None:
         loss = history.number("loss")

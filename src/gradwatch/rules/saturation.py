@@ -59,10 +59,8 @@ class Saturation(CheckedRule):
 
     def suspects(self, rows: RecentRows) -> Mask:
         """Samples with such an activation."""
-        if "saturated" not in rows.fresh:
-            return rows.nowhere
-        shares = rows.block.values["saturated"][:, rows.layout.activations]
-        return np.asarray(rows.fresh["saturated"] & (shares >= self.least_share).any(axis=1))
+        shares = rows.values("saturated")[:, rows.layout.activations]
+        return np.asarray((shares >= self.least_share).any(axis=1))
 
     def __call__(self, history: History) -> Sequence[Finding] | None:
         found = samples(history, "saturated")

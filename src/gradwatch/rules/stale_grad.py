@@ -40,8 +40,7 @@ class StaleGrad(CheckedRule):
 
     def suspects(self, rows: RecentRows) -> Mask:
         """Old gradients were there."""
-        stale = rows.block.scalars.get("stale")
-        return rows.nowhere if stale is None else stale >= self.old_share
+        return np.asarray(rows.scalar("stale") >= self.old_share)
 
     def __call__(self, history: History) -> Sequence[Finding] | None:
         now = history.number("stale")

@@ -74,12 +74,9 @@ class Tampered(CheckedRule):
 
     def suspects(self, rows: RecentRows) -> Mask:
         """Samples with a gradient that is turned, or two whose sizes are off by that much from one another."""
-        sampled, values = rows.fresh.get("gradient_cosine"), rows.block.values
-        if sampled is None or "gradient_dex" not in values:
-            return rows.nowhere
-        parameters = rows.layout.parameters
-        turned = (values["gradient_cosine"][:, parameters] <= -min(self.cosine, OPPOSITE_COSINE)).any(axis=1)
-        there = values["gradient_dex"][:, parameters]
+        sampled, parameters = rows.fresh.get("gradient_cosine", rows.nowhere), rows.layout.parameters
+        turned = (rows.values("gradient_cosine")[:, parameters] <= -min(self.cosine, OPPOSITE_COSINE)).any(axis=1)
+        there = rows.values("gradient_dex")[:, parameters]
         with np.errstate(invalid="ignore"):  # of two infinite ones it is not known
             within = np.fmax.reduce(there, axis=1) - np.fmin.reduce(there, axis=1) < self.dex * ROUNDING
         return np.asarray(sampled & (turned | ~within))

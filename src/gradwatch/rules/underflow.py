@@ -54,9 +54,7 @@ class Underflow(CheckedRule):
 
     def suspects(self, rows: RecentRows) -> Mask:
         """Samples with a signal of which that share is zero."""
-        if "half_zeros" not in rows.fresh:
-            return rows.nowhere
-        return rows.fresh["half_zeros"] & (rows.range("half_zeros")[1] >= self.zero_share)
+        return np.asarray(rows.range("half_zeros")[1] >= self.zero_share)
 
     def __call__(self, history: History) -> Sequence[Finding] | None:
         found = samples(history, "half_zeros")

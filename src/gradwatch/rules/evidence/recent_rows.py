@@ -33,8 +33,7 @@ class RecentRows:
         self.nowhere: Mask = np.zeros(self.count, dtype=bool)
         """None of the rows; read-only."""
         self.nowhere.flags.writeable = False
-        norms = block.values.get("grad_norm")
-        self.totals: Floats = np.full(self.count, np.nan) if norms is None else norms[:, 0]
+        self.totals: Floats = self.values("grad_norm")[:, 0]
         self._ranges: dict[str, tuple[Floats, Floats]] = {}
 
     @cached_property
@@ -48,6 +47,16 @@ class RecentRows:
             there = self.history.measured(name, self.count + 1)[:-1]
             found[name] = there if len(there) == self.count else np.append(False, there)
         return {name: there for name, there in found.items() if there.any()}
+
+    def values(self, statistic: str) -> Floats:
+        """`statistic` at each row, NaN where it was not measured: shape [rows, sites]."""
+        values = self.block.values.get(statistic)
+        return np.broadcast_to(np.nan, (self.count, len(self.layout))) if values is None else values
+
+    def scalar(self, name: str) -> Floats:
+        """A number of the whole step at each row, NaN where there is none: shape [rows]."""
+        numbers = self.block.scalars.get(name)
+        return np.broadcast_to(np.nan, (self.count,)) if numbers is None else numbers
 
     @cached_property
     def lengths(self) -> Sites:
@@ -63,12 +72,11 @@ class RecentRows:
     def range(self, statistic: str) -> tuple[Floats, Floats]:
         """The lowest and the highest number of a layer at each row: shape [rows] each; NaN where there is none."""
         if statistic not in self._ranges:
-            numbers = self.block.values.get(statistic)
-            if numbers is None or not len(self.layout.layers):
-                nothing = np.full(self.count, np.nan)
-                return nothing, nothing
-            there = numbers[:, self.layout.layers]
-            self._ranges[statistic] = np.fmin.reduce(there, axis=1), np.fmax.reduce(there, axis=1)
+            there = self.values(statistic)[:, self.layout.layers]
+            self._ranges[statistic] = (
+                np.fmin.reduce(there, axis=1, initial=np.nan),
+                np.fmax.reduce(there, axis=1, initial=np.nan),
+            )
         return self._ranges[statistic]
 
     def extremes(self, statistic: str) -> tuple[Floats, Floats]:
@@ -80,6 +88,6 @@ class RecentRows:
         """At which rows two layers may differ by `dex` or more, zeros left aside or not: shape [rows]."""
         lowest, highest = self.range(statistic)
         if not zeros and (lowest == 0).any():
-            there = self.block.values[statistic][:, self.layout.layers]
+            there = self.values(statistic)[:, self.layout.layers]
             lowest = np.fmin.reduce(np.where(there > 0, there, np.nan), axis=1)
         return np.asarray((highest > 0) & (highest * 10.0**-dex >= lowest * ROUNDING))
