@@ -191,6 +191,15 @@ class Layout:
     def names(self, indices: Iterable[int]) -> tuple[str, ...]:
         return tuple([self.sites[i].name for i in indices])
 
+    def parameters_of(self, layer: int) -> Sites:
+        """Site indices of the parameters that `layer` owns directly."""
+        return self.parameters[self.owners == layer]
+
+    def without_class(self, sites: Sites, *parts: str) -> Sites:
+        """`sites` but for those whose class has one of `parts` in its name, such as "Norm"."""
+        kept = [site for site in sites if not any(part in self.sites[site].module for part in parts)]
+        return np.array(kept, dtype=np.intp)
+
     def with_taps(self, taps: Iterable[tuple[str, int, str]]) -> Layout:
         """Append a site for each of `taps`, tensors given as (name, number of elements, dtype)."""
         sites = list(self.sites)

@@ -18,7 +18,6 @@ from gradwatch.rules.evidence.jumps import beginning
 from gradwatch.rules.evidence.recent_rows import ROUNDING, RecentRows
 from gradwatch.rules.evidence.records import is_alone, is_own, own_losses, own_records
 from gradwatch.rules.evidence.samples import RECENT_RECORDS, in_a_row, lasted, onset_of, own_samples, samples
-from gradwatch.rules.evidence.weights import without_norms
 from gradwatch.rules.evidence.wording import distance_text, name_text
 from gradwatch.rules.rule import CheckedRule
 
@@ -307,4 +306,4 @@ def _weighed(history: History) -> Sites:
     layout = history.layout
     known = (history.codes(1)[0] == MEASURED) & np.isfinite(history.row("weight_norm"))
     layers = layout.layers[known[layout.layers]]
-    return without_norms(layout, layers)
+    return layout.without_class(layers, "Norm")

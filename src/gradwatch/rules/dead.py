@@ -178,18 +178,19 @@ class Dead(CheckedRule):
         lost = len(measured) and history.row("grad_norm")[measured[0]] == 0
         return Severity.ERROR if lost else Severity.WARNING
 
+    def _gradients(self, history: History) -> tuple[Sites, Floats, Floats]:
+        """The layers that have a gradient, in forward order; their norms before the last `records`, and at these."""
+        order, span = forward_order(history.layout), self.records + GRADIENT_LOOKBACK
+        order = order[history.codes(1)[0, order] == MEASURED]
+        norms = history.window("grad_norm", span)[is_own(history, span)][:, order]
+        return order, norms[: -self.records], norms[-self.records :]
+
     def _gradient_died(self, history: History) -> Finding | None:
         """All layers up to some depth have had a gradient of exactly zero since one step, those after it have one."""
-        order = forward_order(history.layout)
-        span = self.records + GRADIENT_LOOKBACK
-        rows, order = history.window("grad_norm", span), order[history.codes(1)[0, order] == MEASURED]
-        if not len(order):
+        order, early, late = self._gradients(history)
+        depth = int(np.argmax(late[-1] > 0)) if len(order) else 0
+        if not depth or not len(early):
             return None
-        norms = rows[is_own(history, span)][:, order]
-        depth = int(np.argmax(norms[-1] > 0))
-        if not depth or len(norms) <= self.records:
-            return None
-        late, early = norms[-self.records :], norms[: -self.records]
         if (late[:, :depth] != 0).any() or not (late[:, depth:] > 0).any(axis=1).all():
             return None
         alive = (early[:, :depth] > VANISHED_SHARE * early.max(axis=1, keepdims=True)).all(axis=1)
@@ -204,14 +205,9 @@ class Dead(CheckedRule):
         """Layers that had a gradient at every record have had one of exactly zero since one step, while those next
         after them have one: another way, a skip connection for one, leads around them.
         """
-        order, span = forward_order(history.layout), self.records + GRADIENT_LOOKBACK
-        rows, order = history.window("grad_norm", span), order[history.codes(1)[0, order] == MEASURED]
-        if history.layout.edges is None or not len(order) or not (rows[-1, order] == 0).any():
+        order, early, late = self._gradients(history)
+        if history.layout.edges is None or len(early) < self.records:
             return None
-        norms = rows[is_own(history, span)][:, order]
-        if len(norms) < 2 * self.records:
-            return None
-        late, early = norms[-self.records :], norms[: -self.records]
         ended, going = np.asarray((late == 0).all(axis=0)), np.asarray((late > 0).all(axis=0))
         if not ended.any() or not going.any():
             return None

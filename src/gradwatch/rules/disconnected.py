@@ -187,12 +187,12 @@ class Disconnected(CheckedRule):
             (~whole & ~cleared, "left_out"),
         ):
             if (kind & unhealthy).any():
-                places = sites[kind & unhealthy]
-                names, counts = layout.names(_as_they_run(layout, places)), absences[kind & unhealthy]
+                chosen = sites[kind & unhealthy]
+                names, counts = layout.names(_as_they_run(layout, chosen)), absences[kind & unhealthy]
                 kind_of = "layer" if whole[kind & unhealthy].all() else "parameter"
                 whose = str(library[kind][0])
                 wording = _worded(text, names, steps_text(history, int(counts.min())), kind_of, library=whose)
-                codes = history.codes(len(history))[:, places]
+                codes = history.codes(len(history))[:, chosen]
                 onset = _onset(codes == MEASURED, codes == NO_GRADIENT, codes)
                 finding = self._finding(names, counts, wanted[kind & unhealthy], wording, onset)
                 biases = text == "left_out" and all(name.endswith(".bias") for name in names)

@@ -278,7 +278,7 @@ class Exploding(CheckedRule):
         far &= losses[-backs] >= LOSS_SHARE * outputs
         if not far.all() or not is_first_record(history, int(backs[0])):
             return None
-        made = np.array([site for site in ran if "Embedding" not in layout.sites[site].module], dtype=np.intp)
+        made = layout.without_class(ran, "Embedding")
         sizes = np.array([weights_over_usual(history, int(site)) for site in made])
         if not len(made) or not np.median(sizes) >= LARGE_RATIO:
             return None

@@ -28,7 +28,7 @@ from gradwatch.core.record import (
 from gradwatch.rules.evidence.paths import paths
 from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.samples import RECENT_RECORDS, forward_order, in_a_row, sampled, still_in_model
-from gradwatch.rules.evidence.weights import update_samples, without_norms, zeroed_by_interventions
+from gradwatch.rules.evidence.weights import update_samples, zeroed_by_interventions
 from gradwatch.rules.evidence.wording import capitalized, name_text, steps_text
 from gradwatch.rules.rule import CheckedRule
 
@@ -386,7 +386,7 @@ def _behind_trained(layout: Layout, marks: bytes) -> Sites:
         return order[:0]
     off = codes[order] == FROZEN
     found = order[off & paths(layout, order).below(codes[order] == MEASURED)]
-    return without_norms(layout, found)
+    return layout.without_class(found, "Norm")
 
 
 def _starts_random(layout: Layout, site: int, spreads: Floats) -> bool:
@@ -395,14 +395,14 @@ def _starts_random(layout: Layout, site: int, spreads: Floats) -> bool:
     """
     if not layout.sites[site].module.startswith(("Linear", "Conv")):
         return False  # positions, codebooks and the like have starts of their own
-    own = layout.parameters[layout.owners == site]
-    matrices = [int(place) for place in own if len(layout.sites[place].shape) >= 2]
+    own = layout.parameters_of(site)
+    matrices = [parameter for parameter in own.tolist() if len(layout.sites[parameter].shape) >= 2]
     if len(matrices) != 1:
         return False
     shape, numel, spread = layout.sites[matrices[0]].shape, layout.sites[matrices[0]].numel, spreads[matrices[0]]
     if numel < MIN_RANDOM or shape[0] > MAX_OUTPUTS or not spread > 0:
         return False
-    biases = [spreads[place] for place in own if place not in matrices]
+    biases = [spreads[parameter] for parameter in own if parameter not in matrices]
     expected = [(3 * numel / shape[0]) ** -0.5] if all(bias > 0 for bias in biases) else []
     expected += [0.02] if all(bias == 0 for bias in biases) else []
     return any(abs(spread / each - 1) <= RANDOM_ERRORS / (2 * numel) ** 0.5 for each in expected)
@@ -436,7 +436,7 @@ def _amid(layout: Layout, order: Sites, off: Mask) -> Sites:
         return order[:0]
     flow = paths(layout, order)
     amid = order[off & flow.below(~off) & flow.above(~off)]
-    return without_norms(layout, amid)
+    return layout.without_class(amid, "Norm")
 
 
 @lru_cache(maxsize=8)

@@ -161,19 +161,15 @@ class InputScale(CheckedRule):
     def _sensitive(self, history: History, sites: Sites) -> Sites:
         """Those of `sites` that are no norm, and that none follows at once."""
         layout, ran = history.layout, in_run_order(history, history.layout.layers)
-        kept = []
-        for place, site in enumerate(ran):
-            near = [layout.sites[i].module for i in ran[place : place + 2]]
-            if site in sites and not any(part in module for module in near for part in SCALE_INVARIANT_MODULES):
-                kept.append(site)
-        return np.array(kept, dtype=np.intp)
+        scaled = np.isin(ran, layout.without_class(ran, *SCALE_INVARIANT_MODULES))
+        return ran[np.isin(ran, sites) & scaled & np.append(scaled[1:], True)]
 
     def _finding(self, history: History, sites: Sites, levels: Floats, onset: int, limit: float) -> Finding:
         layout = history.layout
         layer, rms = layout.names(sites)[0], float(levels[sites[0]])
         highest = history.row("input_max")[sites[0]]
         most = "" if np.isnan(highest) else f" (largest {number_text(highest, 3)})"
-        owned = layout.names(layout.parameters[layout.owners == sites[0]])
+        owned = layout.names(layout.parameters_of(sites[0]))
         bias = any(name.rpartition(".")[2] == "bias" for name in owned)
         failed = " once the loss jumps or the first layer is dead" if limit < self.rms else ""
         message = (

@@ -276,8 +276,8 @@ def _levels(series: Floats) -> tuple[float, float]:
 def _grids(layout: Layout) -> Floats:
     """Least relative change of a weight of each layer, shape [layers]; 0 where any parameter is of a wide type."""
     grids = np.full(len(layout), np.inf)
-    for place, owner in zip(layout.parameters, layout.owners, strict=True):
-        grids[owner] = min(grids[owner], ROUNDING_STEPS.get(layout.sites[place].dtype, 0.0))
+    for site, owner in zip(layout.parameters, layout.owners, strict=True):
+        grids[owner] = min(grids[owner], ROUNDING_STEPS.get(layout.sites[site].dtype, 0.0))
     return np.where(np.isinf(grids), 0.0, grids)[layout.layers]
 
 

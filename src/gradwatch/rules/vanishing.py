@@ -256,8 +256,8 @@ class Vanishing(CheckedRule):
         )
         headline = f"every gradient has been exactly 0 for {for_long}"
         remedy = "no ReLU or clamp after the last layer; or a smaller lr in configure_optimizers, with warm-up."
-        sites, limit = history.layout.names(()), float(self.ended_records)
-        return Finding(self.name, Severity.WARNING, TOTAL, sites, onset, limit, message, remedy, onset, headline)
+        limit = float(self.ended_records)
+        return Finding(self.name, Severity.WARNING, TOTAL, (), onset, limit, message, remedy, onset, headline)
 
     def _died(self, history: History) -> Finding | None:
         """The whole gradient fell, and the loss did not."""
@@ -287,7 +287,7 @@ class Vanishing(CheckedRule):
         )
         headline = f"the gradient norm fell from {number_text(early)} to {number_text(now)}, the loss did not"
         remedy = "a smaller lr in configure_optimizers, with warm-up."
-        layer, sites = TOTAL, history.layout.names(())
+        layer, sites = TOTAL, tuple[str, ...]()
         if not alone:
             layers = history.layout.layers
             sites = history.layout.names(layers[history.codes(1)[0, layers] == MEASURED])

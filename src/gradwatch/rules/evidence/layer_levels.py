@@ -122,7 +122,7 @@ def latest(series: Floats) -> float:
 
 def _parameters(history: History, layer: int, *, bias: bool) -> list[int]:
     layout = history.layout
-    mine = layout.parameters[layout.owners == layer].tolist()
+    mine = layout.parameters_of(layer).tolist()
     return [site for site in mine if (layout.sites[site].name.rpartition(".")[2] == "bias") is bias]
 
 

@@ -70,10 +70,9 @@ def from_replay(history: History, trace: NonfiniteOrigin) -> NonfiniteForward:
         site = trace.site or next(iter(first), TOTAL)
         cause, batch = capitalized(trace.explanation), trace.source == "batch"
         return NonfiniteForward(site, cause, trace.remedy, trace.overflow, traced=True, in_batch=batch)
-    places = [layout.index[name] for name in trace.parameters if name in layout.index]
-    if places:
-        lost = np.unique(np.array([layout.sites[place].layer for place in places], dtype=np.intp))
-        return replace(_of_weights(history, lost, 1), traced=True)
+    lost = sorted({layout.sites[layout.index[name]].layer for name in trace.parameters if name in layout.index})
+    if lost:
+        return replace(_of_weights(history, np.array(lost, dtype=np.intp), 1), traced=True)
     cause = f"{capitalized(name_text(trace.parameters, 'tensor'))} of the model had values that are not finite by then."
     remedy = f"torch.isfinite on {trace.parameters[0]}, and a look at what writes to it."
     return NonfiniteForward(TOTAL, cause, remedy, overflow=False, traced=True)

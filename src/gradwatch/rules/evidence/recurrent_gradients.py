@@ -133,12 +133,12 @@ def _level(numbers: Floats) -> tuple[float, float]:
 
 
 def _both_ways(layout: Layout, site: int) -> bool:
-    return any("_reverse" in layout.sites[i].name for i in layout.parameters[layout.owners == site])
+    return any("_reverse" in name for name in layout.names(layout.parameters_of(site)))
 
 
 def _recurrent_weight(layout: Layout, site: int) -> str:
     """The name of the weights that the state is multiplied by at every step; the first layer's, forward."""
-    own = [layout.sites[i].name for i, owner in zip(layout.parameters, layout.owners, strict=True) if owner == site]
+    own = layout.names(layout.parameters_of(site))
     names = [name for name in own if "weight_hh" in name] or [name for name in own if name.endswith("weight")] or own
     return names[0] if names else f"{layout.sites[site].name}.weight"
 

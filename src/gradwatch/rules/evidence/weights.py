@@ -28,11 +28,6 @@ GROWTH_SAMPLES = 10
 """Samples needed to see that weights do not grow: a random walk may turn back at first. Judgement."""
 
 
-def without_norms(layout: Layout, layers: Sites) -> Sites:
-    """`layers` but for those that normalize."""
-    return np.array([i for i in layers if "Norm" not in layout.sites[i].module], dtype=np.intp)
-
-
 def has_float16(layout: Layout) -> bool:
     """Whether weights are in float16."""
     return any(layout.sites[i].dtype == "float16" for i in layout.parameters)
