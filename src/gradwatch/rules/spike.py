@@ -116,22 +116,16 @@ class Spike(CheckedRule):
         return np.inf > loss >= self.beyond * abs(largest_first_loss(history, FIRST_LEVEL_LOSSES)) > 0
 
     def _at(self, history: History, back: int, *, returned: bool = False) -> Sequence[Finding]:
-        """What stood out at the record `back` from the end; `returned`: and does not at the latest any more."""
+        """What stood out of its own baseline at the record `back` from the end; `returned`: and does not at the latest
+        any more.
+        """
         if returned and _loss_stays(history, back, self.window):
             return []
         norms = per_full_accumulation(history, back)
-        sites, now = np.append(0, history.layout.layers), norms[-back]
-        usable = now[sites] < np.inf
+        now, after, candidates = norms[-back], norms[-1], np.append(0, history.layout.layers)
+        candidates = candidates[now[candidates] < np.inf]
         if returned:
-            usable &= history.trusted(back)[0, sites]
-        return self._judge(history, now, sites[usable], back, norms[-1] if returned else None)
-
-    def _judge(
-        self, history: History, now: Floats, candidates: Sites, back: int, after: Floats | None
-    ) -> Sequence[Finding]:
-        """Which of `candidates` stand out of their own baseline, worst first in one finding. `after`: the gradient that
-        has to be back.
-        """
+            candidates = candidates[history.trusted(back)[0, candidates]]
         span = self.window * (1 if is_own(history, self.window).all() else LOOKBACK_WINDOWS) + back
         rows = per_full_accumulation(history, span)
         own = _own(history, span, back)
@@ -143,7 +137,7 @@ class Spike(CheckedRule):
         settled = (last.sum(axis=0) >= self.patience) & ~(last & trusted).any(axis=0)
         ceiling = np.where(base, past, 0.0).max(axis=0, initial=0.0)
         high = (now[candidates] >= ceiling * 10.0**self.over_max_dex) & (base.sum(axis=0) >= self.warm_up) & ~settled
-        if after is not None:
+        if returned:
             high &= after[candidates] <= ceiling * 10.0**self.back_dex
         if not high.any():
             return []
@@ -152,7 +146,7 @@ class Spike(CheckedRule):
         if not far.any():
             return []
         counts, sites = base.sum(axis=0)[high][far], candidates[high][far]
-        return [self._finding(history, now, sites, ceiling[high][far], counts, back, returned=after is not None)]
+        return [self._finding(history, now, sites, ceiling[high][far], counts, back, returned=returned)]
 
     def _finding(
         self, history: History, now: Floats, sites: Sites, ceiling: Floats, counts: Sites, back: int, *, returned: bool

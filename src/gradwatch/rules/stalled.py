@@ -105,12 +105,12 @@ class Stalled(CheckedRule):
 
     def _still(self, history: History, backs: Sites, pulled: Mask, update: float) -> Sequence[Finding]:
         """No layer has reached `update` for long."""
-        layers = history.layout.layers
+        layout = history.layout
         moving = np.flatnonzero(self._moving(history, backs, pulled, update))
         still = backs[int(moving[-1]) + 1 if len(moving) else 0 :]
         own = _records_of(history, backs[-1])
         stood = own[(own <= still[0]) & (own >= still[-1])]
-        zeroed = zeroed_by_interventions(history, RECENT_RECORDS, layers[pulled])[-stood].all(axis=1)
+        zeroed = zeroed_by_interventions(history, RECENT_RECORDS, layout.layers[pulled])[-stood].all(axis=1)
         steps = int(np.count_nonzero(~zeroed))
         if steps < max(self.records, self.still_share * len(own)):
             return []
@@ -118,12 +118,25 @@ class Stalled(CheckedRule):
         # in large models parameters take turns: each layer has to have been seen
         if np.isnan(moved).all(axis=0).any() or self._excused(history, own, moved_before=len(moving) > 0):
             return []
-        onset, limits = int(stood[0]), self._limits(history.layout, update)[pulled]
-        most = np.nanmax(moved, axis=0)
+        most, limits = np.nanmax(moved, axis=0), self._limits(layout, update)[pulled]
         stand = most < limits  # a small share of narrow weights may move
-        largest = float(most[stand].max()), float(limits[stand].max())
-        movers = history.layout.names(layers[pulled][~stand])
-        return [self._finding(history, own, still, pulled, movers, largest, steps, onset)]
+        largest, limit = float(most[stand].max()), float(limits[stand].max())
+        no_layer, no_weights = "any layer", "no weights"
+        if movers := layout.names(layout.layers[pulled][~stand]):
+            no_layer, no_weights = f"any layer but {name_text(movers)}", f"no weights but those of {name_text(movers)}"
+        what = f"by more than {number_text(largest, 1)} of their size" if largest > 0 else "at all"
+        cause, remedy = _cause(history, own, int(still[-1]), largest)
+        for_long = steps_text(history, steps)
+        none = "none" if len(still) >= steps else f"none of the {len(still)} that were sampled"
+        message = (
+            f"Gradients are there, but in {for_long} {none} has changed the weights of {no_layer} {what}; "
+            f"a thousandth is usual. {cause}"
+        )
+        alone = len(own) == min(len(history), RECENT_RECORDS)
+        sites = () if alone else layout.names(layout.layers[pulled])
+        layer, onset = sites[0] if sites else TOTAL, int(stood[0])
+        headline = f"in {for_long} {no_weights} have moved {what}"
+        return [Finding(self.name, Severity.WARNING, layer, sites, largest, limit, message, remedy, onset, headline)]
 
     def _starved(self, history: History, backs: Sites, pulled: Mask) -> Sequence[Finding]:
         """Of several optimizers one hardly moves, since the start, and another does."""
@@ -183,35 +196,6 @@ class Stalled(CheckedRule):
             return False
         loss = _levels(losses[-own])
         return bool(loss[1] < self.loss_share * loss[0])
-
-    def _finding(
-        self,
-        history: History,
-        own: Sites,
-        backs: Sites,
-        pulled: Mask,
-        movers: tuple[str, ...],
-        largest: tuple[float, float],
-        steps: int,
-        onset: int,
-    ) -> Finding:
-        """`movers`: layers that do move; `largest`: the largest update of the others, and its limit."""
-        layout, (most, limit) = history.layout, largest
-        no_layer, no_weights = "any layer", "no weights"
-        if movers:
-            no_layer, no_weights = f"any layer but {name_text(movers)}", f"no weights but those of {name_text(movers)}"
-        what = f"by more than {number_text(most, 1)} of their size" if most > 0 else "at all"
-        cause, remedy = _cause(history, own, int(backs[-1]), most)
-        for_long = steps_text(history, steps)
-        none = "none" if len(backs) >= steps else f"none of the {len(backs)} that were sampled"
-        message = (
-            f"Gradients are there, but in {for_long} {none} has changed the weights of {no_layer} {what}; "
-            f"a thousandth is usual. {cause}"
-        )
-        alone = len(own) == min(len(history), RECENT_RECORDS)
-        sites = () if alone else layout.names(layout.layers[pulled])
-        layer, headline = sites[0] if sites else TOTAL, f"in {for_long} {no_weights} have moved {what}"
-        return Finding(self.name, Severity.WARNING, layer, sites, most, limit, message, remedy, onset, headline)
 
 
 def _cause(history: History, own: Sites, back: int, most: float) -> tuple[str, str]:

@@ -95,9 +95,8 @@ def gradient_jump(history: History, *, back: int = 1) -> GradientJump | None:
     `BASELINE_RECORDS` records before it; None where there is none, or too few records.
     """
     n = BASELINE_RECORDS + OVERFLOW_RECORDS + back
-    norms = history.window("grad_norm", n)
-    own = np.flatnonzero(is_own(history, n))
-    totals, backs = norms[own, 0], len(norms) - own
+    norms, own = history.window("grad_norm", n, sites=0), np.flatnonzero(is_own(history, n))
+    totals, backs = norms[own], len(norms) - own
     for place in np.flatnonzero((backs >= back) & (backs < back + OVERFLOW_RECORDS)):
         earlier = totals[max(0, place - BASELINE_RECORDS) : place]
         earlier = earlier[np.isfinite(earlier)]

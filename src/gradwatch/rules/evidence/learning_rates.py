@@ -185,10 +185,10 @@ def _smaller_rate(history: History, back: int) -> str:
 
 def clipping_limit(history: History) -> float | None:
     """The highest total norm that clipping has left lately; None where it left every gradient as it was."""
-    norms, used = history.window("grad_norm", CLIPPED_RECORDS), history.window("grad_norm_clipped", CLIPPED_RECORDS)
+    norms, used = (history.window(name, CLIPPED_RECORDS, sites=0) for name in ("grad_norm", "grad_norm_clipped"))
     own = is_own(history, CLIPPED_RECORDS)
-    clipped = own & np.isfinite(norms[:, 0]) & (used[:, 0] > 0) & (used[:, 0] < CLIPPED_SHARE * norms[:, 0])
-    return float(used[clipped, 0].max()) if clipped.any() else None
+    clipped = own & np.isfinite(norms) & (used > 0) & (used < CLIPPED_SHARE * norms)
+    return float(used[clipped].max()) if clipped.any() else None
 
 
 def usual_norm(history: History, *, back: int) -> float | None:
@@ -196,8 +196,7 @@ def usual_norm(history: History, *, back: int) -> float | None:
     end; None where there are none.
     """
     n = CLIPPED_RECORDS + back
-    norms = history.window("grad_norm", n)
-    before = norms[:-back, 0][is_own(history, n)[:-back]]
+    before = history.window("grad_norm", n, sites=0)[:-back][is_own(history, n)[:-back]]
     before = before[np.isfinite(before)]
     return float(np.median(before)) or None if len(before) else None
 
@@ -208,13 +207,13 @@ def summed_passes(history: History) -> int | None:
     The norm of a sum of N vectors is at most sqrt(N) times the root of the sum of their squared norms, which is the
     norm of what has arrived (Cauchy and Schwarz).
     """
-    norms, arrived = history.window("grad_norm", CLIPPED_RECORDS), history.window("arrived_norm", CLIPPED_RECORDS)
+    norms, arrived = (history.window(name, CLIPPED_RECORDS, sites=0) for name in ("grad_norm", "arrived_norm"))
     stale = history.scalar("stale", CLIPPED_RECORDS)
     if history.number("accumulate") > 1 or (stale > 0).any():
         return None
     own = is_own(history, CLIPPED_RECORDS)
     with np.errstate(divide="ignore", invalid="ignore"):
-        least = (norms[own, 0] / arrived[own, 0]) ** 2
+        least = (norms[own] / arrived[own]) ** 2
     least = least[np.isfinite(least)]
     # the step before may have been the only one that was sampled
     return int(np.ceil(least.max() - 1e-6)) if len(least) and LEAST_PASSES <= least.max() <= MOST_PASSES else None
