@@ -193,7 +193,7 @@ class Layout:
 
     def parameters_of(self, layer: int) -> Sites:
         """Site indices of the parameters that `layer` owns directly."""
-        return self.parameters[self.owners == layer]
+        return np.asarray(self.parameters[self.owners == layer])
 
     def without_class(self, sites: Sites, *parts: str) -> Sites:
         """`sites` but for those whose class has one of `parts` in its name, such as "Norm"."""

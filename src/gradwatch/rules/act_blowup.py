@@ -155,8 +155,8 @@ class ActBlowup(CheckedRule):
         then, now = then[np.isfinite(then)], now[np.isfinite(now)]
         if not len(then) or not len(now):
             return False
-        level = float(np.median(then))
-        return float(np.median(now)) < level - self.falling_share * abs(level)
+        first = float(np.median(then))
+        return float(np.median(now)) < first - self.falling_share * abs(first)
 
 
 def _growth(history: History, site: int, onset: int) -> tuple[str, str]:
