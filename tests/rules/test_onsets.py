@@ -63,7 +63,7 @@ def test_since_when_a_gradient_is_zero() -> None:
     assert zero_onset(history([{"gradients": 0.0}] * 3), 1) == 3
 
 
-def test_where_a_streak_of_samples_starts() -> None:
+def test_the_onset_is_the_first_of_samples_in_a_row() -> None:
     found = np.array([[True, True, False], [False, True, True], [True, True, False]])
     assert onset_of(found, np.array([10, 5, 1])).tolist() == [1, 10, 1]
 

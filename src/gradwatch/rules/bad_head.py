@@ -10,9 +10,9 @@ import numpy as np
 
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
-from gradwatch.core.record import Floats, Mask
+from gradwatch.core.record import Mask
 from gradwatch.rules.evidence.recent_rows import RecentRows
-from gradwatch.rules.evidence.samples import in_run_order, layer_before, onset_of, samples
+from gradwatch.rules.evidence.samples import in_a_row, in_run_order, layer_before, onset_of, samples, throughout
 from gradwatch.rules.rule import CheckedRule
 
 LOSS_NAMES = {1: "a cross entropy", 2: "a binary cross entropy with logits"}
@@ -59,18 +59,17 @@ class BadHead(CheckedRule):
         return found[:1] if found else [] if 1 in map(history.newest, ("softmax_head", "logit_misfit")) else None
 
     def _in_graph(self, history: History, statistic: str) -> tuple[int, float, int] | None:
-        """The site of the head, the value, and the position of the first sample with it from the end of the history."""
+        """The site of the head, the value, and the onset."""
         found = samples(history, statistic)
         if found is None:
             return None
-        values = found[0][-self.graphs :]
-        if len(values) < self.graphs or not (values[:, 0] > 0).all():
+        (values, backs), layers = found, history.layout.layers
+        if in_a_row(values[:, 0] > 0) < self.graphs:
             return None
-        layers = history.layout.layers
         near = in_run_order(history, layers[values[-1, layers] > 0])
         # without a name for the parameters (sharded ones), the last layer that ran
         layer = int((near if len(near) else in_run_order(history, layers))[-1])
-        return layer, float(values[-1, 0]), int(onset_of(found[0][:, 0] > 0, found[1]))
+        return layer, float(values[-1, 0]), int(onset_of(values[:, 0] > 0, backs))
 
     def _doubled(self, history: History, squash: str) -> Finding | None:
         found = self._in_graph(history, f"{squash}_head")
@@ -96,11 +95,10 @@ class BadHead(CheckedRule):
 
     def _by_numbers(self, history: History) -> Finding | None:
         found = samples(history, "logit_misfit")
-        if found is None or len(found[0]) < self.records:
+        if found is None:
             return None
-        misfits: Floats = found[0][-self.records :]
-        sites = history.layout.activations
-        taken = np.all(misfits[:, sites] < self.misfit, axis=0)
+        (misfits, backs), sites = found, history.layout.activations
+        taken = throughout(misfits[:, sites] < self.misfit, self.records)
         if not taken.any():
             return None
         ran = in_run_order(history, sites[taken])
@@ -109,7 +107,7 @@ class BadHead(CheckedRule):
         squash = "sigmoid" if activation.module == "Sigmoid" else "softmax"
         what = f"the {activation.module} {activation.name}"
         loss = 2 if squash == "sigmoid" else 1
-        onset = int(onset_of(found[0][:, site] < self.misfit, found[1]))
+        onset = int(onset_of(misfits[:, site] < self.misfit, backs))
         layer, measured = layer_before(history, site), (misfits[-1, site], self.misfit)
         return self._finding(history, layer, squash, what, loss, measured, onset)
 

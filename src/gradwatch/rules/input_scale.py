@@ -81,9 +81,9 @@ class InputScale(CheckedRule):
         found = samples(history, "input_rms")
         if found is None:
             return None
-        layout, levels, backs = history.layout, found[0][-self.window :], found[1]
+        (levels, backs), layout = found, history.layout
         if levels[-1, 0] == 0:
-            return self._nothing(history, found[0], backs)
+            return self._nothing(history, levels, backs)
         limit = self.rms
         if not (levels[-1, layout.layers] > limit).any():
             if not (levels[-1, layout.layers] > self.large_rms).any() or not self._first_steps_failed(history):
@@ -92,11 +92,11 @@ class InputScale(CheckedRule):
         # infinite: that is `nonfinite`'s
         known = np.isfinite(levels)
         huge = (levels > limit) & known
-        wide = huge[-1] & self._often(huge, known, backs[-self.window :])
+        wide = huge[-1] & self._often(huge, known, backs)
         sites = self._sensitive(history, layout.layers[wide[layout.layers]])
         if not len(sites):
             return []
-        onsets = onset_of((found[0] > limit) | ~np.isfinite(found[0]), backs)
+        onsets = onset_of((levels > limit) | ~known, backs)
         return [self._finding(history, sites, levels[-1], int(onsets[sites].max()), limit)]
 
     def _first_steps_failed(self, history: History) -> bool:
@@ -128,17 +128,16 @@ class InputScale(CheckedRule):
 
     def _often(self, huge: Mask, known: Mask, backs: Sites) -> Mask:
         """Whether it is so for enough of the samples, and for most of those that are known, or for the latest."""
-        times = huge.sum(axis=0)
-        now = lasted(huge, backs, samples=self.samples_in_a_row, records=self.records_in_a_row)
-        return np.asarray((times >= self.samples) & (2 * times > known.sum(axis=0)) | now)
+        times = huge[-self.window :].sum(axis=0)
+        most = (times >= self.samples) & (2 * times > known[-self.window :].sum(axis=0))
+        return np.asarray(most | lasted(huge, backs, samples=self.samples_in_a_row, records=self.records_in_a_row))
 
     def _targets(self, history: History) -> Sequence[Finding] | None:
         found, ran = samples(history, "output_rms"), in_run_order(history, history.layout.layers)
         if found is None or not len(ran):
             return None
-        head, backs = int(ran[-1]), found[1][-self.window :]
-        missing = _residuals(history, head, backs)
-        outputs = found[0][-self.window :, head]
+        head, backs = int(ran[-1]), found[1]
+        missing, outputs = _residuals(history, head, backs), found[0][:, head]
         huge = (missing > self.rms) & (missing >= self.beyond * outputs)
         if not huge[-1] or not self._often(huge[:, None], np.isfinite(missing)[:, None], backs).all():
             return []
@@ -150,10 +149,8 @@ class InputScale(CheckedRule):
         )
         remedy = f"(y - mean) / std of the training targets, and the inverse after layer {layer} where it predicts."
         headline = f"the targets are {number_text(value, 3)} away from the outputs"
-        every = _residuals(history, head, found[1])
         # where a residual is not known, it is no smaller
-        small = (every <= self.rms) | (every < self.beyond * found[0][:, head])
-        onset = int(onset_of(~small, found[1]))
+        onset = int(onset_of(huge | np.isnan(missing), backs))
         return [
             Finding(self.name, Severity.WARNING, layer, (layer,), value, self.rms, message, remedy, onset, headline)
         ]
@@ -162,7 +159,7 @@ class InputScale(CheckedRule):
         """Those of `sites` that are no norm, and that none follows at once."""
         layout, ran = history.layout, in_run_order(history, history.layout.layers)
         scaled = np.isin(ran, layout.without_class(ran, *SCALE_INVARIANT_MODULES))
-        return ran[np.isin(ran, sites) & scaled & np.append(scaled[1:], True)]
+        return np.asarray(ran[np.isin(ran, sites) & scaled & np.append(scaled[1:], True)])
 
     def _finding(self, history: History, sites: Sites, levels: Floats, onset: int, limit: float) -> Finding:
         layout = history.layout

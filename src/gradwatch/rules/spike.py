@@ -127,9 +127,8 @@ class Spike(CheckedRule):
         if returned:
             candidates = candidates[history.trusted(back)[0, candidates]]
         span = self.window * (1 if is_own(history, self.window).all() else LOOKBACK_WINDOWS) + back
-        rows = per_full_accumulation(history, span)
         own = _own(history, span, back)
-        past = rows[:-back][own][:, candidates]
+        past = per_full_accumulation(history, span)[:-back][own][:, candidates]
         usable = np.isfinite(past) & (past > 0)
         trusted = usable & history.trusted(span)[:-back][own][:, candidates]
         base = trusted & _newest(trusted, self.window)
