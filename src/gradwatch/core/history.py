@@ -62,6 +62,8 @@ class History:
         self.capacity = capacity or int(np.clip(HISTORY_BYTES // bytes_per_record, 256, 10_000))
         self._most_rows = self.capacity + self.capacity // 4
         self._columns: dict[str, MeasuredRows] = {}
+        self._no_rows = MeasuredRows(len(layout))
+        """Those of a statistic that was never measured."""
         self._scalars: dict[str, Floats] = {}
         self._codes = np.empty((0, len(layout)), dtype=np.int8)
         self._trusted = np.empty((0, len(layout)), dtype=bool)
@@ -132,7 +134,9 @@ class History:
         if not self.has(statistic):
             return ()
         rows = self._rows()
-        there: Mask = np.any(~np.isnan(self._column(statistic).between(*self._numbers(rows))[1]), axis=0)
+        there: Mask = np.any(
+            ~np.isnan(self._columns.get(statistic, self._no_rows).between(*self._numbers(rows))[1]), axis=0
+        )
         if statistic == "grad_norm":  # a gradient that is NaN at every step was measured too
             there |= (self._codes[rows] == MEASURED).any(axis=0)
         return self.layout.names(1 + np.flatnonzero(there[1:]))
@@ -165,7 +169,7 @@ class History:
         if statistic == "grad_norm":
             there = np.flatnonzero(self.measured(statistic, len(self)))
             return len(self) - int(there[-1]) if len(there) else sys.maxsize
-        number = self._column(statistic).latest(self._last(statistic))
+        number = self._columns.get(statistic, self._no_rows).latest(self._last(statistic))
         return self._count + 1 - number if number else sys.maxsize
 
     def measured(self, statistic: str, n: int) -> Mask:
@@ -177,12 +181,12 @@ class History:
         not to be changed; and the position of each, from the end.
         """
         first = self._count + 1 - min(self._end, self.capacity, n)
-        numbers, rows = self._column(statistic).between(first, self._last(statistic))
+        numbers, rows = self._columns.get(statistic, self._no_rows).between(first, self._last(statistic))
         return rows, self._count + 1 - numbers
 
     def at(self, statistic: str, backs: Sites) -> Floats:
         """`statistic` at the records `backs` from the end: shape [records, sites]; NaN where it was not measured."""
-        return self._column(statistic).at(self._count + 1 - backs, known=self._last(statistic))
+        return self._columns.get(statistic, self._no_rows).at(self._count + 1 - backs, known=self._last(statistic))
 
     def row(self, statistic: str, *, back: int = 1) -> Floats:
         """`statistic` at all sites at the record `back` from the end: shape [sites]."""
@@ -222,7 +226,9 @@ class History:
         Fewer than `n` records at the start of a run.
         """
         last, records = self._count, min(self._end, self.capacity, n)
-        return self._column(statistic).window(last + 1 - records, last, known=self._last(statistic), sites=sites)
+        return self._columns.get(statistic, self._no_rows).window(
+            last + 1 - records, last, known=self._last(statistic), sites=sites
+        )
 
     def scalar(self, name: str, n: int) -> Floats:
         """A number of the whole step over the last `n` records: shape [records], not to be changed; NaN where there is
@@ -304,7 +310,7 @@ class History:
         added = len(layout) - len(self.layout)
         if added:
             pad = ((0, 0), (0, added))
-            for column in self._columns.values():
+            for column in (self._no_rows, *self._columns.values()):
                 column.widen(added)
             self._codes = np.pad(self._codes, pad, constant_values=NOT_SAMPLED)
             self._trusted = np.pad(self._trusted, pad, constant_values=True)
@@ -404,10 +410,6 @@ class History:
         kept = min(self._end, self.capacity)
         return slice(self._end - (kept if n is None else min(kept, n)), self._end)
 
-    def _column(self, statistic: str) -> MeasuredRows:
-        """The rows of a statistic: none where it was never measured."""
-        return self._columns.get(statistic) or MeasuredRows(len(self.layout))
-
     def _last(self, name: str) -> int:
         """The number of the last record whose number of that name is seen."""
         return self._count - (name in self._hidden)
@@ -418,7 +420,8 @@ class History:
             end = self._end - (self._count - last)
             return np.asarray((self._codes[end - (last + 1 - first) : end] == MEASURED).any(axis=1))
         there = np.zeros(last + 1 - first, dtype=bool)
-        there[self._column(statistic).between(first, min(last, self._last(statistic)))[0] - first] = True
+        if statistic in self._columns:
+            there[self._columns[statistic].between(first, min(last, self._last(statistic)))[0] - first] = True
         return there
 
     def _block(self, rows: slice) -> Block:

@@ -80,7 +80,8 @@ class Dead(CheckedRule):
         lowest, highest = rows.range("grad_norm")
         suspected = (lowest == 0) & (highest > 0)
         for statistic, share in (("zero_share", 1.0), ("dead_units", self.dead_share)):
-            suspected |= (rows.values(statistic)[:, rows.layout.activations] >= share).any(axis=1)
+            if statistic in rows.fresh:
+                suspected |= (rows.values(statistic)[:, rows.layout.activations] >= share).any(axis=1)
         return np.asarray(suspected)
 
     def __call__(self, history: History) -> Sequence[Finding] | None:

@@ -123,9 +123,9 @@ class Divergence(CheckedRule):
 
     def _far_losses(self, rows: RecentRows) -> Mask:
         """At which rows the loss is far over the optimizer's first one, or was and the gradient is up."""
-        if not rows.history.has("loss"):
-            return rows.nowhere
         losses = rows.history.scalar("loss", len(rows.history))
+        if np.isnan(losses).all():
+            return rows.nowhere
         sizes, optimizers = np.abs(losses), rows.history.optimizers(len(losses))
         lowest = sizes[: max(0, len(sizes) - rows.capacity) + 1].min()  # of the first ones that these rows see
         alone = (optimizers == optimizers[-1]).all()

@@ -54,7 +54,10 @@ def per_full_accumulation(history: History, n: int) -> Floats:
 
     Records of an incomplete accumulation, of n of N micro-batches, are multiplied by N / n.
     """
-    norms, ratio = history.window("grad_norm", n), history.scalar("accumulate", n) / history.scalar("accumulated", n)
+    norms = history.window("grad_norm", n)
+    if not history.has("accumulate"):
+        return norms
+    ratio = history.scalar("accumulate", n) / history.scalar("accumulated", n)
     short = np.isfinite(ratio) & (ratio > 1)
     return norms * np.where(short, ratio, 1.0)[:, None] if short.any() else norms
 

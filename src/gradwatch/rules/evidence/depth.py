@@ -100,10 +100,12 @@ def _steepest(logs: Floats) -> tuple[int, float]:
 
 def may_differ(rows: RecentRows, signal_dex: float, gradient_dex: float, stale_records: int, *, zeros: bool) -> Mask:
     """At which rows `judged_profile` has a profile in which two layers, `zeros` left aside or not, are so far apart."""
-    suspected = rows.apart("signal_norm", signal_dex, zeros=zeros)
+    suspected = rows.nowhere
+    if "signal_norm" in rows.fresh:
+        suspected = rows.apart("signal_norm", signal_dex, zeros=zeros)
     # records until no signal counts: more after the next sample
-    newest = rows.history.until(-rows.count).newest("signal_norm")
-    if (left := max(0, stale_records + 1 - newest)) < rows.count:
+    if (left := max(0, stale_records + 1 - rows.newest_signals)) < rows.count:
+        suspected = suspected.copy()
         suspected[left:] |= rows.apart("grad_norm", gradient_dex, zeros=zeros)[left:]
     return suspected
 

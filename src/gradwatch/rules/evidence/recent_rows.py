@@ -59,6 +59,11 @@ class RecentRows:
         return np.broadcast_to(np.nan, (self.count,)) if numbers is None else numbers
 
     @cached_property
+    def newest_signals(self) -> int:
+        """The position of the newest sample of signals up to the first of these rows, as `History.newest` at it."""
+        return self.history.until(-self.count).newest("signal_norm")
+
+    @cached_property
     def lengths(self) -> Sites:
         """For each row, the number of records that its rule sees: shape [rows]."""
         length = len(self.history)
