@@ -145,13 +145,11 @@ def _batch_origin(part: str, data: object) -> NonfiniteOrigin | None:
 
 def _module_origin(recorder: CallRecorder) -> NonfiniteOrigin | None:
     """The first module with finite inputs and an output that is not finite, where no recorded call explains it."""
-    bad = [run.module for run in recorder.module_runs if not run.inputs and run.outputs]
-    for index, name in enumerate(bad):
-        inner = any(not name or other.startswith(f"{name}.") for other in bad[index + 1 :])
-        if name and not inner:
-            message = f"run again, {name} is the first module whose input is finite and whose output is not."
-            return NonfiniteOrigin("forward", message, f"an epsilon or a clamp in module {name}.", name, True)
-    return None
+    name = next(filter(None, recorder.nonfinite_modules), "")
+    if not name:
+        return None
+    message = f"run again, {name} is the first module whose input is finite and whose output is not."
+    return NonfiniteOrigin("forward", message, f"an epsilon or a clamp in module {name}.", name, True)
 
 
 # ---- backward
