@@ -8,10 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gradwatch.engine.interventions.active_intervention import ActiveIntervention
 from gradwatch.engine.interventions.gradient_hooks import norm_of, norm_ratio, norms_of
 from gradwatch.engine.interventions.multiply import multiply as multiply_gradients
 from gradwatch.engine.interventions.multiply import multiply_each, sharing_memory
-from gradwatch.engine.interventions.step_plan import ActiveIntervention, StepPlan
+from gradwatch.engine.interventions.step_plan import StepPlan
 from gradwatch.interventions import Editing, Scaling
 from gradwatch.measure.device_buffer import EDITED, Indices, host_view
 from gradwatch.measure.devices import moved, widest_type
@@ -88,7 +89,7 @@ class StepGradients:
     def edit(self, active: ActiveIntervention, action: Editing, present: Tensor) -> Tensor:
         """Edit the gradients one by one; the factors by which their norms changed, shape [n]; see `norm_ratio`."""
         self.apply_factors()
-        reader, before, dry = self._reader, self.norms_of(active), active.intervention.settings.dry_run
+        reader, before, dry = self._reader, self.norms_of(active), active.dry
         norms, edited = (reader.buffer[row] for row in EDITED)
         slots = np.full(len(reader.parameters), -1, dtype=np.intp)
         one_by_one: list[int] = active.indices.tolist()
