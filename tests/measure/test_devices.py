@@ -272,11 +272,12 @@ def test_a_fused_optimizer_is_not_told_on_the_cpu_what_has_not_come_there(
     model = nn.Sequential(Weighted(HERE), Weighted(other))
     optimizer = torch.optim.Adam(model.parameters())
     optimizer._step_supports_amp_scaling = True
-    gates = Gates([SkipNonFinite()], Diagnosis((), (), on_alert=lambda alert: None), lambda why: None)
-    scope = ParameterScope(("0", "1"), ("0.weight", "1.weight"), (0, 1), HERE)
-    gates.open(model, {0: SkipNonFinite().begin(scope)}, log=False)
+    gates = Gates(Diagnosis((), (), on_alert=lambda alert: None), lambda why: None)
+    skip = ActiveIntervention(0, SkipNonFinite())
+    skip.begin(ParameterScope(("0", "1"), ("0.weight", "1.weight"), (0, 1), HERE), sharded=False)
+    gates.open(model, [skip], log=False)
     norms, present = torch.zeros(2, device=HERE), torch.ones(2, dtype=torch.bool, device=HERE)
-    decision = gates.decide(0, norms, present, 0, run_step=0, optimizer=optimizer, scaled=False, intact=None)
+    decision = gates.decide(skip, norms, present, 0, run_step=0, optimizer=optimizer, scaled=False, intact=None)
     assert (getattr(optimizer, "found_inf", None) is not None) is by_found_inf
     assert decision.refused is (None if by_found_inf else False)
     gates.detach()

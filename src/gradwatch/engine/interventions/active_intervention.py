@@ -12,7 +12,7 @@ from torch import Tensor
 from gradwatch.core.guard import UserFacingError
 from gradwatch.core.number_text import number_text
 from gradwatch.core.record import Floats, Layout
-from gradwatch.interventions import Action, Gate, Intervention, ParameterScope, Scaling
+from gradwatch.interventions import Action, Gate, Intervention, ParameterScope, Scaling, StopCondition
 from gradwatch.measure.device_buffer import Indices
 
 RECENT = 64
@@ -42,6 +42,12 @@ class ActiveIntervention:
         """Whether it acts in hooks, not at the step."""
         self.sites: Indices = np.zeros(0, dtype=np.intp)
         """The layers on whose signals it acts; then it has no `indices`."""
+        self.judged = self.refused = 0
+        """Of a gate: the steps on which it has decided, and those that it has refused."""
+        self.by_scaler = False
+        """Whether it has left steps to the fp16 scaler, which skips them itself."""
+        self.ended = ""
+        """Why it has ended the training, or would have; empty where it has not."""
         self._waiting: Mapping[str, Any] | None = None
         """A memory that was loaded before the action was created."""
 
@@ -54,17 +60,40 @@ class ActiveIntervention:
 
         Raises CannotAct where `at="hook"` cannot be.
         """
-        before = self.memory_state()
+        before = self._memory_state()
         self.action = self.intervention.begin(scope)
-        self.load_memory(self._waiting or before)
+        self._load_memory(self._waiting or before)
         self.hooked = not sharded and self._acts_in_hooks()
 
-    def memory_state(self) -> dict[str, Any] | None:
-        """What the action remembers from step to step."""
+    def summary(self) -> str:
+        """What it has done so far, in words, for the verdict."""
+        would, done = "would have " * self.dry, []
+        if isinstance(self.action, Gate):
+            left = self.by_scaler and not self.judged
+            skipped = f"{would}skipped {self.refused} of {self.judged} steps"
+            done.append("left all steps to the fp16 scaler, which skips them itself" if left else skipped)
+        if self.ended or isinstance(self.action, StopCondition):
+            done.append(f"{would}ended {f'the training: {self.ended}' if self.ended else 'nothing'}")
+        return f"{self} {', and '.join(done)}" if done else str(self.counts)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The counts and the memory of the action: tensors, numbers and text."""
+        gate = [self.judged, self.refused] if isinstance(self.action, Gate) else None
+        return {"counts": self.counts.state_dict(), "gate": gate, "memory": self._memory_state()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raises any error for a state that does not fit."""
+        self.counts.load_state_dict(state["counts"])
+        if state["gate"] is not None:
+            judged, refused = state["gate"]
+            self.judged, self.refused = int(judged), int(refused)
+        self._load_memory(state["memory"])
+
+    def _memory_state(self) -> dict[str, Any] | None:
         return self.action.memory.state_dict() if self.action and self.action.memory else None
 
-    def load_memory(self, state: Mapping[str, Any] | None) -> None:
-        """Load what `memory_state` gave; if there is no action yet, when it begins."""
+    def _load_memory(self, state: Mapping[str, Any] | None) -> None:
+        """Load the memory of the action; if there is no action yet, when it begins."""
         self._waiting = None if self.action else state
         if self.action and self.action.memory and state is not None:
             self.action.memory.load_state_dict(state)

@@ -23,7 +23,7 @@ from gradwatch.engine.interventions.step_effect import AppliedFactors, StepEffec
 from gradwatch.engine.interventions.step_gradients import DeviceSlots, StepGradients, norms_in, slots_on_device
 from gradwatch.engine.interventions.step_plan import StepPlan, described, make_plan, scope_of
 from gradwatch.engine.pending_actions import PendingActions
-from gradwatch.interventions import Editing, Gate, Intervention, Scaling
+from gradwatch.interventions import Editing, Gate, Intervention, Scaling, StopCondition
 from gradwatch.measure.device_buffer import HostCopy, Indices
 from gradwatch.measure.devices import moved
 from gradwatch.measure.gradient_reader import GradientReader
@@ -61,7 +61,7 @@ class InterventionRuntime:
         """Whether the user passed any, including `Stop`, which does nothing at the steps."""
         self._diagnosis = diagnosis
         diagnosis.intervention_summaries = self.summaries
-        self.gates = Gates(interventions, diagnosis, end)
+        self.gates = Gates(diagnosis, end)
         self._layout: Layout | None = None
         self._plans: dict[int, StepPlan] = {}
         self._slots: tuple[Indices, DeviceSlots] | None = None
@@ -109,9 +109,8 @@ class InterventionRuntime:
             everything = len(active.indices) == len(layout.parameters)
             active.device_indices = None if everything else moved(torch.from_numpy(active.indices), device)
             active.begin(scope_of(layout, active.indices, device), sharded=reader.shards is not None)
-        actions = {active.number: active.action for active in self._all if active.action is not None}
-        at_steps = self.gates.open(reader.model, actions, log=not mode.rank)
-        self.active = [active for active in self.active if active.on_signals or active.number in at_steps]
+        self.gates.open(reader.model, self._all, log=not mode.rank)
+        self.active = [active for active in self.active if not isinstance(active.action, StopCondition)]
         self._attach(reader, device)
         self.signal_hooks.open(self.active, reader)
         parts = (described(self.active, mode, sharded=reader.shards is not None), self.gates.described())
@@ -182,7 +181,7 @@ class InterventionRuntime:
                     )
                 elif isinstance(active.action, Gate):
                     decision = self.gates.decide(
-                        active.number,
+                        active,
                         gradients.norms_of(active),
                         present,
                         step,
@@ -266,18 +265,11 @@ class InterventionRuntime:
 
     def summaries(self) -> tuple[str, ...]:
         """What each intervention has done so far, in words, for the verdict."""
-        return tuple(self.gates.summary(active.number) or str(active.counts) for active in self._all)
+        return tuple(active.summary() for active in self._all)
 
     def state_dict(self) -> list[dict[str, Any]]:
         """The counts and the memories of the actions: one entry for each intervention, of tensors, numbers and text."""
-        return [
-            {
-                "counts": active.counts.state_dict(),
-                "gate": self.gates.state_dict(active.number),
-                "memory": active.memory_state(),
-            }
-            for active in self._all
-        ]
+        return [active.state_dict() for active in self._all]
 
     def load_state_dict(self, state: Sequence[Mapping[str, Any]]) -> None:
         """Raises ValueError for a state that does not fit, and changes nothing."""
@@ -332,6 +324,4 @@ class InterventionRuntime:
         if len(state) != len(self._all):
             raise ValueError(f"the state is of {len(state)} interventions, there are {len(self._all)}")
         for active, saved in zip(self._all, state, strict=True):
-            active.counts.load_state_dict(saved["counts"])
-            self.gates.load_state_dict(active.number, saved["gate"])
-            active.load_memory(saved["memory"])
+            active.load_state_dict(saved)
