@@ -195,7 +195,7 @@ class InterventionRuntime:
                         self.gradient_hooks.used(parameters.indices, step + 1)
                         applied = [one for one in applied if one.active.on_signals]
                         sent = {str(one.active.number): sent[str(one.active.number)] for one in applied}
-                        return StepEffect(applied, HostCopy(sent) if sent else None, decisions)
+                        return StepEffect(applied, HostCopy(sent), decisions)
                     continue
                 else:
                     continue
@@ -216,7 +216,7 @@ class InterventionRuntime:
         if gradients.edited:
             sent["after"] = gradients.norms
         self.gradient_hooks.used(parameters.indices, step + 1)
-        return StepEffect(applied, HostCopy(sent) if sent else None, decisions)
+        return StepEffect(applied, HostCopy(sent), decisions)
 
     def scaled(self, scale: Callable[[], Tensor | None]) -> None:
         """A backward pass begins; `scale` gives the loss scale that will be in its gradients, 0-d."""

@@ -31,11 +31,11 @@ class StepEffect:
     """What all interventions did at one step; the factors are available when `host_copy` is done."""
 
     applied: Sequence[AppliedFactors]
-    host_copy: HostCopy | None
+    host_copy: HostCopy
     """Intervention's number as text -> its factors, shape [n], NaN where no factor leads to the norm after an edit; and
     the norms of all parameters `before` hooks acted on them, and `after` edits.
     """
-    decisions: Sequence[GateDecision] = ()
+    decisions: Sequence[GateDecision]
     """The decisions of the gates on the step."""
     used: Floats | None = None
     """The norms of the gradients after the interventions, shape [sites]; set by `values`."""
@@ -48,14 +48,12 @@ class StepEffect:
     @property
     def host_copies(self) -> tuple[HostCopy, ...]:
         """The copies that must be done before the factors and decisions can be read."""
-        each = (self.host_copy, *(decision.host_copy for decision in self.decisions))
-        return tuple(host_copy for host_copy in each if host_copy is not None)
+        return self.host_copy, *(decision.host_copy for decision in self.decisions if decision.host_copy is not None)
 
     def factors(self, one: AppliedFactors) -> Floats:
         """The factors of one intervention, shape [n]."""
         if one.factor is not None:
             return np.full(len(one.indices), one.factor)
-        assert self.host_copy is not None
         return self.host_copy.wait()[str(one.active.number)]
 
     def values(self, reading: Reading, read: Floats) -> dict[str, Floats]:
@@ -94,11 +92,10 @@ class StepEffect:
         values = {"clip_rate": rate, "clip_factor": factor}
         if not touched.any():
             return values
-        norm, before = reading.per_parameter("grad_norm"), read
+        norm, before, numbers = reading.per_parameter("grad_norm"), read, self.host_copy.wait()
         if (applied != 1.0).any():
-            edited = np.nan if self.host_copy is None else self.host_copy.wait().get("after", np.nan)
-            self.used = _after(layout, coverage, norm, applied, edited)
-        if self.host_copy is not None and "before" in (numbers := self.host_copy.wait()):
+            self.used = _after(layout, coverage, norm, applied, numbers.get("after", np.nan))
+        if "before" in numbers:
             norm = np.where(np.isnan(numbers["before"]), norm, numbers["before"])
             values["grad_norm"] = before = norms(layout, norm, coverage)
         with np.errstate(invalid="ignore", divide="ignore"):
