@@ -237,7 +237,7 @@ class ModuleCalls:
                 if outer is not inputs[index]:
                     new[index] = outer
                     new_grad_input = partial(cast(JointCallHandler, handler).new_grad_input, index)
-                    self.tensor_hooks.hook_alias(outer, partial(_on_outer_view, new_grad_input))
+                    self.tensor_hooks.add(outer.register_hook(partial(_on_outer_view, new_grad_input)))
         for index in need_gradient:
             alias = same_view(new[index])
             if alias is new[index]:
@@ -245,7 +245,7 @@ class ModuleCalls:
             hooked = _HookedInput(inputs[index], InputUse.of(index, alias))
             new[index] = alias
             call.hooked.append(hooked)
-            self.tensor_hooks.hook_alias(alias, partial(_on_grad_input, handler, index, hooked.state))
+            self.tensor_hooks.add(alias.register_hook(partial(_on_grad_input, handler, index, hooked.state)))
         return new
 
 
