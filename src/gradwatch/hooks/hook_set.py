@@ -189,6 +189,18 @@ class Uncopied:
         return getattr, (nullcontext(), "__exit__")  # a callable that takes any arguments and returns None
 
 
+class UncopiedHook(Uncopied):
+    """A module hook that calls `function`; its copies do nothing."""
+
+    __slots__ = ("function",)
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def __call__(self, *args: Any) -> Any:
+        return self.function(*args)
+
+
 class OutputHook(Uncopied):
     """A forward hook that passes on the outputs of a module and their gradients; it may be put on again and again.
 
