@@ -159,7 +159,7 @@ class Capture(Mapping[str, "Captured"]):
                 if id(parameter) not in hooked:
                     hooked.add(id(parameter))
                     where = f"capture: reduce, for the gradient of {name} in module {named.name!r},"
-                    hooks.on_gradient(parameter, _AccumulatedHook(self._gradients, where), accumulated=True)
+                    hooks.on_gradient(parameter, self._gradients.hook(where), accumulated=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,6 +328,12 @@ class _ParameterGradients:
     lock: Lock = field(default_factory=Lock)
     """The threads of several devices add gradients at the same time."""
 
+    def hook(self, where: str) -> Callable[[nn.Parameter], None]:
+        """A hook for a parameter, called when a gradient has been added to its `.grad`. It does not hold the parameter,
+        so that the model can be freed.
+        """
+        return lambda parameter: self.arrived(parameter, where)
+
     def arrived(self, parameter: nn.Parameter, where: str) -> None:
         if is_hooked_by_others(parameter):  # they may take the gradient away, as an optimizer in the backward pass does
             self.store(parameter, where)
@@ -347,16 +353,3 @@ class _ParameterGradients:
     def store(self, parameter: nn.Parameter, where: str) -> None:
         if parameter.grad is not None:
             self.kept[id(parameter)] = self.copier.copy(parameter.grad, where)
-
-
-@dataclass(eq=False)
-class _AccumulatedHook:
-    """The hook on a parameter, called when a gradient has been added to its `.grad`. It holds no reference to the
-    parameter, so that the model can be freed.
-    """
-
-    gradients: _ParameterGradients
-    where: str
-
-    def __call__(self, parameter: nn.Parameter) -> None:
-        self.gradients.arrived(parameter, self.where)
