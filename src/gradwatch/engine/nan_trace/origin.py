@@ -215,7 +215,7 @@ def _call_origin(
 
 def _layer_follows(recorder: CallRecorder, call: TorchCall) -> bool:
     """Whether a layer ran after the call."""
-    return bool(recorder.layers) and call.layers_before < len(recorder.layers)
+    return call.layers_before < len(recorder.layers)
 
 
 def _where(recorder: CallRecorder, call: TorchCall) -> str:
