@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
@@ -48,18 +46,6 @@ class ViewGeometry:
         return gradient.new_empty_strided(size, stride).copy_(gradient)
 
 
-def edit_counter(tensor: Tensor) -> Tensor:
-    """An empty tensor that shares the version counter of `tensor` and does not hold its memory."""
-    counter = tensor.detach()
-    counter.data = _empty(tensor.dtype, tensor.device)
-    return counter
-
-
-@cache
-def _empty(dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.empty(0, dtype=dtype, device=device)
-
-
 def register_value_hook(tensor: Tensor, hook: Callable[[Tensor | None], Any]) -> list[RemovableHandle]:
     """Call `hook` with the gradient of the present value of `tensor`, a non-leaf that needs a gradient; with None where
     a custom Function gives it none. What it returns replaces the gradient, unless it is None.
@@ -91,7 +77,8 @@ def register_base_hook(
     if base.grad_fn is None or type(view) is not Tensor or base.dtype != view.dtype:
         return None  # an edit cannot be differentiated, or this kind of tensor has no version counter
     try:
-        counter, version = edit_counter(view), view._version
+        counter, version = view.detach(), view._version
+        counter.data = view.new_empty(0)  # it shares the version counter and does not hold the memory
     except RuntimeError:
         return None  # a wrapper inside torch.func has none either
     whole = view.numel() == base.numel() and view.is_contiguous() and base.is_contiguous()
