@@ -44,6 +44,15 @@ def test_a_report_is_written_beside_the_run(tmp_path: Path, capsys: pytest.Captu
     assert "<h1>vanishing in a</h1>" in path.read_text()
 
 
+def test_the_report_of_the_one_run_below_a_folder_is_beside_that_run(tmp_path: Path) -> None:
+    record(tmp_path / "version_0" / "gradwatch")  # as without a TensorBoardLogger
+    assert main(["report", str(tmp_path)]) == 0
+    assert [path.parent.name for path in tmp_path.rglob("*.html")] == ["version_0"]
+    record(tmp_path / "version_1" / "gradwatch")
+    assert main(["report", str(tmp_path)]) == 0
+    assert 'href="version_0/gradwatch_report.html"' in (tmp_path / "gradwatch_runs.html").read_text()
+
+
 def test_a_report_is_written_where_it_is_wanted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record(tmp_path / "run")
     (event_file,) = (tmp_path / "run").iterdir()

@@ -399,6 +399,7 @@ def test_where_there_is_no_tensorboard_logger_the_record_is_beside_the_logs(tmp_
     fit_linear_layer("lightning", [watch], [CSVLogger(tmp_path, name="csv")])
     run = read(tmp_path / "csv" / "version_0")
     assert run.path.joinpath("gradwatch").is_dir()
+    assert list(runs_below(tmp_path)) == [run.path]
     assert run.verdict == watch.verdict
     assert run.meta["about"]["precision"] == "32-true"
     assert run.meta["about"]["optimizers"] == "SGD"
