@@ -24,8 +24,8 @@ MAX_FILES = 4
 class FlightRecorder:
     """Writes an incident file at a non-finite gradient or loss and at any alert of severity error.
 
-    At a step whose numbers look odd the file is written before the optimizer steps. Other steps are judged together, up
-    to 64 steps or a second later; the settings in the file are those of that moment.
+    On a CPU, the file of a step whose numbers look odd is written before the optimizer steps; that of any other step at
+    most 32 steps or a quarter of a second later, whichever is later, with the settings of that moment.
 
     The file has the last records, the verdict, the batch's index, the learning rates, the states of the random number
     generators at the start of the batch, versions, settings, and the path of the last checkpoint from before the fault.
