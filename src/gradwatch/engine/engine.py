@@ -161,6 +161,7 @@ class Engine:
         if self._batches:
             self._close_after_training()
         urgent = self._mode.monitored or self.options.on_alert != "log" or bool(self.interventions.given)
+        urgent |= self.replay.keeps_data  # or the batches of all steps that wait would stay in memory
         if (shards := self._reader.shards) is not None:
             urgent = shards.reducer.on_any_rank(urgent)
             shards.waits, shards.clipped = not urgent, self._mode.clips

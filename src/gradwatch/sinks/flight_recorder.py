@@ -47,7 +47,8 @@ class FlightRecorder:
         Args:
             folder: Where the files are written; None for "gradwatch" in the logger's folder, without a logger in the
                 Trainer's `default_root_dir`. Without either no file is written.
-            keep_batch: Whether the failing batch, which is your data, is in the file, if it is not too large.
+            keep_batch: Whether the failing batch, which is your data, is in the file, if it is not too large. Every
+                step is then judged at once.
             keep_checkpoint: Whether the checkpoint to go back to gets a second name beside the file (a hard link), so
                 that it remains when the Trainer removes it for a later one.
             steps: Number of records in a file, the last ones.
