@@ -75,7 +75,7 @@ class Downsampling:
         self._max_columns = columns
         self._used = self._steps = 0
         self._last: Floats = np.full(sites, np.nan)
-        self._had_nan: Mask = np.zeros(sites, dtype=np.bool_)
+        self._minimum, self._maximum = self._last.copy(), self._last.copy()
         self._waiting: list[tuple[NDArray[np.int64], Floats, Mask]] = []
         self._rows = 0
         """Rows in `_waiting`."""
@@ -94,8 +94,9 @@ class Downsampling:
         self._process_waiting()
         more = sites - len(self._last)
         self._columns = self._columns.concatenated(_empty_columns(len(self._filled), more), axis=1)
-        self._last = np.pad(self._last, (0, more), constant_values=np.nan)
-        self._had_nan = np.pad(self._had_nan, (0, more))
+        self._last, self._minimum, self._maximum = (
+            np.pad(known, (0, more), constant_values=np.nan) for known in (self._last, self._minimum, self._maximum)
+        )
 
     def __len__(self) -> int:
         """Number of columns used."""
@@ -136,23 +137,26 @@ class Downsampling:
 
     @property
     def minimum(self) -> Floats:
+        """The least of the finite numbers of each site; NaN without any."""
         self._process_waiting()
-        return self._numbers(np.fmin.reduce(self._columns.low, axis=0))
+        return self._minimum
 
     @property
     def maximum(self) -> Floats:
+        """The most of the finite numbers of each site; NaN without any."""
         self._process_waiting()
-        return self._numbers(np.fmax.reduce(self._columns.high, axis=0))
+        return self._maximum
 
     @property
     def median(self) -> Floats:
-        """The lower median of the finite numbers; infinity or NaN without any. Over all steps while each column is
-        one step, and later over the samples; `median_of` says so.
+        """The lower median of the finite numbers; NaN without any. Over all steps while each column is one step, and
+        later over the samples; `median_of` says so.
         """
         self._process_waiting()
         sample = self._columns.sample
-        middle = lower_median(np.where(np.isposinf(sample), np.nan, sample))
-        return self._numbers(np.where(np.isnan(middle), np.fmax.reduce(sample, axis=0), middle))
+        middle = lower_median(np.where(np.isposinf(sample), np.nan, sample)).astype(np.float64)
+        with np.errstate(over="ignore"):
+            return np.asarray(10.0**middle if self._log else middle)
 
     @property
     def median_of(self) -> str:
@@ -173,29 +177,20 @@ class Downsampling:
         self._allocate((self._last_x - self._first) // self._stride + 1)
         # a position before the latest one is added to the latest column
         places = np.maximum.accumulate(np.maximum((axis - self._first) // self._stride, self._used - 1))
-        known = numbers.copy()
-        known[~np.isfinite(numbers)] = np.inf
-        known[~measured] = np.nan
+        finite = np.where(measured & np.isfinite(numbers), numbers, np.nan)
+        self._minimum = np.fmin(self._minimum, np.fmin.reduce(finite, axis=0))
+        self._maximum = np.fmax(self._maximum, np.fmax.reduce(finite, axis=0))
+        known = np.where(measured & np.isnan(finite), np.inf, finite)
         priority = measured * _priorities(self._steps, len(axis))[:, None]
-        kept = self._stored(known)
+        with np.errstate(divide="ignore", over="ignore"):
+            kept: Logs = (np.log10(known) if self._log else known).astype(np.float32)
         columns, new = _one_each(places, _Columns(kept, kept, kept, priority))
         for column, now in zip(self._columns, self._columns.select(columns).merged(new), strict=True):
             column[columns] = now
         self._filled[columns] = True
         self._used, self._steps = int(columns[-1]) + 1, self._steps + len(axis)
-        self._had_nan |= (measured & np.isnan(numbers)).any(axis=0)
         latest = len(axis) - 1 - measured[::-1].argmax(axis=0)
         np.copyto(self._last, numbers[latest, np.arange(len(latest))], where=measured.any(axis=0))
-
-    def _stored(self, numbers: Floats) -> Logs:
-        with np.errstate(divide="ignore", over="ignore"):
-            kept: Logs = (np.log10(numbers) if self._log else numbers).astype(np.float32)
-        return kept
-
-    def _numbers(self, kept: Logs) -> Floats:
-        with np.errstate(over="ignore"):
-            numbers = 10.0 ** kept.astype(np.float64) if self._log else kept.astype(np.float64)
-        return np.where(np.isposinf(numbers) & self._had_nan, np.nan, numbers)
 
     def _allocate(self, columns: int) -> None:
         """Have at least that many columns."""
