@@ -241,6 +241,21 @@ def test_a_median_of_a_sample_is_said_to_be_one(capsys: pytest.CaptureFixture[st
         assert ("median: of 150 steps, one of every 2" in capsys.readouterr().out) == said
 
 
+@pytest.mark.parametrize("optimizers", [1, 2])
+def test_a_median_of_one_optimizer_at_each_step_is_said_to_be_one(
+    optimizers: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the Trainer several optimizers step at one place on the x-axis; a layer belongs to one of them."""
+    layout, sink = layout_of("a", "b"), Console(width=80)
+    sink.open(Run(layout, "run"))
+    for step in range(20):
+        own, codes = step % optimizers, [0, 0] if optimizers == 1 else [4 * (step % 2), 4 - 4 * (step % 2)]
+        feed(sink, record_of(layout, step, [1.0, 100.0], codes=codes, axis=step // optimizers, optimizer=own))
+    sink.close(HEALTHY)
+    said = "median: that of the total is of one optimizer at each step" in capsys.readouterr().out
+    assert said == (optimizers == 2)
+
+
 GOLDEN = """\
 layer          trend           median     min     max    last zero status
 total          ▁▂▆▆▆▆▃▃▃▆▂▆█▁  0.0537  7.4e-4    11.6  7.4e-4    -

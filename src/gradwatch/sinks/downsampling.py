@@ -161,7 +161,10 @@ class Downsampling:
     @property
     def median_of(self) -> str:
         """Which steps the median is of, as text; empty where it is of all steps."""
-        return f"of {len(self)} steps, one of every {self.stride:,}" if self.stride > 1 else ""
+        if self.stride > 1:
+            return f"of {len(self)} steps, one of every {self.stride:,}"
+        shared = self._steps > np.count_nonzero(self._filled)  # a layer has one optimizer, and the total all
+        return "that of the total is of one optimizer at each step" if shared else ""
 
     def _process_waiting(self) -> None:
         """Add the waiting steps to the columns."""
