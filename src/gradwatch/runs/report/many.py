@@ -72,7 +72,7 @@ def line_of(data: RunData, path: Path, name: str, rates: tuple[float, float, flo
     return RunLine(
         path,
         name,
-        health_of(verdict, ended=data.ended),
+        health_of(verdict),
         data.status.partition(": ")[2] if loud else verdict.stuck or "none",
         _steps(data),
         data.meta.get("started", 0.0),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,6 @@ class RunData:
         self.meta: Mapping[str, Any] = {}
         self.verdict = Verdict((), 0, 0, 0.0, {})
         self.spans: Mapping[Key, Span] = {}
-        self.ended = False
         self.notes: tuple[str, ...] = ()
         self.summary = summary or RunSummary()
         self.loss = Downsampling(1, log=False)
@@ -55,7 +55,7 @@ class RunData:
     @property
     def status(self) -> str:
         """The run in one line."""
-        return status(self.loud, ended=self.ended, steps=self.verdict.steps, stuck=self.verdict.stuck)
+        return status(replace(self.verdict, incidents=(*self.loud,)))
 
     @property
     def unhealthy(self) -> dict[int, Severity]:
@@ -69,16 +69,12 @@ class RunData:
         """Where an alert of the verdict begins on the x-axis; None where that is not known."""
         return self.spans.get((alert.rule, alert.step), Span(alert.step)).begin
 
-    def end(self, verdict: Verdict, spans: Mapping[Key, Span], *, ended: bool = True) -> None:
-        """`ended`: whether the run has ended; otherwise only its record has."""
-        self.verdict, self.spans, self.ended = verdict, spans, ended
-
 
 def read_run_data(path: Path, *receivers: Callable[[Block], None], progress: Progress | None = None) -> RunData:
     """The data of the recorded run at `path`. Arguments and errors: as of `read_run`."""
     data = RunData()
     outcome = read_run(path, data.block, *receivers, progress=progress)
-    data.end(outcome.verdict, outcome.spans, ended=outcome.finished is not None)
+    data.verdict, data.spans = outcome.verdict, outcome.spans
     finished = {} if outcome.finished is None else {"finished": outcome.finished}
     data.meta, data.notes, data.loss_levels = {**outcome.meta, **finished}, outcome.notes, outcome.loss_levels
     return data

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.core.alert import Alert
+from gradwatch.core.alert import Verdict
 from gradwatch.core.printable import printable
 from gradwatch.sinks.colormap import MISSING, NONFINITE, ZERO, ColourScale, format_power_of_ten, palette, scale_of
 from gradwatch.sinks.downsampling import Logs
+from gradwatch.sinks.incident_line import status
 from gradwatch.sinks.map_rows import apart, rows_of
 from gradwatch.sinks.run_summary import RunSummary
 from gradwatch.sinks.tensorboard.captions import wrapped_to_pixels
@@ -84,7 +85,7 @@ class Mark:
     end: float
 
 
-def heatmap_of(summary: RunSummary, alerts: Sequence[Alert], *, headline: str) -> tuple[Image.Image, int]:
+def heatmap_of(summary: RunSummary, verdict: Verdict) -> tuple[Image.Image, int]:
     """The heatmap of a run's layers, and its last position on the x-axis."""
     course, layout = summary.grad_norm, summary.layout
     rows = np.flatnonzero(np.isin(summary.places, layout.layers))
@@ -92,15 +93,15 @@ def heatmap_of(summary: RunSummary, alerts: Sequence[Alert], *, headline: str) -
     row_of_site = {site.name: row_of[site.layer] for site in layout.sites if site.layer in row_of}
     (first, last), (low, high) = course.axis, course.extremes()
     axis = Axis(first, last, course.stride * len(course))
-    spans, marks = summary.positions.spans(alerts), []
-    for alert in alerts:
+    spans, marks = summary.positions.spans(verdict.incidents), []
+    for alert in verdict.incidents:
         begin, end, _ = spans[alert.rule, alert.step]
         where = tuple(sorted({row_of_site[site] for site in alert.sites if site in row_of_site}))
         if begin is not None:
             until = 1.0 if end is None else axis.share(end)
             marks.append(Mark(alert.rule, where, axis.share(begin), max(until, axis.share(begin))))
     names = layout.names(layout.layers)
-    return draw_heatmap(names, low[:, rows], high[:, rows], axis, marks, headline=headline), last
+    return draw_heatmap(names, low[:, rows], high[:, rows], axis, marks, headline=status(verdict)), last
 
 
 def draw_heatmap(
