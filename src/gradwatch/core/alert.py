@@ -19,6 +19,9 @@ from gradwatch.core.record import TOTAL
 MAX_NAMES = 4
 """Names that a line lists in full; of a longer list it has three names and the count. Judgement."""
 
+FEW_STEPS = 10
+"""Measured steps under which a run is not called healthy. Judgement: most rules need more to find anything."""
+
 CONSEQUENCES: Mapping[str, frozenset[str]] = {
     cause: frozenset(effects.split())
     for cause, effects in {
@@ -291,13 +294,17 @@ class Verdict:
         return loss_text(self.loss) if self.loss is not None else ""
 
     def _clean_line(self, what: str) -> str:
-        """The first line of a run without a warning: healthy only where the loss is not known not to have fallen."""
+        """The first line of a run without a warning: healthy only where the loss is not known not to have fallen, and
+        there were more than a few steps.
+        """
         if not self.steps:
             return "GradWatch: no step was measured."
         if not self.ended:
             return f"GradWatch: nothing found so far. {what}"
         if self.stuck:
             return f"GradWatch: nothing found in {self.steps} {step_word(self)}s; {self.stuck}. {what}"
+        if self.steps < FEW_STEPS:
+            return f"GradWatch: nothing found in so few {step_word(self)}s. {what}"
         return f"GradWatch: healthy. {what}"
 
     def _lines(self, incidents: Iterable[Alert]) -> list[str]:
