@@ -302,7 +302,7 @@ def test_a_resumed_run_goes_on_in_the_middle_of_a_block(tmp_path: Path) -> None:
     first.alert(alert_of("spike", "a", step=3), alert_of("dead", "a", step=8))
     second = Written(folder, layout)
     second.record(*(record_of(layout, step, [2.0], loss=2.0) for step in range(6, 12)))
-    second.close()
+    second.close(alert_of("spike", "a", step=3))
     first.writer.close()
     for loader in (slow, fast):
         to = client(loader(tmp_path))
@@ -312,7 +312,8 @@ def test_a_resumed_run_goes_on_in_the_middle_of_a_block(tmp_path: Path) -> None:
         assert arrays["low"][1].tolist() == [1.0] * 6 + [2.0] * 6
         reported = ask(to, "run", run="run").json
         assert (reported["rows"], reported["lost"]) == (12, 0)
-        assert [alert["rule"] for alert in reported["alerts"]] == ["spike"], "what came after step 6 did not happen"
+        found = [(alert["rule"], alert["axis"]) for alert in reported["alerts"]]
+        assert found == [("spike", 3)], "what came after step 6 did not happen; where it began the first session knows"
 
 
 def test_a_run_under_way_grows(tmp_path: Path) -> None:

@@ -48,8 +48,14 @@ def run_text(source: TensorBoardData, run: str, listing: RunTags, record: Callab
 
 
 def as_they_stand(alerts: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Each incident once, the last that there is of it; worst first, then oldest first."""
-    latest = {(alert["rule"], alert["step"]): alert for alert in alerts}
+    """Each incident once, the last that there is of it; worst first, then oldest first. Where it began on the x-axis an
+    earlier session may know.
+    """
+    latest: dict[tuple[str, int], Mapping[str, Any]] = {}
+    for alert in alerts:
+        key = alert["rule"], alert["step"]
+        began = latest[key]["axis"] if alert["axis"] is None and key in latest else alert["axis"]
+        latest[key] = {**alert, "axis": began}
     return sorted(latest.values(), key=lambda alert: (-Severity(alert["severity"]).order, alert["step"]))
 
 

@@ -64,6 +64,7 @@ export function verdictOf(run, jump) {
       notes.map((note) => el("p", { class: "quiet noted", title: note }, note)),
     ),
     loud.length > 0 &&
+      loud[0].axis !== null && // it began before the record
       el("button", { class: "plain", onclick: () => jump(loud[0]) }, `Show step ${count(began(loud[0]))}`),
   );
 }
