@@ -578,7 +578,7 @@ def test_the_tab_and_the_reports_agree_on_a_run(
     health = health if ended else "no end"
     in_tab, _ = opened(ask(client(slow(tmp_path)), "summary", run="run").data)
     assert (in_tab["loss"] and tuple(in_tab["loss"])) == (shown and pytest.approx(shown))
-    of_many = line_of(read_run_data(tmp_path / "run"), tmp_path, "run", None)
+    of_many = line_of(read_run_data(tmp_path / "run"), tmp_path, "run")
     parts = ["not finite" if level is None else format_number(level, 7) for level in shown or ()]
     assert of_many.loss == " → ".join(parts)
     assert of_many.health == in_tab["health"] == health

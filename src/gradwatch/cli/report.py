@@ -80,7 +80,7 @@ def _pages(options: argparse.Namespace) -> int:
     from gradwatch.runs.files import Unreadable, runs_below
     from gradwatch.runs.names import counted
     from gradwatch.runs.report.many import PAGE_NAME, line_of, page_of_many
-    from gradwatch.runs.report.run_data import RateEnds, read_run_data
+    from gradwatch.runs.report.run_data import read_run_data
 
     path: Path = options.path
     if options.card is not None:
@@ -90,14 +90,13 @@ def _pages(options: argparse.Namespace) -> int:
         out = out / PAGE_NAME
     lines, notes = [], []
     for place in runs_below(path):
-        rates = RateEnds()
         try:
             with reading(place) as progress:
-                data = read_run_data(place, rates.block, progress=progress)
+                data = read_run_data(place, progress=progress)
         except (Unreadable, OSError) as error:
             notes.append(str(error))
             continue
-        lines.append(line_of(data, place, str(place.relative_to(path)), rates.found))
+        lines.append(line_of(data, place, str(place.relative_to(path))))
     if not lines:
         raise Unreadable(f"no run below {path} can be read: {'; '.join(notes[:3])}")
     if code := write_page("report", out, page_of_many(lines, out=out, source=str(path), notes=notes)):
