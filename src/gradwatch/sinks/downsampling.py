@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -17,10 +16,6 @@ has pixels on a phone. Judgement."""
 
 BATCHED_STEPS = 256
 """Steps that are processed together: a few at a time take five times as long (measured)."""
-
-FEW_COLUMNS = 16
-"""Columns up to which those that get many steps are computed one by one; of more, pairs of steps are merged together:
-each takes a quarter of the time of the other (measured)."""
 
 Logs = NDArray[np.float32]
 
@@ -217,22 +212,16 @@ class Downsampling:
 
 def _one_each(places: Sites, rows: _Columns) -> tuple[Sites, _Columns]:
     """`rows` merged into one for each of `places`, which are ascending, and those places."""
-    while len(starts := np.flatnonzero(np.diff(places, prepend=-1))) > FEW_COLUMNS:
-        if len(starts) == len(places):
-            return places, rows
-        # every second row of a place is merged with the one before it, a last one without a second with itself
-        number = np.arange(len(places)) - np.repeat(starts, np.diff(starts, append=len(places)))
-        first = np.flatnonzero(number % 2 == 0)
-        second = first + (np.diff(places, append=-1) == 0)[first]
-        rows, places = rows.select(first).merged(rows.select(second)), places[first]
-    parts = [slice(start, end) for start, end in pairwise([*starts.tolist(), len(places)])]
-    chosen = np.array([part.start + rows.priority[part].argmax(axis=0) for part in parts])
-    sites = np.arange(rows.low.shape[1])
+    starts = np.flatnonzero(np.diff(places, prepend=-1))
+    if len(starts) == len(places):
+        return places, rows
+    priority = np.maximum.reduceat(rows.priority, starts)
+    chosen = rows.priority == np.repeat(priority, np.diff(starts, append=len(places)), axis=0)
     return places[starts], _Columns(
-        np.array([np.fmin.reduce(rows.low[part], axis=0) for part in parts]),
-        np.array([np.fmax.reduce(rows.high[part], axis=0) for part in parts]),
-        rows.sample[chosen, sites],
-        rows.priority[chosen, sites],
+        np.fmin.reduceat(rows.low, starts),
+        np.fmax.reduceat(rows.high, starts),
+        np.fmax.reduceat(np.where(chosen, rows.sample, np.float32(np.nan)), starts),
+        priority,
     )
 
 
