@@ -110,6 +110,11 @@ class Downsampling:
         self._process_waiting()
         return self._stride
 
+    def share(self, axis: float) -> float:
+        """Where the middle of a position of the x-axis is in a picture of the columns, from 0 (left) to 1."""
+        self._process_waiting()
+        return min(max((axis - self._first + 0.5) / (self._stride * self._used), 0.0), 1.0)
+
     def extremes(self) -> tuple[Logs, Logs]:
         """Lowest and highest, shape [columns, sites] each; a column without a step repeats the one before it."""
         self._process_waiting()
