@@ -48,10 +48,9 @@ class BuiltinTabs:
         files: Iterable[EventWriter],
         layout: Layout,
         summary: RunSummary,
-        *,
-        per_layer: int = 0,
-        charts: bool = False,
-        histograms: bool = False,
+        per_layer: int,
+        charts: bool,
+        histograms: bool,
     ) -> None:
         self._files = tuple(files)
         self._per_layer, self._charts, self._histograms = per_layer, charts or per_layer > 0, histograms
@@ -65,14 +64,13 @@ class BuiltinTabs:
         self._adopt(layout)
 
     def block(self, block: Block, due: Sequence[int], alerts: Sequence[Alert]) -> dict[int, dict[str, float]]:
-        """Add a block. `due`: its rows that are logged; `alerts`: all so far. Returns the scalars of single layers to
-        write at those rows: row -> tag -> log10 norm.
+        """Add a block, which is in the summary. `due`: its rows that are logged; `alerts`: all so far. Returns the
+        scalars of single layers to write at those rows: row -> tag -> log10 norm.
         """
         optimizers = int(block.optimizers.max()) + 1
         if block.layout is not self._layout or optimizers > self._optimizers:
             self._optimizers = max(optimizers, self._optimizers)
             self._adopt(block.layout)
-        self._summary.block(block)
         if "grad_norm" not in block.values:
             return {}
         before, self._steps = self._steps, self._steps + len(block)

@@ -95,11 +95,13 @@ class TensorBoard:
             self._alerts, self._said = {}, False
         with usable_after_errors(self._shared):
             if self._run is None:
-                own = {"per_layer": self.per_layer, "charts": self.charts, "histograms": self.histograms}
                 summary = run.summary or RunSummary()
-                self._tabs = BuiltinTabs(self._files, run.layout, summary, **own) if self._files else None  # type: ignore[arg-type]
+                self._tabs = None
+                if self._files:
+                    shown = self.per_layer, self.charts, self.histograms
+                    self._tabs = BuiltinTabs(self._files, run.layout, summary, *shown)
                 self._every_n_steps, self._due = self.every_n_steps or run.log_every_n_steps, {}
-                self._record = RecordWriter(self._files, self._every_n_steps, summary.positions)
+                self._record = RecordWriter(self._files, self._every_n_steps, summary)
             self._run = run
             self._record.open(run)
 
