@@ -26,7 +26,7 @@ class Side:
     """One statistic of one run."""
 
     keys: NDArray[np.int64]
-    """The optimizer step of each record, and which optimizer, as one number: see `key_of`. Shape [k], ascending."""
+    """The optimizer step of each record, and which optimizer, as one number. Shape [k], ascending."""
     steps: NDArray[np.int64]
     logs: Floats
     """log10, of what is `NOT_LOGARITHMS` the numbers; NaN where it was not measured: shape [k, layers]."""
@@ -65,11 +65,6 @@ def align(a: RunArrays, b: RunArrays) -> AlignedRuns:
     return AlignedRuns(tuple(common), (only[0], only[1]), modules, sides)
 
 
-def key_of(steps: NDArray[np.int64], optimizers: NDArray[np.int64]) -> NDArray[np.int64]:
-    """One number for a record, which differs between optimizers that step at the same time."""
-    return steps * 256 + optimizers
-
-
 def _side(run: RunArrays, statistic: str, layers: list[str]) -> Side:
     series = run.values[statistic]
     places = [run.layout.index[name] for name in layers]
@@ -90,6 +85,6 @@ def _side_of_steps(run: RunArrays, name: str) -> Side:
 
 
 def _sorted(steps: NDArray[np.int64], optimizers: NDArray[np.int64], numbers: Floats) -> Side:
-    keys = key_of(steps, optimizers)
+    keys = steps * 256 + optimizers
     order = np.argsort(keys, kind="stable")
     return Side(keys[order], steps[order], numbers[order])
