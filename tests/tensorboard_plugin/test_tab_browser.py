@@ -280,6 +280,7 @@ def test_a_run_resumed_elsewhere_has_no_step_to_show_where_an_alert_began_before
         page.open(address, runs=["run"])
         assert page.text(".verdict h2") == "Warning: dead in a, since step 0, still open"
         assert page.js("return $('.verdict button')") is None
+        page.driver.get("about:blank")
 
 
 @pytest.mark.slow
