@@ -451,10 +451,10 @@ def test_the_text_of_a_verdict() -> None:
     ("loss", "words"),
     [
         (None, "GradWatch: healthy. 2 layers over 400 steps"),
-        ((231.0, 40.0), "GradWatch: healthy. 2 layers over 400 steps"),
+        ((231.0, 40.0), "GradWatch: healthy. 2 layers over 400 steps, loss 231 -> 40, overhead 0.0 %"),
         ((231.0, 230.6), "GradWatch: nothing found in 400 steps; loss 231 -> 231: it has not moved. 2 layers"),
         ((3.0, 1.5e24), "nothing found in 400 steps; loss 3 -> 1.5e24: it is higher than at the start. 2 layers"),
-        ((-5.0, -9.0), "GradWatch: healthy."),
+        ((-5.0, -9.0), "GradWatch: healthy. 2 layers over 400 steps, loss -5 -> -9,"),
         ((0.0, 0.0), "loss 0 -> 0: it has not moved"),
     ],
 )

@@ -13,7 +13,7 @@ from textwrap import wrap
 from typing import Any
 
 from gradwatch.core.guard import UserFacingError
-from gradwatch.core.loss_levels import loss_text
+from gradwatch.core.loss_levels import loss_text, stuck_text
 from gradwatch.core.record import TOTAL
 
 MAX_NAMES = 4
@@ -291,7 +291,7 @@ class Verdict:
     @property
     def stuck(self) -> str:
         """What the loss did, where it did not fall; empty where it fell or is not known."""
-        return loss_text(self.loss) if self.loss is not None else ""
+        return stuck_text(self.loss) if self.loss is not None else ""
 
     def _clean_line(self, what: str) -> str:
         """The first line of a run without a warning: healthy only where the loss is not known not to have fallen, and
@@ -311,6 +311,8 @@ class Verdict:
         steps = self.steps if self.run_steps is None else self.run_steps
         watched = f"{self.layers} layer{'s' * (self.layers != 1)} over {steps} step{'s' * (steps != 1)}"
         watched += f", {self.steps} of them measured" * (self.run_steps is not None)
+        if self.healthy and self.loss is not None and not self.stuck:
+            watched += f", {loss_text(self.loss)}"
         what = f"{watched}, overhead {100 * self.overhead:.1f} %"
         serious = [alert for alert in self.incidents if alert.severity is not Severity.NOTICE]
         if serious:
