@@ -204,7 +204,7 @@ def test_plan_computes_tiny_norms_of_stacks_together(monkeypatch: pytest.MonkeyP
     plan = Plan(some, torch.zeros(20))
     monkeypatch.setattr(reductions, "exact_norm", pytest.fail)
     norms = plan.enlarged_norms(some, np.arange(20))
-    assert norms.tolist() == pytest.approx([slow_norm(some[position]) for position in plan.positions], rel=1e-6)
+    assert norms.tolist() == pytest.approx([slow_norm(some[position]) for position in plan.positions], rel=1e-6, abs=0)
 
 
 def test_plan_refuses_what_no_longer_fits() -> None:
@@ -226,8 +226,8 @@ def test_scales(scale: float, size: int) -> None:
     if norm * norm < SAFE_SQUARE * size or math.isinf(norm):
         assert scale < 1e-16 or scale >= 1e18
     else:
-        assert norm == pytest.approx(truth, rel=1e-4)
-    assert exact_norm(tensor).item() == pytest.approx(truth, rel=1e-12)
+        assert norm == pytest.approx(truth, rel=1e-4, abs=0)
+    assert exact_norm(tensor).item() == pytest.approx(truth, rel=1e-12, abs=0)
 
 
 def test_mixed_scales_near_the_edge() -> None:
@@ -238,7 +238,7 @@ def test_mixed_scales_near_the_edge() -> None:
             tensor[:share] = float(10.0**exponent)
             norm = norm_of(tensor)
             if norm * norm >= SAFE_SQUARE * tensor.numel():
-                assert norm == pytest.approx(slow_norm(tensor), rel=1e-4)
+                assert norm == pytest.approx(slow_norm(tensor), rel=1e-4, abs=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
