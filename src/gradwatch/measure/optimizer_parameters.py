@@ -82,14 +82,12 @@ class OptimizerParameters:
     """As `clip_checks` gives them; None until asked for."""
     _norm_sum: float = np.nan
     """Sum of all norms at the last step, as far as the host sees them at once."""
-    _stride: int = field(init=False)
     _checked: list[nn.Parameter] = field(init=False)
     _all_local: bool | None = None
     """Whether every parameter is there as it is: none is a DTensor, none lazy."""
 
     def __post_init__(self) -> None:
-        self._stride = max(1, len(self.parameters) // CHANGE_CHECKS)
-        self._checked = self.parameters[:: self._stride]
+        self._checked = self.parameters[:: max(1, len(self.parameters) // CHANGE_CHECKS)]
 
     @property
     def never_measured(self) -> bool:
@@ -120,15 +118,13 @@ class OptimizerParameters:
                 self._plans.clear()
                 self._clip_checks = None
             self.absent, self.trains, self.coverage = absent, trains, None
-        few = gradients[:: self._stride]
-        self.marked = few, _written(few)
+        self.mark()
         return gradients
 
-    def mark_again(self) -> None:
-        """The gradients were changed by ourselves: what is there now is what was meant."""
-        if self.marked is not None:
-            few: list[Tensor | None] = list(map(_GRADIENT, self._checked))
-            self.marked = few, _written(few)
+    def mark(self) -> None:
+        """What is there now of a few gradients is what is meant: `take_changed` tells whether it is used."""
+        few: list[Tensor | None] = list(map(_GRADIENT, self._checked))
+        self.marked = few, _written(few)
 
     def take_changed(self, *, keep: bool = False) -> bool:
         """Whether one of the few is another than when it was marked, or was written since; the mark is let go, unless
@@ -179,13 +175,11 @@ class OptimizerParameters:
     ) -> Indices:
         """Reduce `tensors`, one per member, into `row` of the buffer; the slot of each parameter."""
         with torch.no_grad():
-            made = self._plans.get(row)
-            if made is not None:
-                try:
-                    made[0].run(tensors)
-                except (TypeError, RuntimeError, UserWarning):
-                    made = None  # another shape, layout or dtype than last time: plan for what is there now
-            if made is None:
+            try:
+                made = self._plans[row]
+                made[0].run(tensors)
+            except (KeyError, TypeError, RuntimeError):
+                # none was made, or one for other shapes, layouts or dtypes: plan for what is there now
                 plan = Plan(tensors, buffer[row], reduction=reduction)
                 plan.run(tensors)
                 index = np.full(buffer.places, -1, dtype=np.intp)

@@ -209,7 +209,7 @@ class InterventionRuntime:
             if not active.dry and not isinstance(active.action, Editing):
                 gradients.multiply(active, indices, factors)
         gradients.apply_factors()
-        parameters.mark_again()
+        parameters.mark()
         self.gates.batchnorm.save()
         if any(one.active.hooked and not one.active.dry for one in applied):
             sent["before"] = self.gradient_hooks.norms_before(self.active, norms, ranks=self._mode.ranks)
