@@ -40,6 +40,9 @@ UNUSUAL = 10.0
 DISAGREE = 1e-3
 """Relative difference by which the same norm, taken twice, shows that the gradient was changed between."""
 
+TINY = 1e-15
+"""Absolute difference that shows nothing: norms as small may have been lost in float32. Judgement."""
+
 _GRADIENT, _VERSION, _ADDRESS = attrgetter("grad"), attrgetter("_version"), methodcaller("data_ptr")
 _TRAINS = attrgetter("requires_grad")
 
