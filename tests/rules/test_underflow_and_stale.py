@@ -704,6 +704,21 @@ def test_gradients_that_are_other_tensors_need_no_hooks() -> None:
         parameter.grad = None
 
 
+def test_hooks_stay_on_where_only_some_steps_clear() -> None:
+    parameters = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2, 2))]
+    stale = StaleGradientCheck([])
+    for step in range(12):
+        if step < 6 or step % 2:
+            for parameter in parameters:
+                parameter.grad = None
+        (parameters[0].sum() + parameters[1].sum()).backward()
+        stale.take(sampled=False)
+        stale.after_step()
+        stale.arm(parameters)
+        assert len(stale.hooks) == (0 if TRUSTED <= step < 6 else 4)
+    stale.disarm()
+
+
 def test_gradients_that_are_replaced_were_not_cleared_by_that() -> None:
     """A loop that never clears, and puts other tensors in their places before each step."""
     model = mlp(width=32)
