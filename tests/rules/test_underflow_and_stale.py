@@ -683,6 +683,21 @@ def test_the_number_is_old_over_new() -> None:
     assert all(p._backward_hooks is None and p._post_accumulate_grad_hooks is None for p in parameters)
 
 
+@pytest.mark.parametrize("weights", [(8.0, 4.0), (4.0, 8.0)])
+def test_of_several_passes_the_least_old_and_the_largest_new_count(weights: tuple[float, ...]) -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    parameter.grad = torch.full((3,), 2.0)
+    stale = StaleGradientCheck([])
+    stale.arm([parameter])
+    stale.take(sampled=True)
+    for weight in weights:
+        (weight * parameter.sum()).backward()
+    answer = stale.take(sampled=False)
+    assert isinstance(answer, Tensor)
+    assert answer.tolist() == [0.25]
+    stale.disarm()
+
+
 def test_gradients_that_are_other_tensors_need_no_hooks() -> None:
     parameters = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2, 2))]
     stale = StaleGradientCheck([])
