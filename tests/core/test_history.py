@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -400,3 +401,22 @@ def test_a_record_may_be_completed_after_its_block() -> None:
     assert history.scalar("skipped", 1) == [1.0]
     assert history.age("grad_norm_clipped") == 0
     assert history.until(-1).window("grad_norm_clipped", 1) is None
+
+
+def test_numbers_that_are_missing_are_no_measurement() -> None:
+    layout = layout_of(2)
+    history = History(layout)
+    assert not history.whole
+    fill(history, 2)
+    append(
+        history,
+        2,
+        values={"grad_norm": np.full(len(layout), np.nan)},
+        scalars={},
+        codes=np.full(len(layout), Missing.NO_GRADIENT, dtype=np.int8),
+    )
+    history.amend({"update_ratio": np.full(len(layout), np.nan)})
+    assert history.whole
+    assert history.age("grad_norm") == 1
+    assert history.age("update_ratio") == sys.maxsize
+    assert "update_ratio" not in history.statistics()
