@@ -245,8 +245,7 @@ class _SiteStatistics:
 
 def _without_taps(step: StepState, norms: Floats) -> Floats:
     """`norms`, shape [..., sites], written over: an optimizer does not use the gradients of tapped tensors."""
-    if len(taps := step.reading.layout.taps):
-        norms[..., taps] = np.nan
+    norms[..., step.reading.layout.taps] = np.nan
     return norms
 
 
