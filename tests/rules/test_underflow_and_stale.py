@@ -749,6 +749,23 @@ def test_gradients_that_are_replaced_were_not_cleared_by_that() -> None:
     assert only(watch.alerts).rule == "stale_grad"
 
 
+def test_gradients_that_are_replaced_before_the_step_are_the_last() -> None:
+    """A loop that clips into new tensors, and stops to clear."""
+    model = mlp(width=32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with Watch(model, rules=[StaleGrad()], sinks=(), budget=0.99) as watch:
+        for step in range(24):
+            x, y = data(step)
+            if step < 10:
+                optimizer.zero_grad()
+            MSE(model(x), y).backward()
+            watch.step(optimizer)
+            for parameter in model.parameters():
+                parameter.grad = None if parameter.grad is None else 0.5 * parameter.grad
+            optimizer.step()
+    assert 10 <= only(watch.alerts).step <= 14
+
+
 @pytest.mark.parametrize("part", ["dense_real", "is_vmapped", "wide_norm"])
 def test_a_failure_inside_a_hook_does_not_end_the_backward_pass(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layer, errors = nn.Linear(2, 1), list[Exception]()
