@@ -390,8 +390,7 @@ class Engine:
             return
         assert reader is not None
         number, index = step_of_optimizer
-        if self._overtaken:
-            self._overtaken.discard(id(optimizer))
+        self._overtaken.discard(id(optimizer))
         if self._open is not None:
             if self._open.optimizer is not optimizer:
                 self._overtaken.add(id(self._open.optimizer))
