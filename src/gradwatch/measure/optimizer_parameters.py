@@ -121,13 +121,12 @@ class OptimizerParameters:
                 self._plans.clear()
                 self._clip_checks = None
             self.absent, self.trains, self.coverage = absent, trains, None
-        self.mark()
+        self.marked = _as_written(self._checked)
         return gradients
 
     def mark(self) -> None:
         """What is there now of a few gradients is what is meant: `take_changed` tells whether it is used."""
-        few: list[Tensor | None] = list(map(_GRADIENT, self._checked))
-        self.marked = few, _written(few)
+        self.marked = _as_written(self._checked)
 
     def take_changed(self, *, keep: bool = False) -> bool:
         """Whether one of the few is another than when it was marked, or was written since; the mark is let go, unless
@@ -138,8 +137,8 @@ class OptimizerParameters:
             self.marked = None
         if marked is None or self.sharded:
             return marked is None  # torch does not count what is written to the parts of a DTensor
-        now = list(map(_GRADIENT, self._checked))
-        return not all(map(is_, now, marked[0])) or marked[1] != _written(now)
+        now = _as_written(self._checked)
+        return not all(map(is_, now[0], marked[0])) or now[1] != marked[1]
 
     def clip_checks(self) -> tuple[int, ...]:
         """The smallest members that have a gradient: their norms show, after a clipping of all gradients by their
@@ -221,13 +220,14 @@ class OptimizerParameters:
         return {"updates": index}
 
 
-def _written(gradients: list[Tensor | None]) -> list[int]:
-    """What changes when one of `gradients` is written to: versions and addresses."""
+def _as_written(parameters: list[nn.Parameter]) -> tuple[list[Tensor | None], list[int]]:
+    """The gradients of `parameters`, and what changes when one of them is written to: versions and addresses."""
+    gradients = list(map(_GRADIENT, parameters))
     try:
         # another address: `p.grad.data = ...` gives the same tensor other memory, and does not count as a write
-        return [*map(_VERSION, gradients), *map(_ADDRESS, gradients)]
+        return gradients, [*map(_VERSION, gradients), *map(_ADDRESS, gradients)]
     except (AttributeError, RuntimeError):  # one is not there, is sparse, or was made in inference mode
-        return [version_of(gradient) for gradient in gradients if gradient is not None]
+        return gradients, [version_of(gradient) for gradient in gradients if gradient is not None]
 
 
 def parameters_of(optimizer: Any) -> list[list[nn.Parameter]]:
