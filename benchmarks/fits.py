@@ -91,10 +91,12 @@ FIT_WORKLOADS = {
 class BareNorms(Callback):
     """One `torch._foreach_norm` at each step, into a row of a buffer: the least that a watcher does."""
 
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._parameters = list(pl_module.parameters())
+        self._rows = list(torch.zeros(64, len(self._parameters)))
+
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: object) -> None:
-        norms = torch._foreach_norm([p.grad for p in pl_module.parameters() if p.grad is not None])
-        if trainer.global_step == 0:
-            self._rows = torch.zeros(64, len(norms))
+        norms = torch._foreach_norm([parameter.grad for parameter in self._parameters])
         torch.stack(norms, out=self._rows[trainer.global_step % len(self._rows)])
 
 

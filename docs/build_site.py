@@ -1,4 +1,4 @@
-"""What of the site is made when it is built (`make docs`): tables of constants, commands' help, pages of other files.
+"""What of the site is made when it is built (`make docs`): tables of constants and statistics, help, pages of files.
 
 MkDocs calls the `on_...` functions. On a page, a comment such as `<!-- constants of vanishing -->` stands for what
 `MADE` makes of it.
@@ -23,6 +23,7 @@ from typing import Any
 from gradwatch import default_rules
 from gradwatch.cli import main
 from gradwatch.core.alert import CONSEQUENCES
+from gradwatch.core.statistics import CATALOGUE
 from gradwatch.rules import Rule
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -35,7 +36,7 @@ WHOLE = {
 }
 """Files of the repository that are pages of the site -> their place there."""
 
-MARK = re.compile(r"^<!-- (constants of|help of|consequences) ?(\w*) -->$", flags=re.MULTILINE)
+MARK = re.compile(r"^<!-- (constants of|help of|consequences|statistics) ?(\w*) -->$", flags=re.MULTILINE)
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)(?=[)#])")
 
 
@@ -54,6 +55,12 @@ def consequences() -> str:
     """Cause -> what may follow from it."""
     rows = [(f"`{cause}`", ", ".join(f"`{rule}`" for rule in sorted(CONSEQUENCES[cause]))) for cause in CONSEQUENCES]
     return table([("from this", "these may follow"), *rows])
+
+
+def statistics() -> str:
+    """The catalogue: name, meaning, and when it is measured."""
+    rows = [(f"`{one.name}`", one.meaning, "some" if one.sampled else "all") for one in CATALOGUE.values()]
+    return table([("statistic", "what it is, of a layer or another site", "measured steps"), *rows])
 
 
 def help_of(command: str) -> str:
@@ -75,6 +82,7 @@ def help_of(command: str) -> str:
 MADE: dict[str, Callable[[str], str]] = {
     "constants of": lambda name: constants({rule.name: rule for rule in default_rules()}[name]),
     "consequences": lambda _: consequences(),
+    "statistics": lambda _: statistics(),
     "help of": help_of,
 }
 """Kind of mark -> a function of the mark's word that makes Markdown. KeyError for a word that is not known."""

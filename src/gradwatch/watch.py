@@ -155,8 +155,10 @@ class Watch:
         if not isinstance(attribute(optimizer, "param_groups"), list):
             raise TypeError(wrong("optimizer", optimizer, "a torch.optim.Optimizer"))
         optimizer = inner_optimizer(optimizer)
+        begun = self._engine.source.step_count
         self._engine.measure(optimizer, self._step_info(optimizer), _number(loss))
-        self._steps += 1
+        # 0 where a closure calls it again within a step
+        self._steps += 1 if self._engine.failed else self._engine.source.step_count - begun
         alert_reaction = self._engine.alert_reaction
         alert, alert_reaction.raised = alert_reaction.raised, None
         if alert is not None:

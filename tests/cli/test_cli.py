@@ -82,12 +82,12 @@ def test_the_demo_names_the_unhealthy_layers_and_no_healthy_one(tmp_path: Path, 
     assert "GradWatch: healthy." in healthy
     assert "vanishing" not in healthy
     assert re.search(r"vanishing in net\.conv1, net\.conv2", unhealthy)
-    assert f"tensorboard --logdir {tmp_path} " in unhealthy
+    assert f"tensorboard --logdir {tmp_path}\n" in unhealthy
     for chatter in ("GPU available", "num_workers", "Seed set", "litlogger", "Traceback"):
         assert chatter not in out + err
     for name in ("healthy", "unhealthy"):
         report = tmp_path / name / "version_0" / "gradwatch_report.html"
-        assert f"\n{report} " in out
+        assert f"\n  {report}\n" in out
         assert ("<h1>Healthy</h1>" in report.read_text()) == (name == "healthy")
         assert list((tmp_path / name).rglob("events.out.tfevents*")), f"no TensorBoard log of the {name} run"
 

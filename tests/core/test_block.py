@@ -54,3 +54,13 @@ def test_a_part_of_a_block() -> None:
     part: Block = block_of(RECORDS).rows(1, 3)
     assert len(part) == 2
     assert all(map(same, part.records(), RECORDS[1:3]))
+
+
+def test_a_step_without_gradients_has_their_norms_all_the_same() -> None:
+    """NaN, and none of them is an alarm."""
+    codes = np.array([Missing.NO_GRADIENT, Missing.FROZEN], dtype=np.int8)
+    values = {"grad_norm": np.array([np.nan, np.nan])}
+    (found,) = block_of([Record(0, 0, 0, LAYOUT, values, {}, codes, frozenset())]).records()
+    assert np.isnan(found.values["grad_norm"]).all()
+    assert found.nonfinite == ()
+    assert found.fresh == frozenset()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -96,7 +97,6 @@ def test_equals_a_list(actions: list[str], capacity: int) -> None:
             np.testing.assert_array_equal(history.series(statistic, site.name), expected)
         for n in (1, 3, 100):
             window = history.window(statistic, n)
-            assert window is not None
             assert window.shape == (min(n, len(kept)), len(layout))
     for position, row in enumerate(kept):
         record = history[position]
@@ -401,3 +401,22 @@ def test_a_record_may_be_completed_after_its_block() -> None:
     assert history.newest("grad_norm_clipped") == 1
     assert not history.until(-1).has("grad_norm_clipped")
     assert np.isnan(history.until(-1).window("grad_norm_clipped", 1)).all()
+
+
+def test_numbers_that_are_missing_are_no_measurement() -> None:
+    layout = layout_of(2)
+    history = History(layout)
+    assert not history.whole
+    fill(history, 2)
+    append(
+        history,
+        2,
+        values={"grad_norm": np.full(len(layout), np.nan)},
+        scalars={},
+        codes=np.full(len(layout), Missing.NO_GRADIENT, dtype=np.int8),
+    )
+    history.amend({"update_ratio": np.full(len(layout), np.nan)})
+    assert history.whole
+    assert history.newest("grad_norm") == 2
+    assert history.newest("update_ratio") == sys.maxsize
+    assert "update_ratio" not in history.statistics()

@@ -18,6 +18,12 @@ from gradwatch.core.schedule import (
     FIRST_STEPS,
     FIXED_INTERVAL,
     LONGEST_INTERVAL,
+    MEASURE,
+    MEASURE_ELEMENT,
+    MEASURE_TENSOR,
+    STEP,
+    STEP_ELEMENT,
+    STEP_MODULE,
     WHOLE_UNTIL,
     SamplingSchedule,
 )
@@ -75,7 +81,19 @@ def test_no_budget_means_a_fixed_interval() -> None:
 
 
 def test_even_the_costliest_sample_is_taken_at_times() -> None:
-    assert schedule_for(10**6, 0, budget=1e-9).interval == LONGEST_INTERVAL
+    schedule = schedule_for(10**6, 0, budget=1e-9, every="auto")
+    assert schedule.interval == LONGEST_INTERVAL
+    assert schedule.is_measured(7 * LONGEST_INTERVAL)
+
+
+@pytest.mark.parametrize("budget", [None, 0.02, 1e-6])
+@pytest.mark.parametrize("every", [1, 3])
+def test_the_next_sample_is_the_first_that_comes(budget: float | None, every: int) -> None:
+    schedule = schedule_for(50, 10**6, budget=budget, every=every)
+    schedule.sample_densely(60)
+    samples = sampled(schedule, 3_000)
+    for index in range(samples[-1] + 1):
+        assert schedule.next_sampled(index) == next(sample for sample in samples if sample >= index)
 
 
 def test_a_finding_has_steps_in_a_row_sampled_some_time_after() -> None:
@@ -105,6 +123,11 @@ def test_automatic_measuring_keeps_the_budget() -> None:
     measured = [index for index in range(400) if schedule.is_measured(index)]
     assert FIRST_STEPS + len(EARLY_STEPS) <= len(measured) < 100
     assert set(sampled(schedule, 400)) <= set(measured)
+    steps = range(1_000, 20_000)
+    count = sum(schedule.is_measured(index) and not schedule.is_sampled(index) for index in steps)
+    measure = MEASURE + MEASURE_TENSOR * 2_000 + MEASURE_ELEMENT * 10**6
+    step = STEP + STEP_MODULE * 1_000 + STEP_ELEMENT * 10**6
+    assert count * measure / (len(steps) * step) == pytest.approx(0.001, rel=0.05)
 
 
 def test_early_samples_are_whole_and_one_in_four_after_them() -> None:

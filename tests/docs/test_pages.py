@@ -16,6 +16,7 @@ import mode_table
 from alert_pages import INDEX, PAGES, block, page_of, with_block, words
 from gradwatch import default_rules
 from gradwatch.cli import COMMANDS
+from gradwatch.core.statistics import CATALOGUE
 from gradwatch.rules import Rule
 from modes import MODES
 
@@ -107,6 +108,11 @@ def test_the_page_of_commands_has_each_ones_help(command: str) -> None:
     assert max(map(len, text.splitlines())) <= 100
     assert "exit codes:" in text
     assert f"gradwatch {command} " in text
+
+
+def test_the_page_of_the_api_has_every_statistic() -> None:
+    page = completed((PAGES.parent / "api.md").read_text(encoding="utf-8"))
+    assert [name for name in CATALOGUE if f"\n| `{name}` | " not in page] == []
 
 
 def test_a_mark_that_means_nothing_is_an_error() -> None:

@@ -24,16 +24,16 @@ STEPS, LIMIT = 90, 0.05
 class Clipped(pl.LightningModule):
     """Notes the norms of the gradients that its optimizer uses."""
 
-    def __init__(self, clip: Callable[[Any, Any, int], object] | None, steps_apart: int = 1) -> None:
+    def __init__(self, clip: Callable[[Any, Any, int], object] | None, loss_weight: float = 10) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.net = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 1))
-        self.clip = clip
+        self.clip, self.loss_weight = clip, loss_weight
         self.used: list[list[float]] = []
 
     def training_step(self, seed: Tensor, index: int) -> Tensor:
         inputs = torch.randn(8, 4, generator=torch.Generator().manual_seed(int(seed)))
-        return 10 * (self.net(inputs) - inputs.sum(1, keepdim=True)).square().mean()
+        return self.loss_weight * (self.net(inputs) - inputs.sum(1, keepdim=True)).square().mean()
 
     def configure_gradient_clipping(self, optimizer: Any, *limits: Any, **names: Any) -> None:
         if self.clip is None:
@@ -64,8 +64,23 @@ def by_layer_later(module: Clipped, optimizer: Any, step: int) -> None:
     (by_layer if step >= 2 * FIRST_STEPS else by_norm)(module, optimizer, step)
 
 
-def fit(clip: Callable[[Any, Any, int], object] | None, **options: Any) -> tuple[Clipped, Memory, Any]:
-    module, memory = Clipped(clip), Memory()
+def by_norm_and_half_of_a_layer(module: Clipped, optimizer: Any, step: int) -> None:
+    by_norm(module, optimizer, step)
+    for parameter in module.net[1].parameters():
+        parameter.grad *= 0.5
+
+
+def half_of_a_layer_later(module: Clipped, optimizer: Any, step: int) -> None:
+    by_norm(module, optimizer, step)
+    if step >= 2 * FIRST_STEPS:
+        for parameter in module.net[0].parameters():
+            parameter.grad *= 0.5
+
+
+def fit(
+    clip: Callable[[Any, Any, int], object] | None, *, loss_weight: float = 10, **options: Any
+) -> tuple[Clipped, Memory, Any]:
+    module, memory = Clipped(clip, loss_weight), Memory()
     trainer = quiet_trainer(GradWatch(sinks=(memory,), **options), max_epochs=1, gradient_clip_val=LIMIT)
     trainer.fit(module, DataLoader(torch.arange(STEPS)))  # type: ignore[arg-type]
     return module, memory, trainer
@@ -96,15 +111,19 @@ def test_the_label_names_the_clipping_that_follows(limit: float | None) -> None:
 
 
 @pytest.mark.usefixtures("quiet")
-@pytest.mark.parametrize("clip", [None, by_norm, by_value, by_layer], ids=["Trainer", "norm", "value", "layer"])
-def test_every_step_shows_what_the_optimizer_used(clip: Any) -> None:
-    module, memory, _ = fit(clip)
+@pytest.mark.parametrize(
+    ("clip", "loss_weight"),
+    [(None, 10), (None, 1e-22), (by_norm, 10), (by_value, 10), (by_layer, 10), (by_norm_and_half_of_a_layer, 1e-9)],
+)
+def test_every_step_shows_what_the_optimizer_used(clip: Any, loss_weight: float) -> None:
+    module, memory, _ = fit(clip, loss_weight=loss_weight)
     np.testing.assert_allclose(shown(memory, module), module.used, rtol=1e-5)
 
 
 @pytest.mark.usefixtures("quiet")
-def test_a_clipping_that_becomes_another_is_not_taken_for_the_first() -> None:
-    module, memory, _ = fit(by_layer_later)
+@pytest.mark.parametrize(("later", "loss_weight"), [(by_layer_later, 10), (half_of_a_layer_later, 1e-9)])
+def test_a_clipping_that_becomes_another_is_not_taken_for_the_first(later: Any, loss_weight: float) -> None:
+    module, memory, _ = fit(later, loss_weight=loss_weight)
     numbers, used = shown(memory, module), np.array(module.used)
     known = ~np.isnan(numbers).any(axis=1)
     np.testing.assert_allclose(numbers[known], used[known], rtol=1e-5)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from gradwatch.core.alert import Effect, alert_to_dict
 from gradwatch.core.record import Layout, Run, Site
 from gradwatch.engine.diagnosis import Diagnosis
 from gradwatch.rules import default_rules
+from sink_inputs import alert_of
 from synthetic_history import net, noise, record
 from synthetic_records import block_of
 
@@ -89,3 +92,17 @@ def test_parameters_once_reached_are_not_called_untrained() -> None:
     made = diagnosis(layout)
     made.load_state_dict(state)
     assert list(made.verdict(0.0).untrained) == ["fc1.weight"]
+
+
+def test_effects_of_an_alert_come_back_if_they_are_whole() -> None:
+    layout, state = saved()
+    effect = Effect("starved", ("fc0",), "fc0", 3, 4)
+    state["incidents"]["alerts"] = [alert_to_dict(alert_of("dead", "fc1", effects=(effect,)))]
+    made = diagnosis(layout)
+    made.load_state_dict(state)
+    assert made.incidents.alerts[0].effects == (effect,)
+    for change in ({"layer": 3}, {"step": -1}, {"noticed": 0.5}):
+        damaged = deepcopy(state)
+        damaged["incidents"]["alerts"][0]["effects"][0] |= change
+        with pytest.raises(ValueError, match="damaged"):
+            diagnosis(layout).load_state_dict(damaged)

@@ -619,6 +619,7 @@ def test_lbfgs_with_watch_inside_the_closure() -> None:
             truths.append(evaluations[0])
             assert watch.history[-1].scalars.get("closures", 1) == len(evaluations)
     assert watch.verdict.notes == ()
+    assert watch.history.steps == [0, 1, 2]
     assert [record.value("grad_norm") for record in memory.records] == pytest.approx(truths, rel=1e-5)
 
 

@@ -258,6 +258,7 @@ DAMAGED: dict[str, Any] = {
     "no sites": lambda state: state.pop("sites"),
     "no records": lambda state: state.pop("keys"),
     "fewer keys": lambda state: state.update(keys=state["keys"][:-1]),
+    "a step before the first": lambda state: state["keys"].sub_(1),
     "flat keys": lambda state: state.update(keys=state["keys"].reshape(-1)),
     "fewer sites": lambda state: state.update(sites=state["sites"][:-1]),
     "short loss": lambda state: state["scalars"].update(loss=torch.zeros(2)),

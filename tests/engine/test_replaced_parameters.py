@@ -165,6 +165,18 @@ def test_what_comes_back_is_measured_again() -> None:
     assert there.tolist() == [True] * AT + [False] * AT + [True] * AT
 
 
+def test_what_is_appended_to_a_group_is_measured() -> None:
+    def without(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.param_groups[0]["params"].pop()
+
+    def append(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.param_groups[0]["params"].append(model[4].bias)
+
+    watch, _ = train_with_edits({0: without, 2: append})
+    assert watch is not None
+    assert np.isnan(watch.history.series("grad_norm", "4.bias")).tolist() == [True] * 2 + [False] * (STEPS - 2)
+
+
 @pytest.mark.parametrize(
     "options",
     [{}, {"interventions": [Clip(0.1)]}, {"interventions": [Scale(0.5, at="hook")]}],

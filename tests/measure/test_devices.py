@@ -17,12 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradwatch
 from fake_devices import HERE, HOST, OTHER, ByOperators, Kernels, landing_at_once
-from gradwatch import SkipNonFinite, Watch
+from gradwatch import Scale, SkipNonFinite, Watch
 from gradwatch.engine.diagnosis import Diagnosis
 from gradwatch.engine.interventions import gradient_hooks, signal_hooks
+from gradwatch.engine.interventions.active_intervention import ActiveIntervention
 from gradwatch.engine.interventions.batchnorm_buffers import BatchNormBuffers
 from gradwatch.engine.interventions.gates import Gates
-from gradwatch.engine.interventions.gradient_hooks import GradientHooks, HookedAction, apply_action
+from gradwatch.engine.interventions.gradient_hooks import GradientHooks, apply_action
 from gradwatch.engine.interventions.signal_hooks import SignalHooks
 from gradwatch.interventions import adaptive
 from gradwatch.interventions.contract import Editing, ParameterScope, Scaling
@@ -213,7 +214,7 @@ def test_a_factor_that_the_host_knows_does_not_make_it_wait(dtype: torch.dtype) 
     """In hooks: of a parameter, and of a signal."""
     model = Weighted(HERE)
     gradient = torch.zeros(3, device=HERE, dtype=dtype)
-    halved = HookedAction(0, Scaling(lambda norms, present, step: 0.5, groups=(0,), constant=True), dry=False)
+    halved = ActiveIntervention(0, Scale(0.5)), Scaling(lambda norms, present, step: 0.5, groups=(0,), constant=True)
     hooks = GradientHooks(1, 1, HERE, lambda: True)
     diagnosis = Diagnosis((), (), on_alert=lambda alert: None)
     signals = SignalHooks(1, diagnosis, lambda: True, batches=False)
@@ -228,7 +229,7 @@ def test_a_factor_that_the_host_knows_does_not_make_it_wait(dtype: torch.dtype) 
 @pytest.mark.usefixtures("fake")
 def test_nothing_is_done_in_hooks_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     model, gradient = Weighted(HERE), torch.zeros(3, device=HERE)
-    halved = HookedAction(0, Scaling(lambda norms, present, step: 0.5, groups=(0,), constant=True), dry=False)
+    halved = ActiveIntervention(0, Scale(0.5)), Scaling(lambda norms, present, step: 0.5, groups=(0,), constant=True)
     hooks = GradientHooks(1, 1, HERE, lambda: True)
     diagnosis = Diagnosis((), (), on_alert=lambda alert: None)
     signals = SignalHooks(1, diagnosis, lambda: True, batches=False)
@@ -271,11 +272,12 @@ def test_a_fused_optimizer_is_not_told_on_the_cpu_what_has_not_come_there(
     model = nn.Sequential(Weighted(HERE), Weighted(other))
     optimizer = torch.optim.Adam(model.parameters())
     optimizer._step_supports_amp_scaling = True
-    gates = Gates([SkipNonFinite()], Diagnosis((), (), on_alert=lambda alert: None), lambda why: None)
-    scope = ParameterScope(("0", "1"), ("0.weight", "1.weight"), (0, 1), HERE)
-    gates.open(model, {0: SkipNonFinite().begin(scope)}, log=False)
+    gates = Gates(Diagnosis((), (), on_alert=lambda alert: None), lambda why: None)
+    skip = ActiveIntervention(0, SkipNonFinite())
+    skip.begin(ParameterScope(("0", "1"), ("0.weight", "1.weight"), (0, 1), HERE), sharded=False)
+    gates.open(model, [skip], log=False)
     norms, present = torch.zeros(2, device=HERE), torch.ones(2, dtype=torch.bool, device=HERE)
-    decision = gates.decide(0, norms, present, 0, run_step=0, optimizer=optimizer, scaled=False, intact=None)
+    decision = gates.decide(skip, norms, present, 0, run_step=0, optimizer=optimizer, scaled=False, intact=None)
     assert (getattr(optimizer, "found_inf", None) is not None) is by_found_inf
     assert decision.refused is (None if by_found_inf else False)
     gates.detach()

@@ -57,7 +57,9 @@ def test_a_step(build: Any, most: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("together", [1, 100, 10_000, 2**30])
 def test_zeros_are_counted_by_signs(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The accelerator's way, run on the CPU: whatever is cut where, and in any order of memory."""
+    sign, made = torch._foreach_sign, list[int]()
     monkeypatch.setattr(reductions, "COUNTED_TOGETHER", max(4, together))
+    monkeypatch.setattr(torch, "_foreach_sign", lambda parts: made.append(sum(p.nbytes for p in parts)) or sign(parts))
     torch.manual_seed(0)
     tensors: list[Tensor] = [
         torch.randn(5, 7),
@@ -77,3 +79,4 @@ def test_zeros_are_counted_by_signs(together: int, monkeypatch: pytest.MonkeyPat
     assert out.tolist() == [float((tensor == 0).sum()) for tensor in tensors]
     zeros_by_signs([tensor.bfloat16() for tensor in tensors[:2]], out[:2])
     assert out[:2].tolist() == [float((tensor == 0).sum()) for tensor in tensors[:2]]
+    assert max(made) <= max(4, together)

@@ -26,6 +26,7 @@ def train_in_fp16(
     reported: bool = True,
     scale: float = 2.0**10,
     steps: int = 8,
+    halves: bool = False,
     **options: Any,
 ) -> tuple[Watch, Memory, list[dict[str, float]], nn.Module]:
     """Train in fp16's way; what the optimizer has used at each step that it took, by an independent reading."""
@@ -47,6 +48,8 @@ def train_in_fp16(
             if way == "before":
                 scaler.unscale_(optimizer)
             watch.step(optimizer, loss=loss)
+            if halves:
+                torch._foreach_mul_([parameter.grad for parameter in model.parameters()], 0.5)
             if way == "after":
                 scaler.unscale_(optimizer)
             scaler.step(optimizer)
@@ -66,6 +69,15 @@ def test_norms_are_those_that_the_optimizer_uses(way: str, fused: bool) -> None:
     for record, truth in zip(memory.records, used, strict=True):
         for statistic in ("grad_norm", "grad_norm_clipped"):
             assert {site: record.value(statistic, site) for site in truth} == pytest.approx(truth, rel=1e-5)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_norms_of_gradients_that_are_changed_after_they_were_measured(way: str, fused: bool) -> None:
+    _, memory, used, _ = train_in_fp16(way, fused=fused, halves=True)
+    for record, truth in zip(memory.records, used, strict=True):
+        assert record.value("grad_norm_clipped") == pytest.approx(truth["total"], rel=1e-5)
+        assert record.value("grad_norm") == pytest.approx(2 * truth["total"], rel=1e-5)
 
 
 @pytest.mark.parametrize("fused", [False, True])

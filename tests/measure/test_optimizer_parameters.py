@@ -9,7 +9,7 @@ from torch import nn
 import gradwatch.measure.optimizer_parameters
 from gradwatch import Watch
 from gradwatch.measure.device_buffer import DeviceBuffer
-from gradwatch.measure.optimizer_parameters import OptimizerParameters
+from gradwatch.measure.optimizer_parameters import CHANGE_CHECKS, OptimizerParameters
 
 
 @pytest.fixture
@@ -71,6 +71,16 @@ def test_weights_that_are_zero_and_stay_so(size: int) -> None:
         assert not buffer["weights"][:9].any()
 
 
+@pytest.mark.parametrize("size", [8, 2**17], ids=["stacked", "one by one"])
+def test_gradients_whose_squares_float32_cannot_hold(size: int) -> None:
+    parameters = [nn.Parameter(torch.zeros(size)) for _ in range(9)]
+    of_optimizer = OptimizerParameters([parameters], list(range(9)), parameters, lambda: None)
+    buffer = DeviceBuffer(torch.device("cpu"), 9, ("grad_norm",))
+    for scale in (1.0, 1e-30, 1e25):
+        of_optimizer.reduce(buffer, "grad_norm", [torch.full((size,), scale)] * 9)
+        assert buffer["grad_norm"][:9].tolist() == pytest.approx([scale * size**0.5] * 9, rel=1e-4, abs=0)
+
+
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.bool, torch.float8_e5m2], ids=str)
 def test_weights_of_types_without_a_norm(dtype: torch.dtype) -> None:
     """As weights in four bits, which are frozen but in the optimizer, and indices that are kept as parameters."""
@@ -92,3 +102,16 @@ def test_weights_of_types_without_a_norm(dtype: torch.dtype) -> None:
     assert watch.verdict.untrained_by_reason == {"frozen (requires_grad is False)": ["codes", "0.packed", "1.table"]}
     weights, updates = (watch.history.series(name, "0.weight") for name in ("weight_norm", "update_ratio"))
     assert (weights > 0).sum() == (updates > 0).sum() > 0
+
+
+def test_a_change_of_a_part_of_the_gradients_is_seen() -> None:
+    """As of one layer of many, whichever it is."""
+    parameters = [nn.Parameter(torch.ones(2)) for _ in range(4 * CHANGE_CHECKS)]
+    of_optimizer = OptimizerParameters([parameters], list(range(len(parameters))), parameters, lambda: None)
+    for parameter in parameters:
+        parameter.grad = torch.ones(2)
+    for first in range(0, len(parameters), 4):
+        gradients = of_optimizer.read_gradients()
+        assert not of_optimizer.take_changed(keep=True)
+        torch._foreach_mul_(gradients[first : first + 4], 2)
+        assert of_optimizer.take_changed()

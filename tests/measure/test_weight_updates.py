@@ -42,8 +42,21 @@ def test_against_float64() -> None:
         assert sorted(members) == [i for i, weight in enumerate(weights) if weight.numel()]
         for slot, member in enumerate(members):
             moved = weights[member].double() - old[member].double()
-            assert room["updates"][slot].item() == pytest.approx(norms(moved), rel=1e-4)
+            assert room["updates"][slot].item() == pytest.approx(norms(moved), rel=1e-4, abs=0)
         assert updates.compare(weights) == [], "the copies live for one step"
+
+
+def test_small_steps_of_float64_weights() -> None:
+    """In float32 they would be lost."""
+    weights = [torch.randn(shape, dtype=torch.float64) for shape in [(4, 4)] * 5 + [(70, 70)]]
+    room = DeviceBuffer(torch.device("cpu"), len(weights), ("updates",), doubles=True)
+    updates = UpdateNorms(sizes(weights))
+    updates.copy(weights, room)
+    for weight in weights:
+        weight.add_(1e-11)
+    members = updates.compare(weights)
+    moved = [1e-11 * weights[member].numel() ** 0.5 for member in members]
+    assert room["updates"][: len(members)].tolist() == pytest.approx(moved, rel=1e-3, abs=0)
 
 
 def test_many_weights_that_do_not_move_or_hardly(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,7 +71,7 @@ def test_many_weights_that_do_not_move_or_hardly(monkeypatch: pytest.MonkeyPatch
         weight.mul_(1.5)
     for slot, member in enumerate(updates.compare(weights)):
         moved = weights[member].double() - old[member].double()
-        assert room["updates"][slot].item() == pytest.approx(norms(moved), rel=1e-4)
+        assert room["updates"][slot].item() == pytest.approx(norms(moved), rel=1e-4, abs=0)
     assert [tuple(tensor.shape) for tensor in alone] == [(70, 70)]
 
 

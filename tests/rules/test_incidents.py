@@ -451,15 +451,31 @@ def test_the_text_of_a_verdict() -> None:
     ("loss", "words"),
     [
         (None, "GradWatch: healthy. 2 layers over 400 steps"),
-        ((231.0, 40.0), "GradWatch: healthy. 2 layers over 400 steps"),
+        ((231.0, 40.0), "GradWatch: healthy. 2 layers over 400 steps, loss 231 -> 40, overhead 0.0 %"),
         ((231.0, 230.6), "GradWatch: nothing found in 400 steps; loss 231 -> 231: it has not moved. 2 layers"),
         ((3.0, 1.5e24), "nothing found in 400 steps; loss 3 -> 1.5e24: it is higher than at the start. 2 layers"),
-        ((-5.0, -9.0), "GradWatch: healthy."),
+        ((-5.0, -9.0), "GradWatch: healthy. 2 layers over 400 steps, loss -5 -> -9,"),
         ((0.0, 0.0), "loss 0 -> 0: it has not moved"),
     ],
 )
 def test_a_run_is_healthy_where_its_loss_fell(loss: tuple[float, float] | None, words: str) -> None:
     assert words in str(Verdict((), 400, 2, 0.0, {}, loss=loss))
+
+
+@pytest.mark.parametrize(
+    ("steps", "words"),
+    [
+        (1, "GradWatch: nothing found in so few steps. 2 layers over 1 step, overhead 0.0 %"),
+        (9, "GradWatch: nothing found in so few steps. 2 layers over 9 steps, overhead 0.0 %"),
+        (10, "GradWatch: healthy. 2 layers over 10 steps, overhead 0.0 %"),
+    ],
+)
+def test_a_few_steps_are_not_called_healthy(steps: int, words: str) -> None:
+    assert str(Verdict((), steps, 2, 0.0, {})) == words
+    some = str(Verdict((), steps, 2, 0.0, {}, run_steps=900))
+    assert some.startswith(
+        "GradWatch: healthy." if steps == 10 else "GradWatch: nothing found in so few measured steps."
+    )
 
 
 def test_a_number_and_its_percent_stay_in_a_line() -> None:

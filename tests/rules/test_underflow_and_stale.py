@@ -683,6 +683,21 @@ def test_the_number_is_old_over_new() -> None:
     assert all(p._backward_hooks is None and p._post_accumulate_grad_hooks is None for p in parameters)
 
 
+@pytest.mark.parametrize("weights", [(8.0, 4.0), (4.0, 8.0)])
+def test_of_several_passes_the_least_old_and_the_largest_new_count(weights: tuple[float, ...]) -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    parameter.grad = torch.full((3,), 2.0)
+    stale = StaleGradientCheck([])
+    stale.arm([parameter])
+    stale.take(sampled=True)
+    for weight in weights:
+        (weight * parameter.sum()).backward()
+    answer = stale.take(sampled=False)
+    assert isinstance(answer, Tensor)
+    assert answer.tolist() == [0.25]
+    stale.disarm()
+
+
 def test_gradients_that_are_other_tensors_need_no_hooks() -> None:
     parameters = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2, 2))]
     stale = StaleGradientCheck([])
@@ -704,6 +719,21 @@ def test_gradients_that_are_other_tensors_need_no_hooks() -> None:
         parameter.grad = None
 
 
+def test_hooks_stay_on_where_only_some_steps_clear() -> None:
+    parameters = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2, 2))]
+    stale = StaleGradientCheck([])
+    for step in range(12):
+        if step < 6 or step % 2:
+            for parameter in parameters:
+                parameter.grad = None
+        (parameters[0].sum() + parameters[1].sum()).backward()
+        stale.take(sampled=False)
+        stale.after_step()
+        stale.arm(parameters)
+        assert len(stale.hooks) == (0 if TRUSTED <= step < 6 else 4)
+    stale.disarm()
+
+
 def test_gradients_that_are_replaced_were_not_cleared_by_that() -> None:
     """A loop that never clears, and puts other tensors in their places before each step."""
     model = mlp(width=32)
@@ -717,6 +747,23 @@ def test_gradients_that_are_replaced_were_not_cleared_by_that() -> None:
             watch.step(optimizer)
             optimizer.step()
     assert only(watch.alerts).rule == "stale_grad"
+
+
+def test_gradients_that_are_replaced_before_the_step_are_the_last() -> None:
+    """A loop that clips into new tensors, and stops to clear."""
+    model = mlp(width=32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with Watch(model, rules=[StaleGrad()], sinks=(), budget=0.99) as watch:
+        for step in range(24):
+            x, y = data(step)
+            if step < 10:
+                optimizer.zero_grad()
+            MSE(model(x), y).backward()
+            watch.step(optimizer)
+            for parameter in model.parameters():
+                parameter.grad = None if parameter.grad is None else 0.5 * parameter.grad
+            optimizer.step()
+    assert 10 <= only(watch.alerts).step <= 14
 
 
 @pytest.mark.parametrize("part", ["dense_real", "is_vmapped", "wide_norm"])

@@ -174,7 +174,8 @@ def test_a_row_says_what_was_measured(tmp_path: Path) -> None:
         rows[cells[0].split()[0]] = [*cells[3:], cells[1]]
     assert rows["good"] == ["0.01", "1.0e-4", "1", "1.0e-4", "25%", "ok"]
     assert rows["off"] == ["-", "-", "-", "-", "0%", "frozen (requires_grad is False)"]
-    assert rows["bad"][:4] == ["nan"] * 4
+    assert rows["bad"][:4] == ["-", "-", "-", "nan"]
+    assert "median, min and max are of the finite numbers." in html
 
 
 def test_the_replayed_report_is_the_live_one(tmp_path: Path) -> None:

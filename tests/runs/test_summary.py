@@ -19,7 +19,7 @@ from gradwatch.core.loss_levels import LossLevels
 from gradwatch.core.record import Missing, Run
 from gradwatch.runs.arrays import read
 from gradwatch.runs.files import Unreadable
-from gradwatch.runs.report.run_data import RateEnds, read_run_data
+from gradwatch.runs.report.run_data import read_run_data
 from gradwatch.runs.summary.document import ATTEMPTS, COLUMNS, MAX_BYTES, document, encoded, number, schema
 from gradwatch.runs.summary.markdown import markdown
 from gradwatch.sinks.record.recorder import Recorder
@@ -99,11 +99,10 @@ def test_the_loss_and_the_rate_are_those_of_one_optimizer(tmp_path: Path) -> Non
         number = step % 2
         feed(sink, record_of(layout, step, [1.0], optimizer=number, loss=1.0 + number, lr=(0.001, 0.01)[number]))
     sink.close(HEALTHY)
-    found, rates = document(gradwatch.load_run(tmp_path)), RateEnds()
+    found = document(gradwatch.load_run(tmp_path))
     assert found["learning_rate"] == dict.fromkeys(("first", "last", "min", "max"), 0.001)
     assert found["loss"] == dict.fromkeys(("first", "last", "min", "max"), 1)
-    read_run_data(tmp_path, rates.block)
-    assert rates.found == pytest.approx((0.001, 0.001, 0.001))
+    assert read_run_data(tmp_path).rates == pytest.approx((0.001, 0.001, 0.001))
 
 
 def test_an_optimizer_that_was_made_anew_goes_on_with_the_loss_and_the_rate(tmp_path: Path) -> None:
@@ -115,11 +114,11 @@ def test_an_optimizer_that_was_made_anew_goes_on_with_the_loss_and_the_rate(tmp_
         feed(sink, record)
         losses.add({"loss": np.array([200.0 - step])}, np.array([phase]))
     sink.close(HEALTHY)
-    found, rates = document(gradwatch.load_run(tmp_path)), RateEnds()
+    found = document(gradwatch.load_run(tmp_path))
     assert found["learning_rate"] == {"first": 0.001, "last": 0.05, "min": 0.001, "max": 0.05}
     assert (found["loss"]["min"], found["loss"]["max"]) == (1, 200)
-    data = read_run_data(tmp_path, rates.block)
-    assert rates.found == pytest.approx((0.001, 0.05, 0.05))
+    data = read_run_data(tmp_path)
+    assert data.rates == pytest.approx((0.001, 0.05, 0.05))
     assert data.loss_levels == losses.shown(None) == pytest.approx((195.5, 5.5))
 
 

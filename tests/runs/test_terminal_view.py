@@ -104,7 +104,7 @@ def test_a_run_resumed_elsewhere_says_how_many_of_its_steps_are_here(tmp_path: P
     data = read_run_data(tmp_path)
     lines = view(data, name="run", width=80, height=24).plain.split("\n")
     assert lines[0] == "1 layer, 30 of 130 steps recorded here, ended: run"
-    page = page_of_many([line_of(data, tmp_path, "run", None)], out=tmp_path / "runs.html", source="runs", notes=())
+    page = page_of_many([line_of(data, tmp_path, "run")], out=tmp_path / "runs.html", source="runs", notes=())
     assert "30 of 130 recorded here" in page
 
 

@@ -37,7 +37,7 @@ def recorded(folder: Path, *, every: int) -> Verdict:
 def test_a_run_had_so_many_steps(every: int, steps: int, run_steps: int | None, extent: str, tmp_path: Path) -> None:
     verdict = recorded(tmp_path, every=every)
     assert (verdict.steps, verdict.run_steps) == (steps, run_steps)
-    assert f"1 layer over {extent}, overhead" in verdict.lines[0]
+    assert f"1 layer over {extent}, " in verdict.lines[0]
     run, data = gradwatch.load_run(tmp_path), read_run_data(tmp_path)
     assert (run.verdict.steps, run.verdict.run_steps) == (steps, run_steps)
     assert f": 1 layer over {extent}\n" in markdown(document(run))

@@ -33,7 +33,6 @@ from gradwatch.sinks.tensorboard.heatmap_image import (
     MAP_WIDTH,
     MISSING_COLOUR,
     RED,
-    Axis,
     Mark,
     draw_heatmap,
 )
@@ -88,6 +87,13 @@ def layouts(folder: Path) -> list[dict[str, dict[str, Any]]]:
             }
         )
     return found
+
+
+def steps_of(count: int) -> Downsampling:
+    """A course over so many steps."""
+    course = Downsampling(1)
+    course.extend(np.arange(count), np.ones((count, 1)))
+    return course
 
 
 def pictures(folder: Path) -> list[tuple[int, Any]]:
@@ -234,7 +240,7 @@ def test_a_spike_is_seen_though_a_stretch_of_steps_is_one_column() -> None:
     course, norms = Downsampling(1), np.ones((1000, 1))
     norms[500] = 1e4
     course.extend(np.arange(1000), norms)
-    drawn = np.asarray(draw_heatmap(["net"], *course.extremes(), Axis(0, 999, 1000), []).convert("RGB"))
+    drawn = np.asarray(draw_heatmap(["net"], *course.extremes(), steps_of(1000), []).convert("RGB"))
     left = drawn.shape[1] - 96 - MAP_WIDTH
     row = drawn[50, left : left + MAP_WIDTH].astype(int)
     bright = np.flatnonzero(row.sum(axis=1) > row[10].sum() + 50)
@@ -248,7 +254,7 @@ def test_any_number_of_layers_and_any_name_fit(layers: int) -> None:
     course = Downsampling(layers)
     course.extend(np.arange(3), np.ones((3, layers)), np.tile(np.arange(layers) % 7 > 0, (3, 1)))
     marks = [Mark("spike", (0, layers - 1), 0.99, 1.0), Mark("dead", (0,), 0.995, 1.0), Mark("frozen", (), 0.0, 0.0)]
-    drawn = draw_heatmap(names, *course.extremes(), Axis(0, 2, 3), marks)
+    drawn = draw_heatmap(names, *course.extremes(), steps_of(3), marks)
     assert 150 < drawn.height < 1200
     assert 700 < drawn.width < 1000
 
@@ -270,7 +276,7 @@ def test_alerts_that_begin_close_together_share_a_line_of_text(monkeypatch: pyte
     monkeypatch.setattr(ImageDraw.ImageDraw, "text", noted)
     logs = np.zeros((200, 2), dtype=np.float32)
     marks = [Mark(name, (0,), begin, 1.0) for name, begin in (("divergence", 0.01), ("dead", 0.09), ("spike", 0.6))]
-    draw_heatmap(["a", "b"], logs, logs, Axis(0, 199, 200), marks)
+    draw_heatmap(["a", "b"], logs, logs, steps_of(200), marks)
     assert said == ["divergence, dead", "spike"]
 
 
@@ -304,8 +310,8 @@ def layouts_or_none(folder: Path) -> list[dict[str, dict[str, Any]]]:
 
 def test_the_legend_fits_beside_a_single_row_under_two_lines() -> None:
     logs = np.zeros((200, 1), dtype=np.float32)
-    drawn = draw_heatmap(["a"], logs, logs, Axis(0, 199, 200), [], headline="long words " * 10)
-    assert drawn.height == draw_heatmap(["a"], logs, logs, Axis(0, 199, 200), []).height + 2 * HEADLINE_HEIGHT
+    drawn = draw_heatmap(["a"], logs, logs, steps_of(200), [], headline="long words " * 10)
+    assert drawn.height == draw_heatmap(["a"], logs, logs, steps_of(200), []).height + 2 * HEADLINE_HEIGHT
 
 
 @given(st.text("ab .-<\x1b", max_size=300), st.integers(60, 300), st.integers(1, 4))
@@ -322,7 +328,7 @@ def test_text_of_a_picture_fits(text: str, width: int, most: int) -> None:
 @pytest.mark.parametrize("headline", ["", "Healthy", "Warning: vanishing in " + "<b>block</b>." * 40, "a " * 500])
 def test_the_headline_of_the_picture_takes_two_lines_at_most(headline: str) -> None:
     names, logs = [f"layer{i}" for i in range(20)], np.zeros((200, 20), dtype=np.float32)
-    plain, drawn = (draw_heatmap(names, logs, logs, Axis(0, 199, 200), [], headline=text) for text in ("", headline))
+    plain, drawn = (draw_heatmap(names, logs, logs, steps_of(200), [], headline=text) for text in ("", headline))
     lines = (drawn.height - plain.height) / HEADLINE_HEIGHT
     assert lines in ((0,) if not headline else (1, 2))
     assert drawn.width == plain.width

@@ -96,7 +96,7 @@ def test_everything_comes_back(tmp_path: Path) -> None:
     assert run.scalars["loss"].tolist() == [step / 7 for step in range(25)]
     assert (run.verdict, run.ended, run.notes) == (verdict, True, ())
     assert run.alerts == (over, late)
-    assert run.spans == {("spike", 3): (9, 15, 9), ("vanishing", 20): (43, None, 43)}
+    assert read_run(tmp_path).spans == {("spike", 3): (9, 15, 9), ("vanishing", 20): (43, None, 43)}
     assert run.meta["labels"] == LABELS
     assert run.meta["about"] == {"precision": "32-true"}
     assert {"python", "torch", "gradwatch", "system"} <= run.meta["environment"].keys()
@@ -178,7 +178,7 @@ def test_a_resumed_run_is_joined_at_its_resumption(tmp_path: Path) -> None:
     run = read(tmp_path)
     assert run.values["grad_norm"].steps.tolist() == list(range(20))
     assert run.alerts == (over,), "what was found after the checkpoint did not happen to the run"
-    assert run.spans["spike", 3][0] == 3, "the first session knew where"
+    assert read_run(tmp_path).spans["spike", 3][0] == 3, "the first session knew where"
     assert run.ended
     assert run.notes == ("the run was resumed at step 6: 4 steps recorded before that are left out",)
 
@@ -399,6 +399,7 @@ def test_where_there_is_no_tensorboard_logger_the_record_is_beside_the_logs(tmp_
     fit_linear_layer("lightning", [watch], [CSVLogger(tmp_path, name="csv")])
     run = read(tmp_path / "csv" / "version_0")
     assert run.path.joinpath("gradwatch").is_dir()
+    assert list(runs_below(tmp_path)) == [run.path]
     assert run.verdict == watch.verdict
     assert run.meta["about"]["precision"] == "32-true"
     assert run.meta["about"]["optimizers"] == "SGD"

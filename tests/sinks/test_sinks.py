@@ -167,6 +167,8 @@ def test_an_alert_in_the_log_is_two_lines_and_its_file(tmp_path: Path) -> None:
     ]
     assert "in a, b: " in alert_lines(alert, layers=("c", "d"))[0], "as many, but parameters or activations"
     assert alert_lines(alert, layers=("a", "b", "c"), folder="/elsewhere")[2] == f"  incident file: {file}"
+    loop = replace(alert, incident_file=str(Path.cwd() / "incidents" / "incident.pt"))
+    assert alert_lines(loop)[2] == "  incident file: incidents/incident.pt", "in a loop without a log directory"
 
 
 def test_a_warning_that_becomes_an_error_is_said_again(caplog: pytest.LogCaptureFixture) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -269,11 +270,11 @@ def test_the_text_says_from_the_first_step_on_how_the_run_is(writer: Any, tmp_pa
 def test_a_status_names_the_worst_and_counts_the_others() -> None:
     warning, error = alert_of("dead", "a"), alert_of("nonfinite", "b", severity=Severity.ERROR, step=9)
     notice = alert_of("spike", "c", severity=Severity.NOTICE)
-    assert status([warning, notice, error], ended=False) == "Error: nonfinite in b, since step 9; 1 more incident"
-    assert status([notice], ended=True) == "Healthy"
-    assert (
-        status([], ended=True, stuck="loss 2 -> 2: it has not moved") == "Nothing found; loss 2 -> 2: it has not moved"
-    )
+    found = replace(HEALTHY, incidents=(warning, notice, error))
+    assert status(found) == "Error: nonfinite in b, since step 9; 1 more incident"
+    assert status(replace(HEALTHY, incidents=(notice,))) == "Healthy"
+    assert status(replace(HEALTHY, steps=1)) == "Nothing found in so few steps"
+    assert status(replace(HEALTHY, loss=(2.0, 2.0))) == "Nothing found; loss 2 -> 2: it has not moved"
 
 
 def test_the_end_says_how_to_open_the_tab_on_this_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

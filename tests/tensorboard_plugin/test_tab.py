@@ -302,7 +302,7 @@ def test_a_resumed_run_goes_on_in_the_middle_of_a_block(tmp_path: Path) -> None:
     first.alert(alert_of("spike", "a", step=3), alert_of("dead", "a", step=8))
     second = Written(folder, layout)
     second.record(*(record_of(layout, step, [2.0], loss=2.0) for step in range(6, 12)))
-    second.close()
+    second.close(alert_of("spike", "a", step=3))
     first.writer.close()
     for loader in (slow, fast):
         to = client(loader(tmp_path))
@@ -312,7 +312,8 @@ def test_a_resumed_run_goes_on_in_the_middle_of_a_block(tmp_path: Path) -> None:
         assert arrays["low"][1].tolist() == [1.0] * 6 + [2.0] * 6
         reported = ask(to, "run", run="run").json
         assert (reported["rows"], reported["lost"]) == (12, 0)
-        assert [alert["rule"] for alert in reported["alerts"]] == ["spike"], "what came after step 6 did not happen"
+        found = [(alert["rule"], alert["axis"]) for alert in reported["alerts"]]
+        assert found == [("spike", 3)], "what came after step 6 did not happen; where it began the first session knows"
 
 
 def test_a_run_under_way_grows(tmp_path: Path) -> None:
@@ -556,9 +557,9 @@ FALLING = [2.0 - step / 50 for step in range(12)]
         (FALLING, (1.99, 1.79), "healthy"),
         ([*FALLING, math.nan], (1.99, None), "healthy"),
         ([*FALLING, math.inf], (1.99, None), "healthy"),
-        ([math.nan] * 3, (None, None), "healthy"),
+        ([math.nan] * 3, (None, None), "few steps"),
         ([2.0] * 60, (2.0, 2.0), "stuck"),
-        ([None] * 3, None, "healthy"),
+        ([None] * 3, None, "few steps"),
     ],
 )
 @pytest.mark.parametrize("ended", [True, False])
@@ -577,7 +578,7 @@ def test_the_tab_and_the_reports_agree_on_a_run(
     health = health if ended else "no end"
     in_tab, _ = opened(ask(client(slow(tmp_path)), "summary", run="run").data)
     assert (in_tab["loss"] and tuple(in_tab["loss"])) == (shown and pytest.approx(shown))
-    of_many = line_of(read_run_data(tmp_path / "run"), tmp_path, "run", None)
+    of_many = line_of(read_run_data(tmp_path / "run"), tmp_path, "run")
     parts = ["not finite" if level is None else format_number(level, 7) for level in shown or ()]
     assert of_many.loss == " → ".join(parts)
     assert of_many.health == in_tab["health"] == health

@@ -269,6 +269,21 @@ def test_an_alert_jumps_to_its_place(page: Page, base: str) -> None:
 
 
 @pytest.mark.slow
+def test_a_run_resumed_elsewhere_has_no_step_to_show_where_an_alert_began_before(page: Page, tmp_path: Path) -> None:
+    layout, dead = layout_of("a"), alert_of("dead", "a", step=0)
+    run = Written(tmp_path / "run", layout)
+    run.record(*(record_of(layout, step, [1.0]) for step in range(50, 80)))
+    run.alert(dead)
+    run.close(dead)
+    with served(tmp_path) as address:
+        page.until(lambda: _runs(address) == 1)
+        page.open(address, runs=["run"])
+        assert page.text(".verdict h2") == "Warning: dead in a, since step 0, still open"
+        assert page.js("return $('.verdict button')") is None
+        page.driver.get("about:blank")
+
+
+@pytest.mark.slow
 def test_a_drag_zooms_and_a_double_click_goes_back(page: Page, base: str) -> None:
     page.open(base, runs=["unhealthy"])
     plot = geometry(page)

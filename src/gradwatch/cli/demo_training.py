@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import torch
@@ -162,8 +163,9 @@ def _run_both(console: Console, out: Path, parts: Mapping[str, tuple[str, Callab
     console.rule("[bold]Open", align="left", characters="-")
     # paths stay whole, to be copied
     for (name, _), report in zip(parts.items(), reports, strict=True):
-        console.print(f"{report}   (report of {name}: a page for any browser)", markup=False, soft_wrap=True)
-    console.print(f"{_tensorboard()} --logdir {out}   (both runs: the tab GradWatch)", markup=False, soft_wrap=True)
+        console.print(f"The report of {name}, for any browser:\n  {report}", markup=False, soft_wrap=True)
+    command = f"{_tensorboard()} --logdir {quote(str(out))}"
+    console.print(f"Both runs, in the GradWatch tab:\n  {command}", markup=False, soft_wrap=True)
 
 
 def _tensorboard() -> str:

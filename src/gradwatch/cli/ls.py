@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ def run(options: argparse.Namespace) -> int:
         found += 1
         name = str(place.relative_to(folder)) if place != folder else "."
         incidents = run.verdict.incidents
-        health = health_of(run.verdict)
+        health = health_of(replace(run.verdict, ended=True))
         end = "" if run.finished is not None else ", no end"
         state = Text(f"{health}{end}", style=styles.get(health, ""))
         rules = [*dict.fromkeys(alert.rule for alert in loud(incidents))]

@@ -18,7 +18,7 @@ def add(commands: Any) -> None:
             "Read the record that a run left on disk and write its report: one HTML file that needs nothing but "
             "itself, with the verdict first, then where and when, the alerts with cause and remedy, and every layer. "
             "A run that was killed is there up to its last second; what is damaged is left out, and said. "
-            "With --format, the same for programs and language models in at most 64 KB.",
+            "With --format, the same for programs and language models in at most 64 kB.",
             examples={
                 "gradwatch report lightning_logs/version_3": "writes gradwatch_report.html into that folder",
                 "gradwatch report runs/today -o today.html": "writes it elsewhere",
@@ -80,7 +80,7 @@ def _pages(options: argparse.Namespace) -> int:
     from gradwatch.runs.files import Unreadable, runs_below
     from gradwatch.runs.names import counted
     from gradwatch.runs.report.many import PAGE_NAME, line_of, page_of_many
-    from gradwatch.runs.report.run_data import RateEnds, read_run_data
+    from gradwatch.runs.report.run_data import read_run_data
 
     path: Path = options.path
     if options.card is not None:
@@ -90,14 +90,13 @@ def _pages(options: argparse.Namespace) -> int:
         out = out / PAGE_NAME
     lines, notes = [], []
     for place in runs_below(path):
-        rates = RateEnds()
         try:
             with reading(place) as progress:
-                data = read_run_data(place, rates.block, progress=progress)
+                data = read_run_data(place, progress=progress)
         except (Unreadable, OSError) as error:
             notes.append(str(error))
             continue
-        lines.append(line_of(data, place, str(place.relative_to(path)), rates.found))
+        lines.append(line_of(data, place, str(place.relative_to(path))))
     if not lines:
         raise Unreadable(f"no run below {path} can be read: {'; '.join(notes[:3])}")
     if code := write_page("report", out, page_of_many(lines, out=out, source=str(path), notes=notes)):
@@ -119,7 +118,7 @@ def _page(options: argparse.Namespace) -> int:
     path: Path = options.path
     if options.card is not None and options.card.suffix.lower() != ".svg":
         return complain("report", f"a card is an SVG picture, such as card.svg, and not {options.card}")
-    out: Path = options.out or (path if path.is_dir() else path.parent)
+    out: Path = options.out or _folder(path)
     if out.is_dir():
         out = out / NAME
     with reading(path) as progress:
@@ -135,6 +134,15 @@ def _page(options: argparse.Namespace) -> int:
     if options.card is not None:
         print(printable(options.card))
     return OK
+
+
+def _folder(path: Path) -> Path:
+    """The folder of the run at `path`, or of the only one below it."""
+    from gradwatch.runs.files import files_in, runs_below
+
+    if not path.is_dir():
+        return path.parent
+    return path if files_in(path) else next(runs_below(path), path)
 
 
 def _summary(options: argparse.Namespace) -> int:

@@ -116,7 +116,7 @@ def _follow(console: Console, path: Path) -> None:
     with Live(screen(), console=console, auto_refresh=False, screen=True) as live:
         live.refresh()
         with suppress(KeyboardInterrupt):
-            while not data.ended:
+            while not data.verdict.ended:
                 time.sleep(SECONDS)
                 now = _state(path)
                 if now != known:

@@ -13,11 +13,14 @@ from textwrap import wrap
 from typing import Any
 
 from gradwatch.core.guard import UserFacingError
-from gradwatch.core.loss_levels import loss_text
+from gradwatch.core.loss_levels import loss_text, stuck_text
 from gradwatch.core.record import TOTAL
 
 MAX_NAMES = 4
 """Names that a line lists in full; of a longer list it has three names and the count. Judgement."""
+
+FEW_STEPS = 10
+"""Measured steps under which a run is not called healthy. Judgement: most rules need more to find anything."""
 
 CONSEQUENCES: Mapping[str, frozenset[str]] = {
     cause: frozenset(effects.split())
@@ -288,22 +291,28 @@ class Verdict:
     @property
     def stuck(self) -> str:
         """What the loss did, where it did not fall; empty where it fell or is not known."""
-        return loss_text(self.loss) if self.loss is not None else ""
+        return stuck_text(self.loss) if self.loss is not None else ""
 
     def _clean_line(self, what: str) -> str:
-        """The first line of a run without a warning: healthy only where the loss is not known not to have fallen."""
+        """The first line of a run without a warning: healthy only where the loss is not known not to have fallen, and
+        there were more than a few steps.
+        """
         if not self.steps:
             return "GradWatch: no step was measured."
         if not self.ended:
             return f"GradWatch: nothing found so far. {what}"
         if self.stuck:
             return f"GradWatch: nothing found in {self.steps} {step_word(self)}s; {self.stuck}. {what}"
+        if self.steps < FEW_STEPS:
+            return f"GradWatch: nothing found in so few {step_word(self)}s. {what}"
         return f"GradWatch: healthy. {what}"
 
     def _lines(self, incidents: Iterable[Alert]) -> list[str]:
         steps = self.steps if self.run_steps is None else self.run_steps
         watched = f"{self.layers} layer{'s' * (self.layers != 1)} over {steps} step{'s' * (steps != 1)}"
         watched += f", {self.steps} of them measured" * (self.run_steps is not None)
+        if self.healthy and self.loss is not None and not self.stuck:
+            watched += f", {loss_text(self.loss)}"
         what = f"{watched}, overhead {100 * self.overhead:.1f} %"
         serious = [alert for alert in self.incidents if alert.severity is not Severity.NOTICE]
         if serious:

@@ -266,13 +266,10 @@ class History:
         for name, values in block.values.items():
             if name not in self._columns:
                 self._columns[name] = MeasuredRows(len(self.layout))
-            there = block.measured[name].nonzero()[0]
-            if name == "grad_norm" or len(there) == count:
-                self._columns[name].extend(numbers, values, most=self._most_rows)
-            elif len(there):
+            there = np.arange(count) if name == "grad_norm" else block.measured[name].nonzero()[0]
+            if len(there):
                 self._columns[name].extend(numbers[there], values[there], most=self._most_rows)
-            if name not in self._first and (name == "grad_norm" or len(there)):
-                self._first[name] = int(numbers[0 if name == "grad_norm" else there[0]])
+                self._first.setdefault(name, int(numbers[there[0]]))
         for name, scalars in block.scalars.items():
             if name not in self._scalars:
                 self._scalars[name] = np.full(len(self._keys), np.nan)

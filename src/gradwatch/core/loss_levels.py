@@ -106,10 +106,16 @@ class LossLevels:
 
 
 def loss_text(levels: tuple[float, float]) -> str:
+    """The loss at first and at last: 'loss 231 -> 40'."""
+    first, last = levels
+    return f"loss {number_text(first, 3)} -> {number_text(last, 3)}"
+
+
+def stuck_text(levels: tuple[float, float]) -> str:
     """What the loss did, for a sentence: 'loss 231 -> 231: it has not moved'; empty where it fell."""
     first, last = levels
     size = max(abs(first), abs(last))
     if last < first - LOWER_LOSS_SHARE * abs(first):
         return ""
     moved = "it has not moved" if last <= first + LOWER_LOSS_SHARE * size else "it is higher than at the start"
-    return f"loss {number_text(first, 3)} -> {number_text(last, 3)}: {moved}"
+    return f"{loss_text(levels)}: {moved}"

@@ -248,8 +248,6 @@ class Record:
     @property
     def nonfinite(self) -> tuple[str, ...]:
         """Names of the layers, parameters and tapped tensors whose gradient norm is NaN or infinite."""
-        if "grad_norm" not in self.values:
-            return ()
         bad = (self.codes == MEASURED) & ~np.isfinite(self.values["grad_norm"])
         return self.layout.names(np.flatnonzero(bad[1:]) + 1)
 

@@ -57,10 +57,7 @@ class BatchReplay:
     """Keeps the current batch and finds the origin of a value that is not finite."""
 
     def __init__(self, copy: Callable[[], ReplayModel] | None = None, *, keeps_data: bool = False) -> None:
-        """`copy`: copies the model as it is now; raises where it cannot. None where batches cannot be replayed.
-        `keeps_data`: whether those of `recent` that have ended have their data, and not only the states of the random
-        number generators.
-        """
+        """`copy`: copies the model as it is now; raises where it cannot. None where batches cannot be replayed."""
         self.batch: Batch | None = None
         """The current one, if the coming step is measured and the loop reports its batches."""
         self.recent: deque[Batch] = deque()
@@ -71,7 +68,10 @@ class BatchReplay:
         """The CUDA devices of the model."""
         self.loss: Tensor | None = None
         """The loss of the last backward pass, 0-d, as it went into it."""
-        self._copy, self._keeps_data, self._steps_waiting = copy, keeps_data, 0
+        self._copy, self.keeps_data, self._steps_waiting = copy, keeps_data, 0
+        """`keeps_data`: whether those of `recent` that have ended have their data, and not only the states of the
+        random number generators.
+        """
         self._early: NonfiniteOrigin | None = None
         self._rng_states = BatchRngStates()
         self._runs, self._accumulate = 0, 1
@@ -103,7 +103,7 @@ class BatchReplay:
         """
         if alarmed and not scaled and self._early is None and self.batch is not None:
             self._early = self._run(self.batch, 1.0)
-        if self.batch is not None and not self._keeps_data:
+        if self.batch is not None and not self.keeps_data:
             self.batch.data = None
         self.batch = self.loss = None
 

@@ -18,7 +18,7 @@ from gradwatch.measure.device_buffer import Indices
 from gradwatch.measure.loss_scale import remaining_scale
 from gradwatch.measure.noise_scale import NoiseScale
 from gradwatch.measure.nonfinite_source import NonfiniteSource
-from gradwatch.measure.optimizer_parameters import DISAGREE
+from gradwatch.measure.optimizer_parameters import DISAGREE, TINY
 from gradwatch.measure.site_values import norms
 
 
@@ -133,7 +133,7 @@ class BlockBuilder:
             if not step.changed or (by_norm and step.parameters.clip_checks()):
                 with np.errstate(invalid="ignore"):
                     expected = before * self._clip_factors(before[0]) if step.changed else before
-                unseen = not np.allclose(after, expected, rtol=DISAGREE, equal_nan=True)
+                unseen = not np.allclose(after, expected, rtol=DISAGREE, atol=TINY, equal_nan=True)
             self._edited |= unseen and step.parameters.sharded
             if (unseen or step.changed) and step.info.scale is None:
                 self._doubt(before, after)
@@ -161,7 +161,7 @@ class BlockBuilder:
             assert numbers.clipped is not None, "norms after the clipping were taken"
             slots = reading.index["grad_norm"][[step.parameters.indices[member] for member in step.clip_checked]]
             expected = numbers.slots[reading.row, slots] * factors[row]
-            agrees[row] = np.allclose(numbers.clipped[reading.row], expected, rtol=DISAGREE, equal_nan=True)
+            agrees[row] = np.allclose(numbers.clipped[reading.row], expected, rtol=DISAGREE, atol=TINY, equal_nan=True)
         with np.errstate(invalid="ignore"):  # an infinite gradient times 0
             used = grad_norm * factors[:, None]
         used[~agrees] = np.nan
@@ -245,8 +245,7 @@ class _SiteStatistics:
 
 def _without_taps(step: StepState, norms: Floats) -> Floats:
     """`norms`, shape [..., sites], written over: an optimizer does not use the gradients of tapped tensors."""
-    if len(taps := step.reading.layout.taps):
-        norms[..., taps] = np.nan
+    norms[..., step.reading.layout.taps] = np.nan
     return norms
 
 

@@ -39,17 +39,10 @@ logger = logging.getLogger("gradwatch")
 STATE_VERSION = 1
 """Version of the format of `Diagnosis.state_dict()`; raised when an older GradWatch could not read a new state."""
 
+_ALERT = schema.fields(**ALERT_FIELDS, incident_file=schema.text, checkpoint=schema.text)
+"""What `alert_to_dict` makes."""
 
-def _alert(value: Any, where: str) -> None:
-    """What `alert_to_dict` makes; of the effects, an older GradWatch saved only the rule and the sites."""
-    schema.fields(**ALERT_FIELDS, incident_file=schema.text, checkpoint=schema.text)(value, where)
-    for effect in value["effects"]:
-        schema.name(effect.get("layer", ""), where)
-        for step in ("step", "noticed"):
-            schema.maybe(schema.step)(effect.get(step), where)
-
-
-_ALERTS = schema.list_of(_alert, schema.ALERTS_MAX)
+_ALERTS = schema.list_of(_ALERT, schema.ALERTS_MAX)
 
 
 class Diagnosis:

@@ -161,6 +161,7 @@ class Engine:
         if self._batches:
             self._close_after_training()
         urgent = self._mode.monitored or self.options.on_alert != "log" or bool(self.interventions.given)
+        urgent |= self.replay.keeps_data  # or the batches of all steps that wait would stay in memory
         if (shards := self._reader.shards) is not None:
             urgent = shards.reducer.on_any_rank(urgent)
             shards.waits, shards.clipped = not urgent, self._mode.clips
@@ -389,8 +390,7 @@ class Engine:
             return
         assert reader is not None
         number, index = step_of_optimizer
-        if self._overtaken:
-            self._overtaken.discard(id(optimizer))
+        self._overtaken.discard(id(optimizer))
         if self._open is not None:
             if self._open.optimizer is not optimizer:
                 self._overtaken.add(id(self._open.optimizer))

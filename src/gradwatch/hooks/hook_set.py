@@ -14,7 +14,7 @@ from torch.utils.hooks import unserializable_hook
 
 from gradwatch.hooks.full_hooks import allows_full_hook, with_full_hook
 from gradwatch.hooks.graph_release import MAX_UNPREPARED, made_by, release_in_a_loop
-from gradwatch.hooks.view_gradients import register_view_hook
+from gradwatch.hooks.view_gradients import register_value_hook
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -189,6 +189,18 @@ class Uncopied:
         return getattr, (nullcontext(), "__exit__")  # a callable that takes any arguments and returns None
 
 
+class UncopiedHook(Uncopied):
+    """A module hook that calls `function`; its copies do nothing."""
+
+    __slots__ = ("function",)
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def __call__(self, *args: Any) -> Any:
+        return self.function(*args)
+
+
 class OutputHook(Uncopied):
     """A forward hook that passes on the outputs of a module and their gradients; it may be put on again and again.
 
@@ -246,10 +258,7 @@ class OutputHook(Uncopied):
                 for tensor in tensors:
                     # a leaf output (a Parameter, an input that is returned) would hold the hook after this call
                     if tensor.requires_grad and not tensor.is_leaf:
-                        if tensor._base is None:
-                            tensor.register_hook(on_grad_output)
-                        else:
-                            register_view_hook(tensor, on_grad_output)
+                        register_value_hook(tensor, on_grad_output)
         except Exception as error:
             costs.errors.append(error)
         finally:

@@ -1,12 +1,11 @@
-"""The gradient of a tensor that is a view, even if the view is edited in place later."""
+"""Hooks on the present value of a tensor, which may be a view that is edited in place later."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
@@ -47,32 +46,22 @@ class ViewGeometry:
         return gradient.new_empty_strided(size, stride).copy_(gradient)
 
 
-def edit_counter(tensor: Tensor) -> Tensor:
-    """An empty tensor that shares the version counter of `tensor` and does not hold its memory."""
-    counter = tensor.detach()
-    counter.data = _empty(tensor.dtype, tensor.device)
-    return counter
+def register_value_hook(tensor: Tensor, hook: Callable[[Tensor | None], Any]) -> list[RemovableHandle]:
+    """Call `hook` with the gradient of the present value of `tensor`, a non-leaf that needs a gradient; with None where
+    a custom Function gives it none. What it returns replaces the gradient, unless it is None.
 
-
-@cache
-def _empty(dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.empty(0, dtype=dtype, device=device)
-
-
-def register_view_hook(view: Tensor, hook: Callable[[Tensor | None], Tensor | None]) -> list[RemovableHandle]:
-    """Call `hook` with the gradient of `view` as it is now, even if it is edited in place later. The output of
-    nn.Linear with three and more dimensions is such a view. The return value of `hook` replaces the gradient, unless it
-    is None.
+    A later in-place edit does not affect a hook on a tensor. A view is different, as the output of nn.Linear with three
+    and more dimensions is: autograd records the edit on the base, and the view's hook is not called.
     """
-    on_base = register_base_hook(view, hook, [False])
+    on_base = None if tensor._base is None else register_base_hook(tensor, hook, [False])
     if on_base is None:
-        return [view.register_hook(hook)]
+        return [tensor.register_hook(hook)]
     handle, edited = on_base
 
     def on_view(gradient: Tensor | None) -> Tensor | None:
         return None if edited() else hook(gradient)  # the part from before an edit is in the base's gradient
 
-    return [handle, view.register_hook(on_view)]
+    return [handle, tensor.register_hook(on_view)]
 
 
 def register_base_hook(
@@ -88,7 +77,8 @@ def register_base_hook(
     if base.grad_fn is None or type(view) is not Tensor or base.dtype != view.dtype:
         return None  # an edit cannot be differentiated, or this kind of tensor has no version counter
     try:
-        counter, version = edit_counter(view), view._version
+        counter, version = view.detach(), view._version
+        counter.data = view.new_empty(0)  # it shares the version counter and does not hold the memory
     except RuntimeError:
         return None  # a wrapper inside torch.func has none either
     whole = view.numel() == base.numel() and view.is_contiguous() and base.is_contiguous()

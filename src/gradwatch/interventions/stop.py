@@ -32,7 +32,7 @@ class Stop(ByPatterns):
         Args:
             rules: Names of the rules whose incidents count; none for all of them.
             severity: The least severity that counts: "notice", "warning" or "error". None: "error" without `rules`,
-                else "warning". A consequence of another incident is a notice.
+                else "warning". An effect of another incident counts as a notice.
             after: Number of steps that the incident must last. It ends when its fault is not found for 20 steps. An
                 incident that is open in the checkpoint from which a run resumes goes on with the steps counted there;
                 with 0 it does not end the training, because the user has chosen to resume.

@@ -102,9 +102,9 @@ class NonfiniteSource:
         self._buffer["norms"].zero_()
         return host_copy
 
-    def receive(self, step_count: int, host_copy: HostCopy | None) -> None:
+    def receive(self, step_count: int, host_copy: HostCopy) -> None:
         """`host_copy`, of that step, is done."""
-        if host_copy is not None and not np.isfinite(host_copy.wait()["norms"]).all():
+        if not np.isfinite(host_copy.wait()["norms"]).all():
             self.store.publish(step_count, -1)
 
     def _look(self, slot: Tensor, number: NDArray[np.float32 | np.float64] | None, gradient: Tensor | None) -> None:

@@ -40,6 +40,9 @@ UNUSUAL = 10.0
 DISAGREE = 1e-3
 """Relative difference by which the same norm, taken twice, shows that the gradient was changed between."""
 
+TINY = 1e-15
+"""Absolute difference that shows nothing: norms as small may have been lost in float32. Judgement."""
+
 _GRADIENT, _VERSION, _ADDRESS = attrgetter("grad"), attrgetter("_version"), methodcaller("data_ptr")
 _TRAINS = attrgetter("requires_grad")
 
@@ -82,14 +85,12 @@ class OptimizerParameters:
     """As `clip_checks` gives them; None until asked for."""
     _norm_sum: float = np.nan
     """Sum of all norms at the last step, as far as the host sees them at once."""
-    _stride: int = field(init=False)
     _checked: list[nn.Parameter] = field(init=False)
     _all_local: bool | None = None
     """Whether every parameter is there as it is: none is a DTensor, none lazy."""
 
     def __post_init__(self) -> None:
-        self._stride = max(1, len(self.parameters) // CHANGE_CHECKS)
-        self._checked = self.parameters[:: self._stride]
+        self._checked = self.parameters[:: max(1, len(self.parameters) // CHANGE_CHECKS)]
 
     @property
     def never_measured(self) -> bool:
@@ -120,15 +121,12 @@ class OptimizerParameters:
                 self._plans.clear()
                 self._clip_checks = None
             self.absent, self.trains, self.coverage = absent, trains, None
-        few = gradients[:: self._stride]
-        self.marked = few, _written(few)
+        self.marked = _as_written(self._checked)
         return gradients
 
-    def mark_again(self) -> None:
-        """The gradients were changed by ourselves: what is there now is what was meant."""
-        if self.marked is not None:
-            few: list[Tensor | None] = list(map(_GRADIENT, self._checked))
-            self.marked = few, _written(few)
+    def mark(self) -> None:
+        """What is there now of a few gradients is what is meant: `take_changed` tells whether it is used."""
+        self.marked = _as_written(self._checked)
 
     def take_changed(self, *, keep: bool = False) -> bool:
         """Whether one of the few is another than when it was marked, or was written since; the mark is let go, unless
@@ -139,8 +137,8 @@ class OptimizerParameters:
             self.marked = None
         if marked is None or self.sharded:
             return marked is None  # torch does not count what is written to the parts of a DTensor
-        now = list(map(_GRADIENT, self._checked))
-        return not all(map(is_, now, marked[0])) or marked[1] != _written(now)
+        now = _as_written(self._checked)
+        return not all(map(is_, now[0], marked[0])) or now[1] != marked[1]
 
     def clip_checks(self) -> tuple[int, ...]:
         """The smallest members that have a gradient: their norms show, after a clipping of all gradients by their
@@ -179,13 +177,11 @@ class OptimizerParameters:
     ) -> Indices:
         """Reduce `tensors`, one per member, into `row` of the buffer; the slot of each parameter."""
         with torch.no_grad():
-            made = self._plans.get(row)
-            if made is not None:
-                try:
-                    made[0].run(tensors)
-                except (TypeError, RuntimeError, UserWarning):
-                    made = None  # another shape, layout or dtype than last time: plan for what is there now
-            if made is None:
+            try:
+                made = self._plans[row]
+                made[0].run(tensors)
+            except (KeyError, TypeError, RuntimeError):
+                # none was made, or one for other shapes, layouts or dtypes: plan for what is there now
                 plan = Plan(tensors, buffer[row], reduction=reduction)
                 plan.run(tensors)
                 index = np.full(buffer.places, -1, dtype=np.intp)
@@ -224,13 +220,14 @@ class OptimizerParameters:
         return {"updates": index}
 
 
-def _written(gradients: list[Tensor | None]) -> list[int]:
-    """What changes when one of `gradients` is written to: versions and addresses."""
+def _as_written(parameters: list[nn.Parameter]) -> tuple[list[Tensor | None], list[int]]:
+    """The gradients of `parameters`, and what changes when one of them is written to: versions and addresses."""
+    gradients = list(map(_GRADIENT, parameters))
     try:
         # another address: `p.grad.data = ...` gives the same tensor other memory, and does not count as a write
-        return [*map(_VERSION, gradients), *map(_ADDRESS, gradients)]
+        return gradients, [*map(_VERSION, gradients), *map(_ADDRESS, gradients)]
     except (AttributeError, RuntimeError):  # one is not there, is sparse, or was made in inference mode
-        return [version_of(gradient) for gradient in gradients if gradient is not None]
+        return gradients, [version_of(gradient) for gradient in gradients if gradient is not None]
 
 
 def parameters_of(optimizer: Any) -> list[list[nn.Parameter]]:

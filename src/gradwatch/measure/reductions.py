@@ -201,12 +201,10 @@ def zeros_into(tensor: Tensor, out: Tensor) -> None:
     values = dense_real(tensor)
     if tensor.is_complex():
         out.copy_(tensor.numel() - (values != 0).any(-1).sum(), non_blocking=not out.is_cpu)
-    elif not values.is_cpu:
+    else:
         _zeros_many([values], out.view(1))
         if tensor.numel() > values.numel():
             out.add_(tensor.numel() - values.numel())
-    else:
-        out.fill_(_zeros_on_host(values) + tensor.numel() - values.numel())
 
 
 def _zeros_on_host(values: Tensor) -> int:
@@ -331,7 +329,7 @@ class Plan:
         alike: defaultdict[tuple[Any, ...], list[int]] = defaultdict(list)
         for i, tensor in enumerate(tensors):
             if tensor is not None:
-                alike[_kind(tensor, i)].append(i)
+                alike[_kind(tensor)].append(i)
         listed: defaultdict[tuple[Any, ...], list[int]] = defaultdict(list)
         for (stackable, listable, *kind), members in alike.items():
             if stackable and len(members) >= (reduction.alike if listable else 2):
@@ -421,13 +419,13 @@ def _there(tensor: Tensor | None) -> Tensor:
     return tensor
 
 
-def _kind(tensor: Tensor, position: int) -> tuple[Any, ...]:
-    """Whether it can be stacked with its like, whether it can stand in a list; dtype, device, what its like is."""
+def _kind(tensor: Tensor) -> tuple[Any, ...]:
+    """Whether it can be stacked with its like, whether it can stand in a list; dtype, device, the shape of its like."""
     simple = tensor.layout is torch.strided and tensor.is_floating_point() and tensor.numel() > 0
     on_cpu = tensor.device.type == "cpu"
     stackable = simple and on_cpu and tensor.numel() <= SMALL
     listable = simple and (not on_cpu or (tensor.dtype is torch.float32 and tensor.numel() <= ONE_SUM))
-    return stackable, listable, tensor.dtype, tensor.device, tensor.shape if stackable else listable or position
+    return stackable, listable, tensor.dtype, tensor.device, tensor.shape if stackable else None
 
 
 class FloatLimits:

@@ -41,10 +41,8 @@ class _CheckedParameter:
     """Whether a backward pass found no gradient there, or zeros."""
     gone: bool = False
     """Whether it found none."""
-    awaited: bool = False
-    """Whether a gradient is on its way to where another lies."""
     added: bool = False
-    """Whether one was added to another."""
+    """Whether one was accumulated."""
     old: Tensor | None = None
     """The least norm that any of them found there, 0-d."""
     new: Tensor | None = None
@@ -62,7 +60,7 @@ class _CheckedParameter:
         return gradient
 
     def begin(self) -> None:
-        self.cleared = self.gone = self.awaited = self.added = False
+        self.cleared = self.gone = self.added = False
         self.old = self.new = self.gradient_version = None
         self.weight_version = _version(self.parameter())
 
@@ -202,7 +200,6 @@ def _on_arrival(checked: _CheckedParameter, errors: list[Exception]) -> Callable
             old, new = (wide_norm(dense_real(tensor.detach())) for tensor in (there, gradient))
             checked.old = old if checked.old is None else torch.minimum(checked.old, old)
             checked.new = new if checked.new is None else torch.maximum(checked.new, new)
-            checked.awaited = True
         except Exception as error:  # raised here, it would end the user's backward pass
             errors.append(error)
 
@@ -213,8 +210,8 @@ def _on_accumulated(checked: _CheckedParameter, errors: list[Exception]) -> Call
     def accumulated(parameter: Tensor) -> None:
         try:
             # torch.autograd.grad calls the hook before, too, and adds nothing
-            if checked.awaited:
-                checked.added, checked.awaited = True, False
+            if not is_capturing():
+                checked.added = True
                 if checked.gradient_version is not None:
                     checked.gradient_version = _version(parameter.grad)
         except Exception as error:

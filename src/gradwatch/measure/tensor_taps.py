@@ -17,6 +17,7 @@ from torch import Tensor
 from gradwatch.core.record import MEASURED, NO_GRADIENT, TOTAL, UNMEASURABLE, Codes, Floats, Layout
 from gradwatch.hooks.graph_release import MAX_UNPREPARED, made_by, release_in_a_loop
 from gradwatch.hooks.hook_set import is_capturing
+from gradwatch.hooks.view_gradients import register_value_hook
 from gradwatch.measure.device_buffer import DeviceBuffer, HostCopy, on_host
 from gradwatch.measure.devices import moved
 from gradwatch.measure.layers import unique_name
@@ -34,7 +35,7 @@ READ_AT_ONCE = ("cpu",)
 REMEMBERED = 65_536
 """Tensors known to be tapped already at most, in a loop that never steps its optimizer. Judgement."""
 
-OnGradient = Callable[[Tensor], None]
+OnGradient = Callable[[Tensor | None], None]
 
 active: tuple[ref[TensorTaps], ...] = ()
 """Those of the trainings under watch; without any, `tap` does nothing."""
@@ -138,10 +139,8 @@ class TensorTaps:
         with _changing:
             active = tuple(one for one in active if one() not in (None, self))
 
-    def watch(self, tensor: Tensor, name: str, hook: Callable[[Tensor, OnGradient], None]) -> None:
-        """`tensor`, which requires a gradient, was tapped: call `hook(tensor, on_gradient)` if its gradient can be
-        measured.
-        """
+    def watch(self, tensor: Tensor, name: str) -> None:
+        """`tensor`, which requires a gradient, was tapped: hook it if its gradient can be measured."""
         if not (self.armed and self.in_batch):
             return
         begun = perf_counter()
@@ -150,7 +149,7 @@ class TensorTaps:
                 self._step.hooks += 1
                 if self._step.hooks > MAX_UNPREPARED:
                     release_in_a_loop(*made_by([tensor]))
-                hook(tensor, on_gradient)
+                register_value_hook(tensor, on_gradient)
         except Exception as error:  # raised here, it would end the user's forward pass
             self._errors.append(error)
         self.seconds += perf_counter() - begun
@@ -227,10 +226,11 @@ class TensorTaps:
             seen.clear()
         seen[key] = ref(tensor), tensor._version
 
-        def on_gradient(gradient: Tensor) -> None:
+        def on_gradient(gradient: Tensor | None) -> None:
             begun = perf_counter()
             try:
-                self._add(number, gradient)
+                if gradient is not None:
+                    self._add(number, gradient)
             except Exception as error:  # raised here, it would end the user's backward pass
                 self._errors.append(error)
             self.seconds += perf_counter() - begun

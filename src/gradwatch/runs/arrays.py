@@ -20,7 +20,6 @@ from gradwatch.core.printable import printable
 from gradwatch.core.record import NOT_SAMPLED, Layout
 from gradwatch.runs.files import Unreadable
 from gradwatch.runs.reader import read_run
-from gradwatch.sinks.record.incident_spans import Key, Span
 
 MAX_ROWS = 20_000
 """Rows of a statistic that are kept of a longer run, evenly thinned; with 300 layers 24 MB. Judgement."""
@@ -63,8 +62,6 @@ class RunArrays:
     """Numbers of the whole step, with `grad_norm`: `loss`, `overhead`, ...; shape [k], NaN where there is none."""
     alerts: tuple[Alert, ...]
     """Oldest first."""
-    spans: Mapping[Key, Span]
-    """Where each alert stands on the x-axis, by its rule and step."""
     verdict: Verdict
     ended: bool
     """Whether the run has written its verdict; otherwise it was cut off, or is still running."""
@@ -141,7 +138,6 @@ def read(
         codes=_table([part.codes for part in gradients], sites, np.int8, NOT_SAMPLED),
         scalars=_scalars(gradients),
         alerts=tuple(sorted(outcome.alerts_by_key.values(), key=lambda alert: alert.step)),
-        spans=outcome.spans,
         verdict=outcome.verdict,
         ended=outcome.finished is not None,
         meta=outcome.meta,

@@ -62,19 +62,26 @@ def files_in(folder: Path) -> list[Path]:
 
 
 def runs_below(folder: Path) -> Iterator[Path]:
-    """Every folder with a record, `folder` too, by name and number."""
+    """Every folder that `files_in` finds a record in, `folder` too, by name and number."""
     waiting = [folder]
     while waiting:  # `os.walk` calls itself for each folder, and they may be nested deeper than Python's calls
         place = waiting.pop()
-        if any(holds_record(file) for file in event_files(place)):
+        own = _has_record(place)
+        inside = not own and _has_record(place / FOLDER)
+        if own or inside:
             yield place
         try:
             with os.scandir(place) as entries:
                 below = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
         except OSError:
             continue
-        shown = sorted((name for name in below if not name.startswith(".")), key=_natural, reverse=True)
+        others = (name for name in below if not name.startswith(".") and not (inside and name == FOLDER))
+        shown = sorted(others, key=_natural, reverse=True)
         waiting += [place / name for name in shown]
+
+
+def _has_record(folder: Path) -> bool:
+    return any(holds_record(file) for file in event_files(folder))
 
 
 def event_files(folder: Path) -> list[Path]:

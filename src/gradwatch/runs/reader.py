@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +41,10 @@ Progress = Callable[[int, int], None]
 """Gets the bytes read so far, and those there are."""
 
 
-def read_run(path: Path, *receivers: Callable[[Block], None], progress: Progress | None = None) -> Outcome:
-    """The run at `path`. `receivers` get its steps in blocks, in order: each block's layout has the total and the
+def read_run(
+    path: Path, receive: Callable[[Block], None] | None = None, *, progress: Progress | None = None
+) -> Outcome:
+    """The run at `path`. `receive` gets its steps in blocks, in order: each block's layout has the total and the
     layers, and grows where layers were adopted.
 
     Of a run that was resumed, what its earlier sessions recorded from the point of resumption on is left out. Raises
@@ -54,7 +55,7 @@ def read_run(path: Path, *receivers: Callable[[Block], None], progress: Progress
     outcome.began = sessions[0].began
     total, done = sum(session.size for session in sessions), 0
     for number, session in enumerate(sessions):
-        session.read(outcome, receivers, progress and partial(_overall_progress, progress, done, total))
+        session.read(outcome, receive, progress and (lambda here, done=done: progress(done + here, total)))
         done += session.size
         notes += session.notes
         if session.left_out:
@@ -94,10 +95,6 @@ def _left_out(session: _Session, later: _Session, *, resumed: bool) -> str:
     else:
         what = f"a later run in the same place began at step {later.first}: {steps} recorded before that"
     return f"{what} {'is' if session.left_out == 1 else 'are'} left out"
-
-
-def _overall_progress(progress: Progress, before: int, total: int, here: int) -> None:
-    progress(before + here, total)
 
 
 class _LayoutBuilder:
@@ -149,9 +146,9 @@ class _Session:
                 break
 
     def read(
-        self, outcome: Outcome, receivers: Sequence[Callable[[Block], None]], progress: Callable[[int], None] | None
+        self, outcome: Outcome, receive: Callable[[Block], None] | None, progress: Callable[[int], None] | None
     ) -> None:
-        """Give `outcome` what is in the file, and `receivers` the blocks."""
+        """Give `outcome` what is in the file, and `receive` the blocks."""
         superseded = self.first is not None and self.first >= self.end
         self.notes, self._damaged = [], 0
         unread_texts: dict[str, str] = {}
@@ -160,9 +157,9 @@ class _Session:
             for tag, recorded in self._blocks(event):
                 kept = recorded.before(self.end)
                 self.left_out += len(recorded) - len(kept)
-                if len(kept) and (block := self._block(tag, kept, of_sites=bool(receivers))) is not None:
+                if len(kept) and (block := self._block(tag, kept, of_sites=receive is not None)) is not None:
                     outcome.add_block(block)
-                    for receive in receivers:
+                    if receive is not None:
                         receive(block)
             for value in event.summary.value if not superseded else ():
                 if value.tag.startswith(run_metadata.RUN_TAG_PREFIX):

@@ -63,7 +63,7 @@ def _head(data: RunData, name: str, width: int) -> list[Text | str]:
 
     verdict = data.verdict
     loud = data.loud
-    state = "ended" if data.ended else "under way, or cut off"
+    state = "ended" if data.verdict.ended else "under way, or cut off"
     steps = extent_of(verdict.steps, verdict.run_steps)
     if data.summary.steps < verdict.steps:
         steps = f"{data.summary.steps:,} of {counted(verdict.steps, step_word(verdict))} recorded here"

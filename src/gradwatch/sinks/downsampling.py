@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -17,10 +16,6 @@ has pixels on a phone. Judgement."""
 
 BATCHED_STEPS = 256
 """Steps that are processed together: a few at a time take five times as long (measured)."""
-
-FEW_COLUMNS = 16
-"""Columns up to which those that get many steps are computed one by one; of more, pairs of steps are merged together:
-each takes a quarter of the time of the other (measured)."""
 
 Logs = NDArray[np.float32]
 
@@ -75,7 +70,7 @@ class Downsampling:
         self._max_columns = columns
         self._used = self._steps = 0
         self._last: Floats = np.full(sites, np.nan)
-        self._had_nan: Mask = np.zeros(sites, dtype=np.bool_)
+        self._minimum, self._maximum = self._last.copy(), self._last.copy()
         self._waiting: list[tuple[NDArray[np.int64], Floats, Mask]] = []
         self._rows = 0
         """Rows in `_waiting`."""
@@ -94,8 +89,9 @@ class Downsampling:
         self._process_waiting()
         more = sites - len(self._last)
         self._columns = self._columns.concatenated(_empty_columns(len(self._filled), more), axis=1)
-        self._last = np.pad(self._last, (0, more), constant_values=np.nan)
-        self._had_nan = np.pad(self._had_nan, (0, more))
+        self._last, self._minimum, self._maximum = (
+            np.pad(known, (0, more), constant_values=np.nan) for known in (self._last, self._minimum, self._maximum)
+        )
 
     def __len__(self) -> int:
         """Number of columns used."""
@@ -113,6 +109,11 @@ class Downsampling:
         """Positions of the x-axis in a column; the last column may have fewer."""
         self._process_waiting()
         return self._stride
+
+    def share(self, axis: float) -> float:
+        """Where the middle of a position of the x-axis is in a picture of the columns, from 0 (left) to 1."""
+        self._process_waiting()
+        return min(max((axis - self._first + 0.5) / (self._stride * self._used), 0.0), 1.0)
 
     def extremes(self) -> tuple[Logs, Logs]:
         """Lowest and highest, shape [columns, sites] each; a column without a step repeats the one before it."""
@@ -136,28 +137,34 @@ class Downsampling:
 
     @property
     def minimum(self) -> Floats:
+        """The least of the finite numbers of each site; NaN without any."""
         self._process_waiting()
-        return self._numbers(np.fmin.reduce(self._columns.low, axis=0))
+        return self._minimum
 
     @property
     def maximum(self) -> Floats:
+        """The most of the finite numbers of each site; NaN without any."""
         self._process_waiting()
-        return self._numbers(np.fmax.reduce(self._columns.high, axis=0))
+        return self._maximum
 
     @property
     def median(self) -> Floats:
-        """The lower median of the finite numbers; infinity or NaN without any. Over all steps while each column is
-        one step, and later over the samples; `median_of` says so.
+        """The lower median of the finite numbers; NaN without any. Over all steps while each column is one step, and
+        later over the samples; `median_of` says so.
         """
         self._process_waiting()
         sample = self._columns.sample
-        middle = lower_median(np.where(np.isposinf(sample), np.nan, sample))
-        return self._numbers(np.where(np.isnan(middle), np.fmax.reduce(sample, axis=0), middle))
+        middle = lower_median(np.where(np.isposinf(sample), np.nan, sample)).astype(np.float64)
+        with np.errstate(over="ignore"):
+            return np.asarray(10.0**middle if self._log else middle)
 
     @property
     def median_of(self) -> str:
         """Which steps the median is of, as text; empty where it is of all steps."""
-        return f"of {len(self)} steps, one of every {self.stride:,}" if self.stride > 1 else ""
+        if self.stride > 1:
+            return f"of {len(self)} steps, one of every {self.stride:,}"
+        shared = self._steps > np.count_nonzero(self._filled)  # a layer has one optimizer, and the total all
+        return "that of the total is of one optimizer at each step" if shared else ""
 
     def _process_waiting(self) -> None:
         """Add the waiting steps to the columns."""
@@ -173,29 +180,20 @@ class Downsampling:
         self._allocate((self._last_x - self._first) // self._stride + 1)
         # a position before the latest one is added to the latest column
         places = np.maximum.accumulate(np.maximum((axis - self._first) // self._stride, self._used - 1))
-        known = numbers.copy()
-        known[~np.isfinite(numbers)] = np.inf
-        known[~measured] = np.nan
+        finite = np.where(measured & np.isfinite(numbers), numbers, np.nan)
+        self._minimum = np.fmin(self._minimum, np.fmin.reduce(finite, axis=0))
+        self._maximum = np.fmax(self._maximum, np.fmax.reduce(finite, axis=0))
+        known = np.where(measured & np.isnan(finite), np.inf, finite)
         priority = measured * _priorities(self._steps, len(axis))[:, None]
-        kept = self._stored(known)
+        with np.errstate(divide="ignore", over="ignore"):
+            kept: Logs = (np.log10(known) if self._log else known).astype(np.float32)
         columns, new = _one_each(places, _Columns(kept, kept, kept, priority))
         for column, now in zip(self._columns, self._columns.select(columns).merged(new), strict=True):
             column[columns] = now
         self._filled[columns] = True
         self._used, self._steps = int(columns[-1]) + 1, self._steps + len(axis)
-        self._had_nan |= (measured & np.isnan(numbers)).any(axis=0)
         latest = len(axis) - 1 - measured[::-1].argmax(axis=0)
         np.copyto(self._last, numbers[latest, np.arange(len(latest))], where=measured.any(axis=0))
-
-    def _stored(self, numbers: Floats) -> Logs:
-        with np.errstate(divide="ignore", over="ignore"):
-            kept: Logs = (np.log10(numbers) if self._log else numbers).astype(np.float32)
-        return kept
-
-    def _numbers(self, kept: Logs) -> Floats:
-        with np.errstate(over="ignore"):
-            numbers = 10.0 ** kept.astype(np.float64) if self._log else kept.astype(np.float64)
-        return np.where(np.isposinf(numbers) & self._had_nan, np.nan, numbers)
 
     def _allocate(self, columns: int) -> None:
         """Have at least that many columns."""
@@ -219,22 +217,16 @@ class Downsampling:
 
 def _one_each(places: Sites, rows: _Columns) -> tuple[Sites, _Columns]:
     """`rows` merged into one for each of `places`, which are ascending, and those places."""
-    while len(starts := np.flatnonzero(np.diff(places, prepend=-1))) > FEW_COLUMNS:
-        if len(starts) == len(places):
-            return places, rows
-        # every second row of a place is merged with the one before it, a last one without a second with itself
-        number = np.arange(len(places)) - np.repeat(starts, np.diff(starts, append=len(places)))
-        first = np.flatnonzero(number % 2 == 0)
-        second = first + (np.diff(places, append=-1) == 0)[first]
-        rows, places = rows.select(first).merged(rows.select(second)), places[first]
-    parts = [slice(start, end) for start, end in pairwise([*starts.tolist(), len(places)])]
-    chosen = np.array([part.start + rows.priority[part].argmax(axis=0) for part in parts])
-    sites = np.arange(rows.low.shape[1])
+    starts = np.flatnonzero(np.diff(places, prepend=-1))
+    if len(starts) == len(places):
+        return places, rows
+    priority = np.maximum.reduceat(rows.priority, starts)
+    chosen = rows.priority == np.repeat(priority, np.diff(starts, append=len(places)), axis=0)
     return places[starts], _Columns(
-        np.array([np.fmin.reduce(rows.low[part], axis=0) for part in parts]),
-        np.array([np.fmax.reduce(rows.high[part], axis=0) for part in parts]),
-        rows.sample[chosen, sites],
-        rows.priority[chosen, sites],
+        np.fmin.reduceat(rows.low, starts),
+        np.fmax.reduceat(rows.high, starts),
+        np.fmax.reduceat(np.where(chosen, rows.sample, np.float32(np.nan)), starts),
+        priority,
     )
 
 

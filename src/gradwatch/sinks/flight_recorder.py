@@ -24,8 +24,8 @@ MAX_FILES = 4
 class FlightRecorder:
     """Writes an incident file at a non-finite gradient or loss and at any alert of severity error.
 
-    At a step whose numbers look odd the file is written before the optimizer steps. Other steps are judged together, up
-    to 64 steps or a second later; the settings in the file are those of that moment.
+    On a CPU, the file of a step whose numbers look odd is written before the optimizer steps; that of any other step at
+    most 32 steps or a quarter of a second later, whichever is later, with the settings of that moment.
 
     The file has the last records, the verdict, the batch's index, the learning rates, the states of the random number
     generators at the start of the batch, versions, settings, and the path of the last checkpoint from before the fault.
@@ -47,7 +47,8 @@ class FlightRecorder:
         Args:
             folder: Where the files are written; None for "gradwatch" in the logger's folder, without a logger in the
                 Trainer's `default_root_dir`. Without either no file is written.
-            keep_batch: Whether the failing batch, which is your data, is in the file, if it is not too large.
+            keep_batch: Whether the failing batch, which is your data, is in the file, if it is not too large. Every
+                step is then judged at once.
             keep_checkpoint: Whether the checkpoint to go back to gets a second name beside the file (a hard link), so
                 that it remains when the Trainer removes it for a later one.
             steps: Number of records in a file, the last ones.
@@ -84,36 +85,19 @@ class FlightRecorder:
         """
         if (run := self._run) is None:
             return {}
-        loop, rank = run.loop, run.loop.rank if run.loop else 0
-        if rank and not (self.keep_batch and history[-1].scalars.get("rank") == rank):
+        loop, latest, own = run.loop, history[-1], run.loop.rank if run.loop else 0
+        if own and not (self.keep_batch and latest.scalars.get("rank") == own):
             return {}  # rank 0 writes, and so does the rank of a failing batch that is to be kept
         checkpoint = loop.checkpoint(lambda steps: _was_unhealthy(steps, history, verdict)) if loop else None
+        pointer = checkpoint[0] if checkpoint else ""
         folder = self.folder or (Path(loop.folder) / "gradwatch" if loop and loop.folder else None)
-        path, pointer = "", checkpoint[0] if checkpoint else ""
-        if folder is not None and self._written < self.limit:
-            self._written += 1
-            path, pointer = self._write(folder, run, ranked(alerts)[0], history, verdict, checkpoint)
-        return {"incident_file": path, "checkpoint": pointer}
-
-    def wants(self, alert: Alert) -> bool:
-        """Whether `alert` needs an incident file and has none."""
-        return (alert.severity is Severity.ERROR or alert.rule == "nonfinite") and not alert.saved_files
-
-    def _write(
-        self,
-        folder: Path,
-        run: Run,
-        alert: Alert,
-        history: History,
-        verdict: Verdict,
-        checkpoint: tuple[str, int] | None,
-    ) -> tuple[str, str]:
-        """Write the file; returns its path and the checkpoint's, or empty."""
+        if folder is None or self._written >= self.limit:
+            return {"incident_file": "", "checkpoint": pointer}
+        self._written += 1
         from gradwatch.sinks import incident_file
 
-        loop, latest = run.loop, history[-1]
+        alert = ranked(alerts)[0]
         failing = {name: int(latest.scalars[name]) for name in ("batch", "epoch", "rank") if name in latest.scalars}
-        own = loop.rank if loop else 0
         failing.setdefault("rank", own)
         batch: Mapping[str, Any] | None = None
         if loop and failing["rank"] == own:
@@ -125,9 +109,8 @@ class FlightRecorder:
         )
         name = f"incident_step_{alert.step:06d}_{alert.rule}{f'_rank{own}' if own else ''}"
         path = incident_file.unused_path(folder, name)
-        pointer = ""
-        if checkpoint is not None:
-            pointer = incident_file.link_checkpoint(checkpoint[0], path) if self.keep_checkpoint else checkpoint[0]
+        if checkpoint is not None and self.keep_checkpoint:
+            pointer = incident_file.link_checkpoint(checkpoint[0], path)
         content = {
             "text": "\n".join(verdict.lines),
             "alert": alert_to_dict(alert),
@@ -143,7 +126,11 @@ class FlightRecorder:
             "records": incident_file.record_columns(lambda back: history[-1 - back], min(self.steps, len(history))),
         }
         incident_file.write_incident(content, path)
-        return str(path), pointer
+        return {"incident_file": str(path), "checkpoint": pointer}
+
+    def wants(self, alert: Alert) -> bool:
+        """Whether `alert` needs an incident file and has none."""
+        return (alert.severity is Severity.ERROR or alert.rule == "nonfinite") and not alert.saved_files
 
 
 def _was_unhealthy(steps: int, history: History, verdict: Verdict) -> bool:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from gradwatch.core.alert import Alert, Severity, Verdict, ranked
+from gradwatch.core.alert import FEW_STEPS, Alert, Severity, Verdict, ranked
 
 NOTHING_FOUND = {
     "unmeasured": "No step was measured",
     "no end": "Nothing found so far",
     "stuck": "Nothing found; {stuck}",
+    "few steps": "Nothing found in so few steps",
     "healthy": "Healthy",
 }
 """The health of a run without a warning or an error, in words."""
@@ -20,27 +21,27 @@ def loud(alerts: Iterable[Alert]) -> list[Alert]:
     return [alert for alert in ranked(alerts) if alert.severity is not Severity.NOTICE]
 
 
-def health(severities: Iterable[Severity], *, ended: bool, steps: int = 1, stuck: str = "") -> str:
-    """The worst of the severities above a notice; without one a key of `NOTHING_FOUND`. `steps`, `stuck`: as of a
-    verdict.
-    """
-    worst = max(severities, key=lambda severity: severity.order, default=Severity.NOTICE)
-    if worst is not Severity.NOTICE:
-        return str(worst)
-    return "unmeasured" if not steps else "no end" if not ended else "stuck" if stuck else "healthy"
+def under_way(alerts: Iterable[Alert]) -> Verdict:
+    """The verdict of a run that goes on, with the `alerts` so far."""
+    return Verdict(tuple(alerts), 0, 0, 0.0, {}, ended=False)
 
 
-def health_of(verdict: Verdict, *, ended: bool = True) -> str:
-    """The health of the run with that verdict."""
-    severities = (alert.severity for alert in verdict.incidents)
-    return health(severities, ended=ended, steps=verdict.steps, stuck=verdict.stuck)
+def health_of(verdict: Verdict) -> str:
+    """The worst of the severities above a notice; without one a key of `NOTHING_FOUND`."""
+    if found := loud(verdict.incidents):
+        return str(found[0].severity)
+    if not verdict.ended:
+        return "no end"
+    if not verdict.steps:
+        return "unmeasured"
+    return "stuck" if verdict.stuck else "few steps" if verdict.steps < FEW_STEPS else "healthy"
 
 
-def status(alerts: Iterable[Alert], *, ended: bool, steps: int = 1, stuck: str = "") -> str:
-    """One line: 'Warning: vanishing in a, b, since step 3; 1 more incident'. `steps`, `stuck`: as of a verdict."""
-    found = loud(alerts)
+def status(verdict: Verdict) -> str:
+    """One line: 'Warning: vanishing in a, b, since step 3; 1 more incident'."""
+    found = loud(verdict.incidents)
     if not found:
-        return NOTHING_FOUND[health((), ended=ended, steps=steps, stuck=stuck)].format(stuck=stuck)
+        return NOTHING_FOUND[health_of(verdict)].format(stuck=verdict.stuck)
     worst, more = found[0], len(found) - 1
     rest = f"; {more} more incident{'s' * (more > 1)}" if more else ""
     return f"{str(worst.severity).capitalize()}: {worst.rule} in {worst.where}, {worst.since}{rest}"

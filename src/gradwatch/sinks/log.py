@@ -95,8 +95,9 @@ def alert_lines(
 ) -> list[str]:
     """The lines of an alert in a log, each of at most `WIDTH` columns but for paths.
 
-    `layers`: all that are watched, if known; `folder`: of the run; paths in it begin with its name; `before`: the
-    alert when it was logged before, if it has become worse; `width`: of a terminal, at which they are wrapped.
+    `layers`: all that are watched, if known; `folder`: of the run; paths in it begin with its name, and without one
+    are from the working directory; `before`: the alert when it was logged before, if it has become worse; `width`: of a
+    terminal, at which they are wrapped.
     """
     severity = str(alert.severity).upper()
     happened = alert.headline or alert.message.split(". ")[0].rstrip(".")
@@ -151,7 +152,8 @@ def _short_name(name: str, width: int = NAME_WIDTH) -> str:
 
 def _relative(path: str, folder: str | None) -> str:
     base, whole = os.path.abspath(folder or ""), os.path.abspath(path)
-    return os.path.relpath(whole, os.path.dirname(base)) if whole.startswith(base + os.sep) else path
+    start = os.path.dirname(base) if folder else base
+    return os.path.relpath(whole, start) if whole.startswith(base + os.sep) else path
 
 
 def _on_terminals(logger: logging.Logger) -> bool:

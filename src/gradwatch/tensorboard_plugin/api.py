@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from gradwatch.core.record import MEASURED, Missing
 from gradwatch.core.statistics import CATALOGUE, GROUPS
 from gradwatch.sinks.record.record_format import MAGNITUDES, PARAMETERS
+from gradwatch.sinks.record.run_metadata import verdict_of
 from gradwatch.sinks.record.schema import STEP_MAX
 from gradwatch.tensorboard_plugin.binary_response import pack_arrays
 from gradwatch.tensorboard_plugin.matrix import (
@@ -29,7 +30,7 @@ from gradwatch.tensorboard_plugin.matrix import (
     window,
 )
 from gradwatch.tensorboard_plugin.record_data import RecordCache, RunRecord
-from gradwatch.tensorboard_plugin.run_text import loss_of, onsets_of, run_text
+from gradwatch.tensorboard_plugin.run_text import onsets_of, run_text
 from gradwatch.tensorboard_plugin.runs import RunTags, TensorBoardData
 
 MAX_COLUMNS = 4096
@@ -110,7 +111,7 @@ class Api:
         if losses.records:
             small["loss"], found = _drawn(losses, THUMBNAIL[1], "loss ")
             arrays |= found
-        levels = record.losses().shown(loss_of(verdict))
+        levels = record.losses().shown(verdict_of(verdict).loss if verdict else None)
         about = {
             "run": run,
             "layers": len(layers),

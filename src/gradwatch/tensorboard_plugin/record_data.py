@@ -94,9 +94,7 @@ class RunRecord:
         return blocks + sum(matrix.nbytes for matrix in tuple(self._matrices.values()))
 
     def matrix(self, statistic: str) -> Matrix:
-        """The whole matrix of `statistic`, or of PARAMETERS. Raises KeyError where the run has none."""
-        if statistic not in self.statistics:
-            raise KeyError(statistic)
+        """The whole matrix of `statistic`, one of `statistics`."""
         if statistic not in self._matrices:
             self._matrices[statistic] = self._made(statistic)
         return self._matrices[statistic]
@@ -109,7 +107,7 @@ class RunRecord:
             return name in block.numbers or nan in block.numbers
 
         parts = [part.block for part in self._parts if has(part.block)]
-        steps = np.array([step for block in parts for step in block.axis.tolist()], dtype=np.int64)
+        steps = np.concatenate([block.axis for block in parts] or [np.empty(0, dtype=np.int64)])
         numbers, nans = (
             np.concatenate([block.numbers.get(one, np.full(len(block), np.nan)) for block in parts] or [np.empty(0)])
             for one in (name, nan)

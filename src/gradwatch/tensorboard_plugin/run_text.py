@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from gradwatch.core.alert import Severity
-from gradwatch.core.loss_levels import loss_text
-from gradwatch.sinks.incident_line import health
+from gradwatch.sinks.incident_line import health_of, under_way
 from gradwatch.sinks.record import run_metadata
 from gradwatch.sinks.record.schema import InvalidError, string_of
 from gradwatch.tensorboard_plugin.record_data import RunRecord, end_of
@@ -35,37 +35,27 @@ def run_text(source: TensorBoardData, run: str, listing: RunTags, record: Callab
     sessions = record().sessions if several else {}
     alerts = [(written, alert) for written, alert in alerts if alert["noticed"] < end_of(written, sessions)]
     stand = as_they_stand(alert for _, alert in sorted(alerts, key=lambda one: one[0]))
-    verdict = None if ended < began else verdict
+    verdict, judged = None if ended < began else verdict, under_way(())
     if verdict is not None:
         if several and record().steps > verdict["steps"]:  # it knows nothing of the sessions before
             levels = record().losses().levels
             own = levels and dict(zip(("first", "last"), levels, strict=True))
             verdict = {**verdict, "steps": record().steps, "loss": own, "run_steps": None}
-        verdict = {**verdict, "stuck": _stuck(verdict)}
-    return {"meta": meta, "verdict": verdict, "alerts": stand, "health": _health(stand, verdict)}
-
-
-def _health(alerts: Iterable[Mapping[str, Any]], verdict: Mapping[str, Any] | None) -> str:
-    severities = [Severity(alert["severity"]) for alert in alerts]
-    if verdict is None:
-        return health(severities, ended=False)
-    return health(severities, ended=True, steps=verdict["steps"], stuck=_stuck(verdict))
-
-
-def loss_of(verdict: Mapping[str, Any] | None) -> tuple[float, float] | None:
-    """The levels of the loss that a verdict has."""
-    levels = verdict and verdict["loss"]
-    return (float(levels["first"]), float(levels["last"])) if levels else None
-
-
-def _stuck(verdict: Mapping[str, Any]) -> str:
-    levels = loss_of(verdict)
-    return loss_text(levels) if levels is not None else ""
+        judged = run_metadata.verdict_of(verdict)
+        verdict = {**verdict, "stuck": judged.stuck}
+    health = health_of(replace(judged, incidents=tuple(map(run_metadata.alert_of, stand))))
+    return {"meta": meta, "verdict": verdict, "alerts": stand, "health": health}
 
 
 def as_they_stand(alerts: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Each incident once, the last that there is of it; worst first, then oldest first."""
-    latest = {(alert["rule"], alert["step"]): alert for alert in alerts}
+    """Each incident once, the last that there is of it; worst first, then oldest first. Where it began on the x-axis an
+    earlier session may know.
+    """
+    latest: dict[tuple[str, int], Mapping[str, Any]] = {}
+    for alert in alerts:
+        key = alert["rule"], alert["step"]
+        began = latest[key]["axis"] if alert["axis"] is None and key in latest else alert["axis"]
+        latest[key] = {**alert, "axis": began}
     return sorted(latest.values(), key=lambda alert: (-Severity(alert["severity"]).order, alert["step"]))
 
 

@@ -11,10 +11,10 @@ from torch.jit import ScriptModule
 
 from gradwatch.core.arguments import check_choice, check_function, wrong
 from gradwatch.hooks.full_hook_errors import is_in_place_error
-from gradwatch.hooks.hook_set import HookSet
+from gradwatch.hooks.hook_set import HookSet, UncopiedHook
 from gradwatch.measure.reductions import version_of
 from gradwatch.toolbox.functions import EditedInPlace, checked_result
-from gradwatch.toolbox.module_calls import ModuleCalls, UncopiedHook
+from gradwatch.toolbox.module_calls import ModuleCalls
 from gradwatch.toolbox.modules import SCRIPTED
 
 Gradients = tuple[Tensor | None, ...]

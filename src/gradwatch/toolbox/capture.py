@@ -15,7 +15,7 @@ from gradwatch.core.arguments import check_function, check_items, check_whole, s
 from gradwatch.hooks.hook_set import HookSet, after_backward, backward_pass, in_backward, is_hooked_by_others
 from gradwatch.toolbox.functions import call_function
 from gradwatch.toolbox.module_calls import ModuleCalls
-from gradwatch.toolbox.modules import NamedModule, find_modules, nearest, refuse_lazy, refuse_unhookable
+from gradwatch.toolbox.modules import NamedModule, check_hookable, each_once, find_modules, nearest
 from gradwatch.toolbox.tensor_hooks import detached
 
 WHAT = ("input", "output", "grad_input", "grad_output", "grad")
@@ -78,11 +78,7 @@ def capture(
         expected = "a torch.device that is there, or its name, such as 'cpu'"
         raise ValueError(wrong("capture: device", device, expected)) from error
     found = find_modules(model, patterns, by="capture: patterns")
-    for named in found.values():
-        if set(kinds) != {"grad"}:
-            refuse_unhookable(named, by="capture")
-        if "grad" in kinds:
-            refuse_lazy(named, by="capture: grad")
+    check_hookable(found.values(), kinds, by="capture")
     return Capture(found, frozenset(kinds), _TensorCopier(reduce, target), limit)
 
 
@@ -102,11 +98,11 @@ class Capture(Mapping[str, "Captured"]):
     def _clear(self) -> None:
         self._gradients = _ParameterGradients(self._copier)
         self._by_module: dict[int, Captured] = {}
-        for key, named in {id(named.module): named for named in self._found.values()}.items():
+        for named in each_once(self._found):
             named_parameters = named.module.named_parameters() if "grad" in self._what else ()
             parameters = {name: id(parameter) for name, parameter in named_parameters}
             calls, grads = deque[CapturedCall](maxlen=self._limit), self._gradients.kept
-            self._by_module[key] = Captured(named.name, self._what, calls, parameters, grads)
+            self._by_module[id(named.module)] = Captured(named.name, self._what, calls, parameters, grads)
         self._captured = {name: self._by_module[id(named.module)] for name, named in self._found.items()}
 
     def __enter__(self) -> Capture:
@@ -116,7 +112,7 @@ class Capture(Mapping[str, "Captured"]):
         self._hooks = HookSet()
         try:
             hooked: set[int] = set()
-            for named in {id(named.module): named for named in self._found.values()}.values():
+            for named in each_once(self._found):
                 self._attach(named, self._hooks, hooked)
         except BaseException:
             self.__exit__()
@@ -159,7 +155,7 @@ class Capture(Mapping[str, "Captured"]):
                 if id(parameter) not in hooked:
                     hooked.add(id(parameter))
                     where = f"capture: reduce, for the gradient of {name} in module {named.name!r},"
-                    hooks.on_gradient(parameter, _AccumulatedHook(self._gradients, where), accumulated=True)
+                    hooks.on_gradient(parameter, self._gradients.hook(where), accumulated=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,6 +324,12 @@ class _ParameterGradients:
     lock: Lock = field(default_factory=Lock)
     """The threads of several devices add gradients at the same time."""
 
+    def hook(self, where: str) -> Callable[[nn.Parameter], None]:
+        """A hook for a parameter, called when a gradient has been added to its `.grad`. It does not hold the parameter,
+        so that the model can be freed.
+        """
+        return lambda parameter: self.arrived(parameter, where)
+
     def arrived(self, parameter: nn.Parameter, where: str) -> None:
         if is_hooked_by_others(parameter):  # they may take the gradient away, as an optimizer in the backward pass does
             self.store(parameter, where)
@@ -347,16 +349,3 @@ class _ParameterGradients:
     def store(self, parameter: nn.Parameter, where: str) -> None:
         if parameter.grad is not None:
             self.kept[id(parameter)] = self.copier.copy(parameter.grad, where)
-
-
-@dataclass(eq=False)
-class _AccumulatedHook:
-    """The hook on a parameter, called when a gradient has been added to its `.grad`. It holds no reference to the
-    parameter, so that the model can be freed.
-    """
-
-    gradients: _ParameterGradients
-    where: str
-
-    def __call__(self, parameter: nn.Parameter) -> None:
-        self.gradients.arrived(parameter, self.where)

@@ -13,7 +13,7 @@ from gradwatch.core.arguments import check_function
 from gradwatch.hooks.hook_set import HookSet
 from gradwatch.toolbox.functions import call_function, checked_result
 from gradwatch.toolbox.module_calls import ModuleCalls
-from gradwatch.toolbox.modules import NamedModule, find_modules, refuse_lazy, refuse_unhookable
+from gradwatch.toolbox.modules import NamedModule, check_hookable, each_once, find_modules
 
 Change = Callable[[Tensor], Tensor]
 
@@ -71,11 +71,7 @@ def edit(
     for what, change in changes.items():
         check_function(f"edit: {what}", change, f"a function of one tensor, such as {EXAMPLE_FUNCTIONS[what]}")
     found = find_modules(model, patterns, by="edit: patterns")
-    for named in found.values():
-        if set(changes) != {"grad"}:
-            refuse_unhookable(named, by="edit")
-        if grad is not None:
-            refuse_lazy(named, by="edit: grad")
+    check_hookable(found.values(), changes, by="edit")
     return Edit(found, changes)
 
 
@@ -116,7 +112,7 @@ class Edit:
     def _attach(self, hooks: HookSet) -> None:
         changes = self._changes
         edited: set[int] = set()
-        for named in {id(named.module): named for named in self._found.values()}.values():
+        for named in each_once(self._found):
             if set(changes) != {"grad"}:
                 self._hook_calls(named, hooks)
             for name, parameter in named.module.named_parameters() if "grad" in changes else ():

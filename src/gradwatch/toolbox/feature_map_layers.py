@@ -29,14 +29,6 @@ class ChosenLayers(NamedTuple):
     """The one at which Grad-CAM is computed; empty where none is suitable."""
 
 
-class ModuleOutput(NamedTuple):
-    """The output of one module when the model ran."""
-
-    order: int
-    name: str
-    shape: tuple[int, ...]
-
-
 def images_in(batch: object, number: int) -> Tensor | None:
     """The first `number` images [N, C, H, W] of a batch, copied to the CPU; None where no tensor has four dimensions.
     Waits for the device.
@@ -52,22 +44,25 @@ def choose_layers(model: nn.Module, images: Tensor, patterns: Sequence[str] | No
     """Run the model and choose its layers. `patterns`: the modules whose feature maps are wanted; None for the first,
     the middle and the last convolution, and Grad-CAM at the norm or activation that follows the last one.
     """
-    maps = [output for output in _outputs(model, images) if _is_map(output, len(images))]
+    shapes = _shapes_of_maps(model, images)
     if patterns is not None:
         found = find_modules(model, patterns, by="FeatureMaps: layers")
-        chosen = tuple(output.name for output in maps if output.name in found)
+        chosen = tuple(name for name in shapes if name in found)
         return ChosenLayers(chosen, chosen[-1] if chosen else "")
-    modules = find_modules(model, "*", by="FeatureMaps: layers")
-    convolutions = [o for o in maps if isinstance(modules[o.name].module, nn.Conv2d | nn.ConvTranspose2d)]
+    modules = {name: named.module for name, named in find_modules(model, "*", by="FeatureMaps: layers").items()}
+    convolutions = [name for name in shapes if isinstance(modules[name], nn.Conv2d | nn.ConvTranspose2d)]
     if not convolutions:
         return ChosenLayers((), "")
-    last = convolutions[-1]
-    names = [convolutions[index].name for index in (0, len(convolutions) // 2, -1)]
-    later = {o.name: modules[o.name].module for o in maps if o.order >= last.order and o.shape == last.shape}
+    names, last = list(shapes), convolutions[-1]
     *_, cam = (
-        name for name, module in later.items() if module is not model and not isinstance(module, IDENTITY_MODULES)
+        name
+        for name in names[names.index(last) :]
+        if shapes[name] == shapes[last]
+        and modules[name] is not model
+        and not isinstance(modules[name], IDENTITY_MODULES)
     )
-    return ChosenLayers(tuple(dict.fromkeys(names)), cam)
+    maps = dict.fromkeys(convolutions[index] for index in (0, len(convolutions) // 2, -1))
+    return ChosenLayers(tuple(maps), cam)
 
 
 def classes_in(batch: object, images: int) -> tuple[int, ...] | None:
@@ -117,12 +112,14 @@ def gradcam_picture(model: nn.Module, images: Tensor, layer: str) -> Tensor:
     return tiled(torch.stack([shown, overlay(shown, heat)]))
 
 
-def _outputs(model: nn.Module, images: Tensor) -> list[ModuleOutput]:
-    """The outputs of all modules on which hooks work, each of its last call, in the order in which they finished."""
+def _shapes_of_maps(model: nn.Module, images: Tensor) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of the feature maps, [N, channels, h, w] with more than one pixel, of the last call of each module
+    that gives some and on which hooks work; in the order in which these calls finished.
+    """
     modules = find_modules(model, "*", by="FeatureMaps: layers")
     names = [name for name, named in modules.items() if not named.unhookable]
     if not names:
-        return []
+        return {}
     order = count()
 
     def order_and_shape(tensor: Tensor) -> tuple[int, tuple[int, ...]]:
@@ -131,11 +128,12 @@ def _outputs(model: nn.Module, images: Tensor) -> list[ModuleOutput]:
     with torch.no_grad(), capture(model, _exact_patterns(names), "output", reduce=order_and_shape, limit=1) as captured:
         model(images)
     firsts = [(name, call.kept["output"][:1]) for name, one in captured.items() for call in one.calls]
-    return sorted(ModuleOutput(at, name, shape) for name, outputs in firsts for at, shape in outputs)
-
-
-def _is_map(output: ModuleOutput, images: int) -> bool:
-    return len(output.shape) == 4 and output.shape[0] == images and output.shape[2] * output.shape[3] > 1
+    outputs = sorted((at, name, shape) for name, first in firsts for at, shape in first)
+    return {
+        name: shape
+        for _, name, shape in outputs
+        if len(shape) == 4 and shape[0] == len(images) and shape[2] * shape[3] > 1
+    }
 
 
 def _exact_patterns(names: Sequence[str]) -> list[str]:

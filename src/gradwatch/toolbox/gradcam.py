@@ -9,11 +9,10 @@ from torch.nn import functional as F
 
 from gradwatch.core.arguments import check_number, check_whole, cut, shown
 from gradwatch.hooks.graph_release import made_by, release_in_a_loop
-from gradwatch.hooks.hook_set import HookSet, tensors_in
+from gradwatch.hooks.hook_set import HookSet, UncopiedHook, tensors_in
 from gradwatch.toolbox.functions import describe_tensor
 from gradwatch.toolbox.isolated_run import evaluation_run
-from gradwatch.toolbox.module_calls import UncopiedHook
-from gradwatch.toolbox.modules import find_modules, refuse_unhookable
+from gradwatch.toolbox.modules import check_hookable, each_once, find_modules
 from gradwatch.toolbox.overlays import NOT_FINITE
 
 Target = int | Tensor | None
@@ -109,14 +108,13 @@ def _layer(model: nn.Module, layer: str | nn.Module) -> tuple[nn.Module, str]:
         found = find_modules(model, layer, by="gradcam: layer")
     else:
         found = {k: n for k, n in find_modules(model, "*", by="gradcam").items() if n.module is layer}
-    several = {id(named.module): named for named in found.values()}
+    several = each_once(found)
     if len(several) != 1:
         raise ValueError(
             f"gradcam: layer={shown(layer)} is {len(several)} modules of the model: expected one, by name or itself"
         )
-    (named,) = several.values()
-    refuse_unhookable(named, by="gradcam")
-    return named.module, named.name
+    check_hookable(several, ("output",), by="gradcam")
+    return several[0].module, several[0].name
 
 
 def _store_maps(output: object, name: str, calls: list[tuple[GradientEdge, Tensor]]) -> None:

@@ -12,9 +12,9 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from gradwatch.hooks.graph_release import release_in_a_loop
 from gradwatch.hooks.hook_set import backward_pass
-from gradwatch.hooks.view_gradients import ViewGeometry
+from gradwatch.hooks.view_gradients import ViewGeometry, register_base_hook
 from gradwatch.measure.reductions import version_of
-from gradwatch.toolbox.tensor_hooks import OnGradient, TensorHooks, detached, first_edit
+from gradwatch.toolbox.tensor_hooks import OnGradient, TensorHooks, detached
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ def hook_uses(
     for use, total in zip(uses, sums, strict=True):
         hook_if_edited(tensor_hooks, use, outputs, total.set, total.fired)
     for node, gradient_index, use_index in consumers(outputs, [use.edge for use in uses], begun):
-        tensor_hooks.hook_node(node, partial(sums[use_index].add, gradient_index))
+        tensor_hooks.add(node.register_hook(partial(sums[use_index].add, gradient_index)))
 
 
 def hook_if_edited(
@@ -75,14 +75,39 @@ def hook_if_edited(
     nothing else has `fired`, from its base.
     """
     if version_of(use.tensor) != use.version:
-        edit = first_edit(use.root, use.before) if use.tensor is not use.root else None
+        edit = _first_edit(use.root, use.before) if use.tensor is not use.root else None
         if edit is not None:
-            tensor_hooks.hook_edit(edit, ViewGeometry.of(use.tensor, use.root), on_gradient)
+            geometry = ViewGeometry.of(use.tensor, use.root)
+            tensor_hooks.add(edit.register_hook(partial(_at_edit, on_gradient, geometry)))
         return edit is not None
     if any(tensor._base is use.root for tensor in outputs):
         release_in_a_loop(use.root.grad_fn)
-        tensor_hooks.hook_base(use.tensor, on_gradient, fired)
+        if (on_base := register_base_hook(use.tensor, on_gradient, fired)) is not None:
+            tensor_hooks.add(on_base[0])
     return False
+
+
+def _first_edit(root: Tensor, before: Node | None) -> Node | None:
+    """The first in-place edit of `root` after `before` computed its value; None where there is none."""
+    node = root.grad_fn
+    release_in_a_loop(node)
+    while node is not None and node is not before:
+        earlier = node.next_functions[0][0] if node.next_functions else None
+        if earlier is not None and earlier is before:
+            return node
+        node = earlier
+    return None
+
+
+def _at_edit(
+    on_gradient: OnGradient, geometry: ViewGeometry, gradients: Sequence[Tensor | None], _: object
+) -> tuple[Tensor | None, ...] | None:
+    """The hook on an in-place edit: of the gradients that it returns, the first is that of the value before it."""
+    gradient = gradients[0]
+    if gradient is None:
+        return None
+    new = on_gradient(geometry.extract(gradient))
+    return None if new is None else (geometry.insert(gradient, new), *gradients[1:])
 
 
 def inner_outputs(outputs: Sequence[Tensor], begun: int) -> set[int]:
@@ -124,7 +149,7 @@ class GradientSum:
         self.last_pass = -1
         self.total: Tensor | None = None
         self.fired = [False]
-        """Whether a part has been added since `TensorHooks.hook_base` last looked."""
+        """Whether a part has been added since `register_base_hook` last looked."""
 
     def add(self, gradient_index: int, gradients: Sequence[Tensor | None], _: object) -> None:
         """The hook on a node: of the `gradients` that it returns, the one at `gradient_index` is a part."""

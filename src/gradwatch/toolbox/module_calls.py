@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
 from gradwatch.hooks.graph_release import made_by, release_in_a_loop
-from gradwatch.hooks.hook_set import HookSet, Uncopied
+from gradwatch.hooks.hook_set import HookSet, UncopiedHook
 from gradwatch.measure.reductions import version_of
 from gradwatch.toolbox.graph_uses import InputUse, hook_if_edited, hook_uses, inner_outputs, next_node_number
 from gradwatch.toolbox.nested_tensors import distinct, replaced, write_back
@@ -237,7 +237,7 @@ class ModuleCalls:
                 if outer is not inputs[index]:
                     new[index] = outer
                     new_grad_input = partial(cast(JointCallHandler, handler).new_grad_input, index)
-                    self.tensor_hooks.hook_alias(outer, partial(_on_outer_view, new_grad_input))
+                    self.tensor_hooks.add(outer.register_hook(partial(_on_outer_view, new_grad_input)))
         for index in need_gradient:
             alias = same_view(new[index])
             if alias is new[index]:
@@ -245,20 +245,8 @@ class ModuleCalls:
             hooked = _HookedInput(inputs[index], InputUse.of(index, alias))
             new[index] = alias
             call.hooked.append(hooked)
-            self.tensor_hooks.hook_alias(alias, partial(_on_grad_input, handler, index, hooked.state))
+            self.tensor_hooks.add(alias.register_hook(partial(_on_grad_input, handler, index, hooked.state)))
         return new
-
-
-class UncopiedHook(Uncopied):
-    """A module hook that calls `function`; its copies do nothing."""
-
-    __slots__ = ("function",)
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function = function
-
-    def __call__(self, *args: Any) -> Any:
-        return self.function(*args)
 
 
 def _on_grad_output(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -51,17 +51,23 @@ def find_modules(model: nn.Module, patterns: object, *, by: str) -> dict[str, Na
     return {name: found[name] for name in choose(list(found), several, require_match=False)}
 
 
-def refuse_unhookable(named: NamedModule, *, by: str) -> None:
-    """Raises ValueError for a module on which module hooks do nothing."""
-    if named.unhookable:
-        raise ValueError(f"{by}: module {named.name!r} {named.unhookable}")
+def check_hookable(modules: Iterable[NamedModule], what: Collection[str], *, by: str) -> None:
+    """Raises ValueError for a module on which module hooks do nothing, unless only "grad" is wanted of it; with "grad"
+    also for one with a parameter whose gradient cannot be hooked, as it has no shape yet.
+    """
+    for named in modules:
+        if named.unhookable and set(what) != {"grad"}:
+            raise ValueError(f"{by}: module {named.name!r} {named.unhookable}")
+        for name, parameter in named.module.named_parameters() if "grad" in what else ():
+            if is_lazy(parameter):
+                raise ValueError(
+                    f"{by}: grad: {name} of module {named.name!r} has no shape yet; run the model once before"
+                )
 
 
-def refuse_lazy(named: NamedModule, *, by: str) -> None:
-    """Raises ValueError for a module with a parameter whose gradient cannot be hooked, as it has no shape yet."""
-    for name, parameter in named.module.named_parameters():
-        if is_lazy(parameter):
-            raise ValueError(f"{by}: {name} of module {named.name!r} has no shape yet; run the model once before")
+def each_once(found: Mapping[str, NamedModule]) -> list[NamedModule]:
+    """The modules, of which one with two names is found under both."""
+    return list({id(named.module): named for named in found.values()}.values())
 
 
 def _hint(pattern: str, names: Sequence[str]) -> str:

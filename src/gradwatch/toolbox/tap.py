@@ -8,7 +8,6 @@ from torch import Tensor
 from gradwatch.core.arguments import wrong
 from gradwatch.hooks.hook_set import hooks_disabled
 from gradwatch.measure import tensor_taps
-from gradwatch.toolbox.tensor_hooks import TensorHooks
 
 
 def tap(tensor: Tensor, name: str) -> Tensor:
@@ -47,5 +46,5 @@ def _tapped(tensor: Tensor, name: str) -> Tensor:
     if tensor_taps.active and not hooks_disabled and tensor.requires_grad and torch.is_grad_enabled():
         for watch in tensor_taps.active:
             if (taps := watch()) is not None:
-                taps.watch(tensor, name, TensorHooks().hook)
+                taps.watch(tensor, name)
     return tensor

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from gradwatch.hooks.hook_set import HookSet, Uncopied
+from gradwatch.hooks.hook_set import HookSet, UncopiedHook
 from gradwatch.measure.devices import moved
 from gradwatch.measure.reductions import version_of
 
@@ -42,9 +42,16 @@ class BatchNormBuffers:
         """Find the norms of `model`; called again when its modules may have changed."""
         norms = [module for module in model.modules() if isinstance(module, NORMS_WITH_BUFFERS)]
         self._norms, self._buffers = [norm for norm in norms if norm.track_running_stats], []
+        this = weakref.ref(self)
+
+        def loaded(*_: object) -> None:
+            """`load_state_dict` has loaded a norm."""
+            if (buffers := this()) is not None:
+                buffers.save()
+
         self._hooks.remove()
         for norm in self._norms:
-            self._hooks.add(norm.register_load_state_dict_post_hook(_LoadHook(self)))
+            self._hooks.add(norm.register_load_state_dict_post_hook(UncopiedHook(loaded)))
         if not self._saved:
             self.save()
             self.end_batch()
@@ -95,16 +102,3 @@ class BatchNormBuffers:
             return [buffer for buffer in buffers if not is_lazy(buffer)]
         self._buffers = buffers
         return buffers
-
-
-class _LoadHook(Uncopied):
-    """Called when `load_state_dict` has loaded a norm."""
-
-    __slots__ = ("_statistics",)
-
-    def __init__(self, statistics: BatchNormBuffers) -> None:
-        self._statistics = weakref.ref(statistics)
-
-    def __call__(self, module: nn.Module, keys: object) -> None:
-        if (statistics := self._statistics()) is not None:
-            statistics.save()

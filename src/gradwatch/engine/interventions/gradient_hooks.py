@@ -4,27 +4,21 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from math import inf, sqrt
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from gradwatch.engine.interventions.active_intervention import ActiveIntervention
 from gradwatch.hooks.hook_set import HookSet, is_capturing
 from gradwatch.interventions.contract import Editing, Scaling
 from gradwatch.measure.device_buffer import host_view
 from gradwatch.measure.devices import moved, widest_type
 from gradwatch.measure.reductions import NARROW, SAFE_SQUARE, dense_real, exact_norm, norm_into, widest_norm
 
-
-@dataclass(frozen=True, slots=True)
-class HookedAction:
-    """The action of one intervention on one parameter."""
-
-    number: int
-    """Which of the user's interventions."""
-    action: Scaling | Editing
-    dry: bool
+HookAction = tuple[ActiveIntervention, Scaling | Editing]
+"""An intervention, and its action on one parameter or on the signals of one layer."""
 
 
 class GradientHooks:
@@ -36,8 +30,8 @@ class GradientHooks:
     def __init__(self, count: int, numbers: int, device: torch.device, alive: Callable[[], bool]) -> None:
         """`count`: number of parameters; `numbers`: number of interventions. `alive`: as of `SignalHooks`."""
         self.hooks, self._alive = HookSet(), alive
-        self.errors: list[tuple[int, Exception]] = []
-        """Number of the intervention, and what its hook raised."""
+        self.errors: list[tuple[ActiveIntervention, Exception]] = []
+        """What the hooks have raised."""
         self.calls = [0] * count
         """Number of calls of each parameter's hook since `used`, or since its gradient was removed."""
         self.before = torch.zeros(count, dtype=widest_type(device), device=device)
@@ -56,7 +50,7 @@ class GradientHooks:
         self.calls[:count], self.steps[:count], self.scale = before.calls, before.steps, before.scale
         self.before[:count], self.factors[:, :count] = before.before, before.factors
 
-    def attach(self, index: int, parameter: nn.Parameter, actions: Sequence[HookedAction]) -> None:
+    def attach(self, index: int, parameter: nn.Parameter, actions: Sequence[HookAction]) -> None:
         self.hooks.on_gradient(parameter, self._hook(index, weakref.ref(parameter), actions))
 
     def used(self, indices: Sequence[int], step: int) -> None:
@@ -65,8 +59,27 @@ class GradientHooks:
         for index in indices if len(self.hooks) else ():
             self.calls[index], self.steps[index] = 0, step
 
+    def norms_before(self, interventions: Sequence[ActiveIntervention], norms: Tensor, *, ranks: int) -> Tensor:
+        """The norms of the gradients before the hooks acted on them, shape [parameters]; NaN where unknown.
+
+        `norms`: those of now. What a hook was given is the whole gradient if it ran once, on one process. Otherwise
+        the norm before a constant factor follows by division.
+        """
+        product, known = torch.ones_like(norms), np.ones(len(norms), dtype=bool)
+        for active in interventions:
+            if active.hooked and not active.dry:
+                product = product * self.factors[active.number].to(norms.dtype)
+                known[active.indices] &= isinstance(active.action, Scaling) and active.action.constant
+        once = np.array(self.calls) == 1 if ranks == 1 else np.zeros(len(norms), dtype=bool)
+        given = self.before.to(norms.dtype)
+        if self.scale is not None:
+            given = given / moved(self.scale, given.device)
+        seen, divided = (moved(torch.from_numpy(mask), norms.device) for mask in (once, known))
+        quotient = torch.where(divided & (product != 0), norms / product, torch.nan)
+        return torch.where(seen, given, quotient)
+
     def _hook(
-        self, index: int, parameter: Callable[[], nn.Parameter | None], actions: Sequence[HookedAction]
+        self, index: int, parameter: Callable[[], nn.Parameter | None], actions: Sequence[HookAction]
     ) -> Callable[[Tensor | None], Tensor | None]:
         this = weakref.ref(self)
         slot, factors = self.before[index], self.factors[:, index]
@@ -79,7 +92,7 @@ class GradientHooks:
                 return None
             if not owner._alive() or is_capturing():
                 return None
-            new, number = gradient, actions[0].number
+            new, active = gradient, actions[0][0]
             try:
                 norm = moved(norm_of(gradient), slot.device).reshape(1)
                 slot.copy_(norm[0])
@@ -87,16 +100,13 @@ class GradientHooks:
                 owner.calls[index] = 1 if weight.grad is None else owner.calls[index] + 1
                 scale = owner.scale
                 norm = norm if scale is None else norm / moved(scale, norm.device)
-                for hooked in actions:
-                    number = hooked.number
-                    other, factor, after = apply_action(
-                        hooked.action, new, norm, present, weight, scale, owner.steps[index]
-                    )
-                    keep_most_changed(factors.select(0, number), factor, first=owner.calls[index] == 1)
-                    if not hooked.dry:
+                for active, action in actions:
+                    other, factor, after = apply_action(action, new, norm, present, weight, scale, owner.steps[index])
+                    keep_most_changed(factors.select(0, active.number), factor, first=owner.calls[index] == 1)
+                    if not active.dry:
                         new, norm = other, after
             except Exception as error:  # raised here, it would end the user's backward pass
-                owner.errors.append((number, error))
+                owner.errors.append((active, error))
             return None if new is gradient else new
 
         return act

@@ -15,22 +15,15 @@ from gradwatch.core.arguments import damage
 from gradwatch.core.record import Layout
 from gradwatch.core.training_loop import TrainingMode
 from gradwatch.engine.diagnosis import Diagnosis
+from gradwatch.engine.interventions.active_intervention import ActiveIntervention
 from gradwatch.engine.interventions.gates import GateDecision, Gates
-from gradwatch.engine.interventions.gradient_hooks import GradientHooks, HookedAction
+from gradwatch.engine.interventions.gradient_hooks import GradientHooks, HookAction
 from gradwatch.engine.interventions.signal_hooks import SignalHooks
-from gradwatch.engine.interventions.step_effect import AppliedFactors, ChangeCounts, StepEffect
+from gradwatch.engine.interventions.step_effect import AppliedFactors, StepEffect
 from gradwatch.engine.interventions.step_gradients import DeviceSlots, StepGradients, norms_in, slots_on_device
-from gradwatch.engine.interventions.step_plan import (
-    ActiveIntervention,
-    StepPlan,
-    acts_in_hooks,
-    before_hooks,
-    described,
-    make_plan,
-    scope_of,
-)
+from gradwatch.engine.interventions.step_plan import StepPlan, described, make_plan, scope_of
 from gradwatch.engine.pending_actions import PendingActions
-from gradwatch.interventions import ActionState, Editing, Gate, Intervention, Scaling
+from gradwatch.interventions import Editing, Gate, Intervention, Scaling, StopCondition
 from gradwatch.measure.device_buffer import HostCopy, Indices
 from gradwatch.measure.devices import moved
 from gradwatch.measure.gradient_reader import GradientReader
@@ -61,17 +54,14 @@ class InterventionRuntime:
         for one in interventions:
             if not one.chosen(layers) and layers:
                 raise NoSuchLayer(f"interventions: {one}: its patterns leave no layer; there is {short_list(layers)}")
-        self._all = tuple(
-            ActiveIntervention(number, one, ChangeCounts(str(one), dry=one.settings.dry_run))
-            for number, one in enumerate(interventions)
-        )
+        self._all = tuple(ActiveIntervention(number, one) for number, one in enumerate(interventions))
         self.active = list(self._all)
         """The interventions that act at the steps and have not failed."""
         self.given = bool(self._all)
         """Whether the user passed any, including `Stop`, which does nothing at the steps."""
         self._diagnosis = diagnosis
         diagnosis.intervention_summaries = self.summaries
-        self.gates = Gates(interventions, diagnosis, end)
+        self.gates = Gates(diagnosis, end)
         self._layout: Layout | None = None
         self._plans: dict[int, StepPlan] = {}
         self._slots: tuple[Indices, DeviceSlots] | None = None
@@ -111,20 +101,16 @@ class InterventionRuntime:
         layers = layout.names(layout.layers)
         for active in self.active:
             names = active.intervention.chosen(layers)
-            if active.intervention.settings.on == "signal":
+            if active.on_signals:
                 self.signal_hooks.choose_layers(active, names, reader, log=not mode.rank)
                 continue
             chosen = [layout.index[name] for name in names]
             active.indices = np.flatnonzero(np.isin(layout.owners, chosen)).astype(np.intp)
             everything = len(active.indices) == len(layout.parameters)
             active.device_indices = None if everything else moved(torch.from_numpy(active.indices), device)
-            memory = active.action.memory if active.action else None
-            active.action = active.intervention.begin(scope_of(layout, active.indices, device))
-            _restore_memory(active, memory)
-            active.hooked = acts_in_hooks(active, sharded=reader.shards is not None)
-        actions = {active.number: active.action for active in self._all if active.action is not None}
-        at_steps = self.gates.open(reader.model, actions, log=not mode.rank)
-        self.active = [active for active in self.active if active.sites is not None or active.number in at_steps]
+            active.begin(scope_of(layout, active.indices, device), sharded=reader.shards is not None)
+        self.gates.open(reader.model, self._all, log=not mode.rank)
+        self.active = [active for active in self.active if not isinstance(active.action, StopCondition)]
         self._attach(reader, device)
         self.signal_hooks.open(self.active, reader)
         parts = (described(self.active, mode, sharded=reader.shards is not None), self.gates.described())
@@ -160,8 +146,8 @@ class InterventionRuntime:
         reader.latest = None
         self.gates.skipped_step.begin(optimizer)
         self.pending, self._last[id(optimizer)] = False, step
-        for number, error in (*(self.gradient_hooks.errors if self.gradient_hooks else ()), *self.signal_hooks.errors):
-            self._drop(self._all[number], error)
+        for active, error in (*(self.gradient_hooks.errors if self.gradient_hooks else ()), *self.signal_hooks.errors):
+            self._drop(active, error)
         if self.active and reader.layout is not self._layout:
             self.open(reader)
         if not self.active:
@@ -179,9 +165,8 @@ class InterventionRuntime:
         for active, present, (indices, within) in zip(tuple(self.active), plan.present, plan.applied, strict=True):
             if not len(indices):
                 continue
-            dry = active.intervention.settings.dry_run
             if active.hooked:
-                applied.append(AppliedFactors(active.number, indices, None, dry, done=True))
+                applied.append(AppliedFactors(active, indices, None))
                 done = self.gradient_hooks.factors[active.number].to(norms.dtype)
                 done = done if active.device_indices is None else done[active.device_indices]
                 sent[str(active.number)] = done if within is None else done[within]
@@ -196,7 +181,7 @@ class InterventionRuntime:
                     )
                 elif isinstance(active.action, Gate):
                     decision = self.gates.decide(
-                        active.number,
+                        active,
                         gradients.norms_of(active),
                         present,
                         step,
@@ -208,9 +193,9 @@ class InterventionRuntime:
                     decisions.append(decision)
                     if decision.skips:  # no gradient is left, and what was done to them has no effect
                         self.gradient_hooks.used(parameters.indices, step + 1)
-                        applied = [one for one in applied if one.signals]
-                        sent = {str(one.number): sent[str(one.number)] for one in applied}
-                        return StepEffect(applied, HostCopy(sent) if sent else None, decisions)
+                        applied = [one for one in applied if one.active.on_signals]
+                        sent = {str(one.active.number): sent[str(one.active.number)] for one in applied}
+                        return StepEffect(applied, HostCopy(sent), decisions)
                     continue
                 else:
                     continue
@@ -218,20 +203,20 @@ class InterventionRuntime:
                 self._drop(active, error)
                 continue
             alike = factors if isinstance(factors, float) else None
-            applied.append(AppliedFactors(active.number, indices, alike, dry))
+            applied.append(AppliedFactors(active, indices, alike))
             if isinstance(factors, Tensor):
                 sent[str(active.number)] = factors if within is None else factors[within]
-            if not dry and not isinstance(active.action, Editing):
+            if not active.dry and not isinstance(active.action, Editing):
                 gradients.multiply(active, indices, factors)
         gradients.apply_factors()
-        parameters.mark_again()
+        parameters.mark()
         self.gates.batchnorm.save()
-        if any(one.done and not one.dry for one in applied):
-            sent["before"] = before_hooks(self.gradient_hooks, self.active, norms, ranks=self._mode.ranks)
+        if any(one.active.hooked and not one.active.dry for one in applied):
+            sent["before"] = self.gradient_hooks.norms_before(self.active, norms, ranks=self._mode.ranks)
         if gradients.edited:
             sent["after"] = gradients.norms
         self.gradient_hooks.used(parameters.indices, step + 1)
-        return StepEffect(applied, HostCopy(sent) if sent else None, decisions)
+        return StepEffect(applied, HostCopy(sent), decisions)
 
     def scaled(self, scale: Callable[[], Tensor | None]) -> None:
         """A backward pass begins; `scale` gives the loss scale that will be in its gradients, 0-d."""
@@ -275,24 +260,16 @@ class InterventionRuntime:
     def landed(self, effect: StepEffect, layout: Layout) -> None:
         """Count the factors of a step, which are on the host now."""
         for one in effect.applied:
-            self._all[one.number].counts.add(layout, one.indices, effect.factors(one), signals=one.signals)
+            one.active.counts.add(layout, one.indices, effect.factors(one), signals=one.active.on_signals)
         self.gates.landed(effect.decisions)
 
     def summaries(self) -> tuple[str, ...]:
         """What each intervention has done so far, in words, for the verdict."""
-        return tuple(self.gates.summary(active.number) or str(active.counts) for active in self._all)
+        return tuple(active.summary() for active in self._all)
 
     def state_dict(self) -> list[dict[str, Any]]:
         """The counts and the memories of the actions: one entry for each intervention, of tensors, numbers and text."""
-        memories = [active.action.memory if active.action else None for active in self._all]
-        return [
-            {
-                "counts": active.counts.state_dict(),
-                "gate": self.gates.state_dict(active.number),
-                "memory": memory.state_dict() if memory else None,
-            }
-            for active, memory in zip(self._all, memories, strict=True)
-        ]
+        return [active.state_dict() for active in self._all]
 
     def load_state_dict(self, state: Sequence[Mapping[str, Any]]) -> None:
         """Raises ValueError for a state that does not fit, and changes nothing."""
@@ -312,17 +289,16 @@ class InterventionRuntime:
     def _attach(self, reader: GradientReader, device: torch.device) -> None:
         """Attach the hooks of the parameters on which interventions act in hooks."""
         assert self.gradient_hooks is not None
-        actions: dict[int, list[HookedAction]] = {}
+        actions: dict[int, list[HookAction]] = {}
         for active in self.active:
             for index in active.indices.tolist() if active.hooked else ():
                 one = np.array([index], dtype=np.intp)
                 action = active.intervention.begin(scope_of(reader.layout, one, device))
                 assert isinstance(action, Scaling | Editing)
-                hooked = HookedAction(active.number, action, active.intervention.settings.dry_run)
-                actions.setdefault(index, []).append(hooked)
-        for index, hooked_actions in actions.items():
+                actions.setdefault(index, []).append((active, action))
+        for index, of_parameter in actions.items():
             if not is_lazy(reader.parameters[index]):
-                self.gradient_hooks.attach(index, reader.parameters[index], hooked_actions)
+                self.gradient_hooks.attach(index, reader.parameters[index], of_parameter)
 
     def _norms(self, reader: GradientReader, slots: Indices) -> Tensor:
         """The norms of all gradients; their slots are sent to the device when they are others than at the last step."""
@@ -340,24 +316,12 @@ class InterventionRuntime:
         if self.gradient_hooks is not None and not self.active:
             self.gradient_hooks.hooks.remove()
         where = self._mode.rank_text
-        if where and not active.hooked and active.sites is None:  # those act before ranks take their mean
+        if where and not active.hooked and not active.on_signals:  # those act before ranks take their mean
             where += " (ranks on which it still acts get other weights than this one)"
-        self._diagnosis.drop("intervention", f"{active.intervention}{where}", error)
+        self._diagnosis.drop("intervention", f"{active}{where}", error)
 
     def _load(self, state: Sequence[Mapping[str, Any]]) -> None:
         if len(state) != len(self._all):
             raise ValueError(f"the state is of {len(state)} interventions, there are {len(self._all)}")
         for active, saved in zip(self._all, state, strict=True):
-            active.counts.load_state_dict(saved["counts"])
-            self.gates.load_state_dict(active.number, saved["gate"])
-            active.waiting = saved["memory"]
-            if active.action:
-                _restore_memory(active, None)
-
-
-def _restore_memory(active: ActiveIntervention, before: ActionState | None) -> None:
-    """Load into a new action the memory from a loaded state, or from `before`, the memory of the action it replaces."""
-    memory = active.action.memory if active.action else None
-    state, active.waiting = active.waiting or (before.state_dict() if before else None), None
-    if memory is not None and state is not None:
-        memory.load_state_dict(state)
+            active.load_state_dict(saved)

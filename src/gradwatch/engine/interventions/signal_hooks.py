@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from gradwatch.core.alert import short_list
 from gradwatch.engine.diagnosis import Diagnosis
-from gradwatch.engine.interventions.gradient_hooks import HookedAction, apply_action, keep_most_changed, norm_of
+from gradwatch.engine.interventions.active_intervention import ActiveIntervention, CannotAct
+from gradwatch.engine.interventions.gradient_hooks import HookAction, apply_action, keep_most_changed, norm_of
 from gradwatch.engine.interventions.step_effect import AppliedFactors
-from gradwatch.engine.interventions.step_plan import ActiveIntervention, CannotAct
 from gradwatch.hooks.hook_set import HookCosts, HookSet, OutputHook, is_capturing
 from gradwatch.interventions import Editing, ParameterScope, Scaling
 from gradwatch.measure.devices import moved
@@ -33,11 +33,11 @@ class SignalHooks:
         the hooks stay attached.
         """
         self._alive, self._batches = alive, batches
-        self.errors: list[tuple[int, Exception]] = []
-        """Number of the intervention, and what its hook raised."""
+        self.errors: list[tuple[ActiveIntervention, Exception]] = []
+        """What the hooks have raised."""
         self._numbers, self._diagnosis = numbers, diagnosis
         self._hooks, self._costs = HookSet(), HookCosts()
-        self._layers: dict[int, tuple[nn.Module, list[HookedAction]]] = {}
+        self._layers: dict[int, tuple[nn.Module, list[HookAction]]] = {}
         """Site -> the layer, and the actions on its signals in order."""
         self._factors = torch.ones((numbers, 0), dtype=torch.float32)
         """Factor by which each intervention changed the norm of a site's signal, the farthest from 1 of all calls."""
@@ -57,7 +57,7 @@ class SignalHooks:
         if out and active.number not in self._unreachable:
             self._unreachable.add(active.number)
             why = "compiled regions and ScriptModules call no hooks of the modules inside"
-            note = f"{active.intervention} does not act on the signals of {short_list(out)}: {why}"
+            note = f"{active} does not act on the signals of {short_list(out)}: {why}"
             self._diagnosis.note(note, log=log)
         active.sites = np.array([reader.layout.index[name] for name in names if name not in out], dtype=np.intp)
 
@@ -68,15 +68,14 @@ class SignalHooks:
         """
         device = reader.buffer.device
         layers = {reader.layout.index[layer.name]: layer for layer in reader.layers}
-        actions: dict[int, tuple[nn.Module, list[HookedAction]]] = {}
+        actions: dict[int, tuple[nn.Module, list[HookAction]]] = {}
         for active in interventions:
-            for site in active.sites.tolist() if active.sites is not None else ():
-                layer, settings = layers[site], active.intervention.settings
+            for site in active.sites.tolist():
+                layer = layers[site]
                 action = active.intervention.begin(ParameterScope((layer.name,), (layer.name,), (0,), device))
                 if not isinstance(action, Scaling | Editing) or action.memory is not None:
-                    raise CannotAct(f"interventions: {active.intervention} cannot act on='signal'; expected 'gradient'")
-                hooked = HookedAction(active.number, action, settings.dry_run)
-                actions.setdefault(site, (layer.module, []))[1].append(hooked)
+                    raise CannotAct(f"interventions: {active} cannot act on='signal'; expected 'gradient'")
+                actions.setdefault(site, (layer.module, []))[1].append((active, action))
         factors = torch.ones((self._numbers, len(reader.layout)), dtype=torch.float32, device=device)
         known = {module: site for site, (module, _) in self._layers.items()}
         for site, (module, _) in actions.items():
@@ -124,18 +123,17 @@ class SignalHooks:
         if not self._layers:
             return applied, factors
         for active in interventions:
-            if active.sites is not None and len(active.sites):
+            if len(active.sites):
                 device_indices = moved(torch.from_numpy(active.sites), self._factors.device)
                 factors[str(active.number)] = self._factors[active.number][device_indices]
-                dry = active.intervention.settings.dry_run
-                applied.append(AppliedFactors(active.number, active.sites, None, dry, signals=True))
+                applied.append(AppliedFactors(active, active.sites, None))
         self.errors.clear()
         self._costs.errors.clear()
         self._costs.collect()
         self._factors.fill_(1.0)
         return applied, factors
 
-    def _hook(self, site: int, actions: Sequence[HookedAction]) -> Callable[[Tensor | None], Tensor | None]:
+    def _hook(self, site: int, actions: Sequence[HookAction]) -> Callable[[Tensor | None], Tensor | None]:
         this, device = weakref.ref(self), self._factors.device
         present = torch.ones(1, dtype=torch.bool, device=device)
 
@@ -145,20 +143,18 @@ class SignalHooks:
             if signal is None or owner is None or torch.is_grad_enabled() or not owner._alive() or is_capturing():
                 return None
             new, norm = signal, None
-            for hooked in actions:
+            for active, action in actions:
                 try:
                     if norm is None:
                         norm = moved(norm_of(signal), device).reshape(1)
                         norm = norm if owner._scale is None else norm / moved(owner._scale, device)
-                    other, factor, after = apply_action(
-                        hooked.action, new, norm, present, new, owner._scale, owner.step
-                    )
+                    other, factor, after = apply_action(action, new, norm, present, new, owner._scale, owner.step)
                     if not isinstance(factor, float) or factor != 1.0:  # NaN where none leads to the new norm
-                        keep_most_changed(owner._factors[hooked.number, site], factor, first=False)
-                    if not hooked.dry:
+                        keep_most_changed(owner._factors[active.number, site], factor, first=False)
+                    if not active.dry:
                         new, norm = other, after
                 except Exception as error:  # raised here, it would end the user's backward pass
-                    owner.errors.append((hooked.number, error))
+                    owner.errors.append((active, error))
             return None if new is signal else new
 
         return act

@@ -8,10 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gradwatch.engine.interventions.active_intervention import ActiveIntervention
 from gradwatch.engine.interventions.gradient_hooks import norm_of, norm_ratio, norms_of
 from gradwatch.engine.interventions.multiply import multiply as multiply_gradients
 from gradwatch.engine.interventions.multiply import multiply_each, sharing_memory
-from gradwatch.engine.interventions.step_plan import ActiveIntervention, StepPlan
+from gradwatch.engine.interventions.step_plan import StepPlan
 from gradwatch.interventions import Editing, Scaling
 from gradwatch.measure.device_buffer import EDITED, Indices, host_view
 from gradwatch.measure.devices import moved, widest_type
@@ -88,7 +89,7 @@ class StepGradients:
     def edit(self, active: ActiveIntervention, action: Editing, present: Tensor) -> Tensor:
         """Edit the gradients one by one; the factors by which their norms changed, shape [n]; see `norm_ratio`."""
         self.apply_factors()
-        reader, before, dry = self._reader, self.norms_of(active), active.intervention.settings.dry_run
+        reader, before, dry = self._reader, self.norms_of(active), active.dry
         norms, edited = (reader.buffer[row] for row in EDITED)
         slots = np.full(len(reader.parameters), -1, dtype=np.intp)
         one_by_one: list[int] = active.indices.tolist()
@@ -181,7 +182,8 @@ class StepGradients:
         """Edit the gradient of the parameter at `index`; for a shard, the part that this rank has.
 
         An action that needs whole rows gets all of a gradient of which this rank has none: the ranks exchange it.
-        `dry`: write nothing. Returns the new gradient and whether it differs, bool, 0-d; None without a gradient.
+        The new one is written to the memory of the gradient, unless other tensors share that; with `dry` nowhere.
+        Returns it and whether it differs, bool, 0-d; None without a gradient.
         Raises ValueError where the gradient is a sum over ranks that has not been taken yet.
         """
         member = self._plan.member_of.get(index)
@@ -197,18 +199,12 @@ class StepGradients:
         else:
             new, differs = action.edit(local, stored_part(parameter.detach()), scale, step)
         if not dry:
-            self._replace(index, new if self.intact is None else torch.where(self.intact, new, local))
+            used = new if self.intact is None else torch.where(self.intact, new, local)
+            if parameter.grad.layout is not torch.strided or member in self._in_shared_memory():
+                parameter.grad = used
+            else:
+                local.copy_(used)
         return new, differs
-
-    def _replace(self, index: int, new: Tensor) -> None:
-        """Replace a gradient by `new`: in its own memory, unless other tensors share that."""
-        member = self._plan.member_of[index]
-        parameter = self._optimizer_parameters.parameters[member]
-        assert parameter.grad is not None
-        if parameter.grad.layout is not torch.strided or member in self._in_shared_memory():
-            parameter.grad = new
-        else:
-            stored_part(parameter.grad).copy_(new)
 
     def _in_shared_memory(self) -> set[int]:
         """The members whose gradients must not be written to; found out once a step."""

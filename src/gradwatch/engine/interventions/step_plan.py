@@ -2,44 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from gradwatch.core.guard import UserFacingError
 from gradwatch.core.record import Layout
 from gradwatch.core.training_loop import TrainingMode
-from gradwatch.engine.interventions.gradient_hooks import GradientHooks
+from gradwatch.engine.interventions.active_intervention import ActiveIntervention
 from gradwatch.engine.interventions.multiply import CpuScalars
-from gradwatch.engine.interventions.step_effect import ChangeCounts
-from gradwatch.interventions import Action, Gate, Intervention, ParameterScope, Scaling
+from gradwatch.interventions import ParameterScope, Scaling
 from gradwatch.measure.device_buffer import Indices
 from gradwatch.measure.devices import moved
 from gradwatch.measure.optimizer_parameters import OptimizerParameters
-
-
-@dataclass(slots=True, eq=False)
-class ActiveIntervention:
-    """One intervention in this run."""
-
-    number: int
-    intervention: Intervention
-    counts: ChangeCounts
-    action: Action | None = None
-    waiting: Mapping[str, Any] | None = None
-    """A memory that was loaded before the action was created."""
-    indices: Indices = field(default_factory=lambda: np.zeros(0, dtype=np.intp))
-    """The parameters that it acts on, as positions in the layout's `parameters`."""
-    device_indices: Tensor | None = None
-    """The same on the device; None for all parameters."""
-    hooked: bool = False
-    """Whether it acts in hooks, not at the step."""
-    sites: Indices | None = None
-    """The layers on whose signals it acts; then it has no `indices`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,63 +66,12 @@ def make_plan(
     return StepPlan(optimizer_parameters.absent, present, applied, groups, members, member_of, CpuScalars(len(groups)))
 
 
-class CannotAct(UserFacingError, ValueError):  # noqa: N818 (the base says what it is)
-    """An intervention cannot act where the user asked for it; raised at fit start."""
-
-
-def acts_in_hooks(active: ActiveIntervention, *, sharded: bool) -> bool:
-    """Whether `active` acts in hooks: only if the user asked for it; "auto" means at the step.
-
-    Acting on gradients as they are made differs from acting on what the optimizer uses if a second backward pass, a
-    checkpointed shared segment or a callback that edits gradients comes later (in 4 of 34 ways to train). Hooks also
-    take longer: scaling 102 tensors takes 7 % of a step at the step and 57 % in hooks (measured on a CPU).
-
-    Raises CannotAct for an action that cannot run in a hook.
-    """
-    action, settings = active.action, active.intervention.settings
-    if settings.at != "hook" or settings.on == "signal" or sharded:  # the hooks of shards are never called
-        return False
-    why = ""
-    if isinstance(action, Scaling) and not action.constant and len(set(action.groups)) < len(action.groups):
-        why = "needs the gradients of several parameters at once, and a hook has one"
-    elif isinstance(action, Gate):
-        why = "decides whether a step happens"
-    elif action is not None and action.memory is not None:
-        why = "remembers the gradients that were used, which a hook does not see"
-    if why:
-        raise CannotAct(f"interventions: {active.intervention}, at='hook': it {why}; expected at='step' or 'auto'")
-    return True
-
-
-def before_hooks(
-    hooks: GradientHooks, interventions: Sequence[ActiveIntervention], norms: Tensor, *, ranks: int
-) -> Tensor:
-    """The norms of the gradients before hooks acted on them, shape [parameters]; NaN where unknown.
-
-    `norms`: those of now. What a hook was given is the whole gradient if it ran once, on one process. Otherwise
-    the norm before a constant factor follows by division.
-    """
-    acting = [active for active in interventions if active.hooked and not active.intervention.settings.dry_run]
-    product = torch.ones_like(norms)
-    known = np.ones(len(norms), dtype=bool)
-    for active in acting:
-        product = product * hooks.factors[active.number].to(norms.dtype)
-        known[active.indices] &= isinstance(active.action, Scaling) and active.action.constant
-    once = np.array(hooks.calls) == 1 if ranks == 1 else np.zeros(len(norms), dtype=bool)
-    given = hooks.before.to(norms.dtype)
-    if hooks.scale is not None:
-        given = given / moved(hooks.scale, given.device)
-    seen, divided = (moved(torch.from_numpy(mask), norms.device) for mask in (once, known))
-    quotient = torch.where(divided & (product != 0), norms / product, torch.nan)
-    return torch.where(seen, given, quotient)
-
-
 def described(interventions: Sequence[ActiveIntervention], mode: TrainingMode, *, sharded: bool) -> str:
     """What acts where, in words, for the start-up line."""
     names: dict[str, list[str]] = {"hook": [], "step": [], "signal": []}
     for active in interventions:
-        where = "signal" if active.sites is not None else "hook" if active.hooked else "step"
-        names[where].append(str(active.intervention) + " (dry run)" * active.intervention.settings.dry_run)
+        where = "signal" if active.on_signals else "hook" if active.hooked else "step"
+        names[where].append(f"{active}{' (dry run)' * active.dry}")
     parts = []
     if hooked := names["hook"]:
         each = ["micro-batch"] * (mode.accumulate > 1) + ["rank"] * (mode.ranks > 1)

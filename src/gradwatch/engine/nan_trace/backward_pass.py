@@ -1,90 +1,62 @@
-"""Checks one backward pass node by node: which node first made a gradient not finite that reached a parameter."""
+"""Runs one backward pass and looks at each node: which first made a gradient not finite that reached a parameter."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gradwatch.engine.nan_trace.call_recorder import TorchCall
 from gradwatch.engine.nan_trace.values import dtype_of, finiteness_of, worst_finiteness
 from gradwatch.hooks.graph_release import LEAF, release_in_a_loop
 from gradwatch.hooks.hook_set import HookSet
 
 
-@dataclass(slots=True)
-class _NodeGradients:
-    """Whether the gradients of a node were not finite: any that it received, and each that it returned."""
+def first_nonfinite_node(
+    loss: Tensor, factor: float, calls: Mapping[Any, TorchCall]
+) -> tuple[str, list[TorchCall | None], str] | None:
+    """Run the backward pass of `loss`, 0-d, times `factor`, and find the first node that made a gradient not finite
+    which reached a parameter; None without one.
 
-    nonfinite_in: bool = False
-    nonfinite_out: tuple[bool, ...] = ()
-    dtype: str = ""
+    `calls`: node -> the call that created it. Returns the name of the node; the calls that created it and the nodes
+    that its gradient reached, the nearest first; and the dtype of what the node received.
+    """
+    returned: dict[Any, tuple[bool, ...]] = {}
+    """Node -> whether each gradient that it returned is not finite."""
+    suspects: list[tuple[Any, str]] = []
+    """The nodes that received finite gradients and returned others, and the dtype of what they received."""
 
+    def on_node(node: Any, grad_inputs: Sequence[Tensor | None], grad_outputs: Sequence[Tensor | None]) -> None:
+        received = [tensor for tensor in grad_outputs if tensor is not None]
+        returned[node] = bad = tuple(tensor is not None and bool(finiteness_of(tensor)) for tensor in grad_inputs)
+        if any(bad) and not worst_finiteness(received):
+            suspects.append((node, dtype_of(received)))
 
-class BackwardTrace:
-    """A backward pass from a loss with a hook on every node. `close` it afterwards."""
-
-    def __init__(self, loss: Tensor) -> None:
-        """`loss`: 0-d, with its graph."""
-        self._hooks = HookSet()
-        self._nodes: list[Any] = []
-        self._numbers: dict[Any, int] = {}
-        self._gradients: dict[int, _NodeGradients] = {}
-        self._bad: list[int] = []
-        release_in_a_loop(loss.grad_fn)
+    release_in_a_loop(loss.grad_fn)
+    with HookSet() as hooks:
+        hooked: set[Any] = set()
         waiting: list[Any] = [loss.grad_fn]
         while waiting:
             node = waiting.pop()
-            if node is None or node in self._numbers:
-                continue
-            number = self._numbers[node] = len(self._nodes)
-            self._nodes.append(node)
-            # the hook has the node's number: one that held the node would keep the graph alive
-            self._hooks.add(node.register_hook(partial(self._on_node, number)))
-            waiting += [before for before, _ in node.next_functions]
-
-    def run(self, loss: Tensor, factor: float) -> tuple[list[Any], str] | None:
-        """Run the backward pass of `loss` times `factor`. Returns the first node that made a gradient not finite,
-        followed by the nodes that this gradient reached, the nearest first; and the dtype of what the node received.
-        """
+            if node is not None and node not in hooked:
+                hooked.add(node)
+                hooks.add(node.register_hook(partial(on_node, node)))
+                waiting += [before for before, _ in node.next_functions]
         with torch.enable_grad():
             (loss * factor).backward()
-        for number in self._bad:
-            gradients = self._gradients[number]
-            if not gradients.nonfinite_in and (reached := self._reached(number)):
-                return [self._nodes[at] for at in reached], gradients.dtype
-        return None
-
-    def close(self) -> None:
-        """Remove the hooks and drop the graph."""
-        self._hooks.remove()
-        self._nodes.clear()
-        self._numbers.clear()
-
-    def _on_node(
-        self, number: int, grad_inputs: Sequence[Tensor | None], grad_outputs: Sequence[Tensor | None]
-    ) -> None:
-        received = [tensor for tensor in grad_outputs if tensor is not None]
-        bad = tuple(tensor is not None and bool(finiteness_of(tensor)) for tensor in grad_inputs)
-        self._gradients[number] = _NodeGradients(bool(worst_finiteness(received)), bad, dtype_of(received))
-        if any(bad):
-            self._bad.append(number)
-
-    def _reached(self, number: int) -> list[int]:
-        """The nodes that a gradient which is not finite reached from this one, itself first; none where it reached no
-        parameter.
-        """
-        reached, seen, at_parameter = [number], {number}, False
+    for node, dtype in suspects:
+        reached, at_parameter = [node], False
+        seen = {node}
         for at in reached:
-            gradients = self._gradients.get(at, _NodeGradients())
-            for (before, _), bad in zip(self._nodes[at].next_functions, gradients.nonfinite_out, strict=False):
-                if not bad or before is None:
-                    continue
-                at_parameter |= before.name().endswith(LEAF)
-                if self._numbers[before] not in seen:
-                    seen.add(self._numbers[before])
-                    reached.append(self._numbers[before])
-        return reached if at_parameter else []
+            for (before, _), bad in zip(at.next_functions, returned.get(at, ()), strict=False):
+                if bad and before is not None:
+                    at_parameter |= before.name().endswith(LEAF)
+                    if before not in seen:
+                        seen.add(before)
+                        reached.append(before)
+        if at_parameter:
+            return node.name().rpartition("::")[2], [calls.get(at) for at in reached], dtype
+    return None

@@ -80,15 +80,6 @@ class NonfiniteOutput:
     """The outputs, held so that no other tensor gets their address in memory."""
 
 
-@dataclass(slots=True)
-class ModuleRun:
-    """One call of a module."""
-
-    module: str
-    inputs: Finiteness
-    outputs: Finiteness = Finiteness.FINITE
-
-
 class CallRecorder(TorchFunctionMode):
     """A context manager that records calls of torch functions; `close` it afterwards. Waits for the device at each."""
 
@@ -96,13 +87,14 @@ class CallRecorder(TorchFunctionMode):
         """`model` runs inside the context, on `data`."""
         super().__init__()
         self.nonfinite_outputs: list[NonfiniteOutput] = []
-        self.module_runs: list[ModuleRun] = []
+        self.nonfinite_modules: list[str] = []
+        """Modules whose inputs were finite and whose outputs were not, in the order in which they finished."""
         self.layers: list[str] = []
         """Layers in the order in which they finished."""
         self._names: dict[int, str] = {}
         self._nonfinite: dict[int, NonfiniteOutput | str] = {}
-        self._stack = [ModuleRun("", Finiteness.FINITE)]
-        """Those that have begun, the innermost last."""
+        self._stack = [("", Finiteness.FINITE)]
+        """The modules that have begun, the innermost last, with the state of their inputs."""
         self.calls: dict[Any, TorchCall] = {}
         """Node of the autograd graph -> the call that created it."""
         self._hooks = HookSet()
@@ -157,14 +149,14 @@ class CallRecorder(TorchFunctionMode):
             self._names.setdefault(address, name)
 
     def _enter(self, name: str, module: nn.Module, args: object) -> None:
-        self._stack.append(ModuleRun(name, worst_finiteness(tensors_in(args))))
-        self.module_runs.append(self._stack[-1])
+        self._stack.append((name, worst_finiteness(tensors_in(args))))
 
     def _leave(self, owns: bool, module: nn.Module, args: object, output: object) -> None:
-        run = self._stack.pop()
-        run.outputs = worst_finiteness(tensors_in(output))
+        name, inputs = self._stack.pop()
+        if not inputs and worst_finiteness(tensors_in(output)):
+            self.nonfinite_modules.append(name)
         if owns:
-            self.layers.append(run.module)
+            self.layers.append(name)
 
     def _record(
         self,
@@ -177,7 +169,7 @@ class CallRecorder(TorchFunctionMode):
         """`edited`: by id, the tensors that the call has changed in place, with their finiteness before it if known."""
         arguments = list(_flattened(args))[:MAX_ARGUMENTS]
         after = self.layers[-1] if self.layers else ""
-        call = TorchCall(name, self._stack[-1].module, after, len(self.layers), _user_line())
+        call = TorchCall(name, self._stack[-1][0], after, len(self.layers), _user_line())
         if base(name) in SINGULAR:
             call.singular = tuple((arg, arg._version if isinstance(arg, Tensor) else 0) for arg in arguments)
         for tensor in outputs:

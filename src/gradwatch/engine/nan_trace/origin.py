@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gradwatch.core.history import NonfiniteOrigin
-from gradwatch.engine.nan_trace.backward_pass import BackwardTrace
+from gradwatch.engine.nan_trace.backward_pass import first_nonfinite_node
 from gradwatch.engine.nan_trace.call_recorder import CallRecorder, NonfiniteOutput, TorchCall
 from gradwatch.engine.nan_trace.operations import Explanation, InputSummary, backward, constant, forward
 from gradwatch.engine.nan_trace.values import Finiteness, finiteness_of, input_summary, nonfinite_examples
@@ -36,19 +36,8 @@ def find_origin(recorder: CallRecorder, loss: Tensor, factor: float, data: objec
     """
     if finiteness_of(loss):
         return _forward_origin(recorder, _first_causes(recorder.source(loss)), data) or _module_origin(recorder)
-    if loss.grad_fn is None:
-        return None
-    trace = BackwardTrace(loss)
-    try:
-        found = trace.run(loss, factor)
-        if found is None:
-            return None
-        (node, *rest), dtype = found
-        name, calls = node.name().rpartition("::")[2], [recorder.calls.get(at) for at in (node, *rest)]
-        del node, rest, found
-        return _backward_origin(recorder, name, calls, dtype, data)
-    finally:
-        trace.close()
+    found = None if loss.grad_fn is None else first_nonfinite_node(loss, factor, recorder.calls)
+    return None if found is None else _backward_origin(recorder, *found, data)
 
 
 def origin_in_batch(data: object) -> NonfiniteOrigin | None:
@@ -156,13 +145,11 @@ def _batch_origin(part: str, data: object) -> NonfiniteOrigin | None:
 
 def _module_origin(recorder: CallRecorder) -> NonfiniteOrigin | None:
     """The first module with finite inputs and an output that is not finite, where no recorded call explains it."""
-    bad = [run.module for run in recorder.module_runs if not run.inputs and run.outputs]
-    for index, name in enumerate(bad):
-        inner = any(not name or other.startswith(f"{name}.") for other in bad[index + 1 :])
-        if name and not inner:
-            message = f"run again, {name} is the first module whose input is finite and whose output is not."
-            return NonfiniteOrigin("forward", message, f"an epsilon or a clamp in module {name}.", name, True)
-    return None
+    name = next(filter(None, recorder.nonfinite_modules), "")
+    if not name:
+        return None
+    message = f"run again, {name} is the first module whose input is finite and whose output is not."
+    return NonfiniteOrigin("forward", message, f"an epsilon or a clamp in module {name}.", name, True)
 
 
 # ---- backward
@@ -171,9 +158,7 @@ def _module_origin(recorder: CallRecorder) -> NonfiniteOrigin | None:
 def _backward_origin(
     recorder: CallRecorder, node: str, calls: Sequence[TorchCall | None], dtype: str, data: object
 ) -> NonfiniteOrigin | None:
-    """The origin at `node`. `calls`: those that created this node and the nodes that its gradient reached, the nearest
-    first.
-    """
+    """The origin at `node`; `calls`, `dtype`: as of `first_nonfinite_node`."""
     call = calls[0]
     if call is None:
         return None
@@ -191,9 +176,8 @@ def _backward_origin(
             f"the loss is finite; run again, the forward pass computes {root.state.word} "
             f"{_where(recorder, root.call)}, because {explanation.what}, {MASKS}."
         )
-        return _call_origin(
-            "backward", recorder, root.call, message, Explanation(explanation.what, _inside(explanation.remedy)), near
-        )
+        remedy = f"torch.where on the input too, so that the masked values are finite; or {explanation.remedy}"
+        return _call_origin("backward", recorder, root.call, message, Explanation(explanation.what, remedy), near)
     facts: list[InputSummary] = []
     for value, version in call.singular:
         if not isinstance(value, Tensor) or value._version == version:
@@ -217,10 +201,6 @@ def _backward_origin(
     return _call_origin("backward", recorder, call, message, explanation, near)
 
 
-def _inside(remedy: str) -> str:
-    return f"torch.where on the input too, so that the masked values are finite; or {remedy}"
-
-
 # ---- messages
 
 
@@ -235,7 +215,7 @@ def _call_origin(
 
 def _layer_follows(recorder: CallRecorder, call: TorchCall) -> bool:
     """Whether a layer ran after the call."""
-    return bool(recorder.layers) and call.layers_before < len(recorder.layers)
+    return call.layers_before < len(recorder.layers)
 
 
 def _where(recorder: CallRecorder, call: TorchCall) -> str:

@@ -14,6 +14,9 @@ COMPARED = ("weight_norm", "grad_norm", "update_ratio")
 """Statistics that are compared, causes first: a step's weights come before its gradients, and those before its update.
 Signals and activations follow from these. Judgement."""
 
+NOT_LOGARITHMS = ("loss", "lr")
+"""Numbers of the whole step, which are no logarithms and have one column."""
+
 LOWEST, HIGHEST = -46.0, 39.0
 """log10 of what stands for zero and for what is not finite: just beyond what float32 can hold."""
 
@@ -23,10 +26,10 @@ class Side:
     """One statistic of one run."""
 
     keys: NDArray[np.int64]
-    """The optimizer step of each record, and which optimizer, as one number: see `key_of`. Shape [k], ascending."""
+    """The optimizer step of each record, and which optimizer, as one number. Shape [k], ascending."""
     steps: NDArray[np.int64]
     logs: Floats
-    """log10, NaN where it was not measured: shape [k, layers]."""
+    """log10, of what is `NOT_LOGARITHMS` the numbers; NaN where it was not measured: shape [k, layers]."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,11 +43,7 @@ class AlignedRuns:
     modules: tuple[str, ...]
     """Class name of each layer, in the first run."""
     sides: dict[str, tuple[Side, Side]]
-    """By statistic, where both have it."""
-    losses: tuple[Side, Side] | None
-    """The loss as it is, not as a logarithm: one column."""
-    rates: tuple[Side, Side] | None
-    """The learning rate, in the same way; records of before it was kept have none."""
+    """By statistic or number of the whole step, where both have it."""
 
 
 def align(a: RunArrays, b: RunArrays) -> AlignedRuns:
@@ -57,13 +56,13 @@ def align(a: RunArrays, b: RunArrays) -> AlignedRuns:
         for name in COMPARED
         if name in a.values and name in b.values
     }
+    sides |= {
+        name: (_side_of_steps(a, name), _side_of_steps(b, name))
+        for name in NOT_LOGARITHMS
+        if name in a.scalars and name in b.scalars
+    }
     modules = tuple(a.layout.sites[a.layout.index[name]].module for name in common)
-    return AlignedRuns(tuple(common), (only[0], only[1]), modules, sides, _scalars(a, b, "loss"), _scalars(a, b, "lr"))
-
-
-def key_of(steps: NDArray[np.int64], optimizers: NDArray[np.int64]) -> NDArray[np.int64]:
-    """One number for a record, which differs between optimizers that step at the same time."""
-    return steps * 256 + optimizers
+    return AlignedRuns(tuple(common), (only[0], only[1]), modules, sides)
 
 
 def _side(run: RunArrays, statistic: str, layers: list[str]) -> Side:
@@ -80,15 +79,12 @@ def _side(run: RunArrays, statistic: str, layers: list[str]) -> Side:
     return _sorted(series.steps, series.optimizers, logs)
 
 
-def _scalars(a: RunArrays, b: RunArrays, name: str) -> tuple[Side, Side] | None:
-    if name not in a.scalars or name not in b.scalars:
-        return None
-    series = [run.values["grad_norm"] for run in (a, b)]
-    sides = [_sorted(s.steps, s.optimizers, run.scalars[name][:, None]) for s, run in zip(series, (a, b), strict=True)]
-    return sides[0], sides[1]
+def _side_of_steps(run: RunArrays, name: str) -> Side:
+    series = run.values["grad_norm"]
+    return _sorted(series.steps, series.optimizers, run.scalars[name][:, None])
 
 
 def _sorted(steps: NDArray[np.int64], optimizers: NDArray[np.int64], numbers: Floats) -> Side:
-    keys = key_of(steps, optimizers)
+    keys = steps * 256 + optimizers
     order = np.argsort(keys, kind="stable")
     return Side(keys[order], steps[order], numbers[order])

@@ -169,7 +169,8 @@ def compare_runs(a: RunArrays, b: RunArrays) -> Comparison:
     edges = blocks_of(first, last)
     found: list[DivergencePoint] = []
     for name, (mine, other) in pair.sides.items():
-        found += divergence_points(name, (mine.steps, mine.logs), (other.steps, other.logs), edges)
+        if name in COMPARED:
+            found += divergence_points(name, (mine.steps, mine.logs), (other.steps, other.logs), edges)
     block = int(np.diff(edges)[0])
     found.sort(key=lambda point: point.step)
     # what came within a block of the first came with it: there, causes and strong ones are named first

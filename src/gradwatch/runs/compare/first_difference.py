@@ -8,14 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.core.record import Floats
-from gradwatch.runs.compare.aligned import LOWEST, AlignedRuns
+from gradwatch.runs.compare.aligned import LOWEST, NOT_LOGARITHMS, AlignedRuns
 
 ROUNDING_SHARE = 1e-5
 """Share by which a norm may differ and be the same: GradWatch's own precision (docs/performance.md), as the way a norm
 is measured depends on the machine's load."""
-
-NOT_LOGARITHMS = ("loss", "lr")
-"""Numbers of the whole step, which are no logarithms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +55,15 @@ class FirstDifference:
 
 
 def first_difference(pair: AlignedRuns) -> FirstDifference:
-    columns = [(name, *sides) for name, sides in pair.sides.items() if name != "update_ratio"]
-    for name, both in (("loss", pair.losses), ("lr", pair.rates)):
-        if both is not None:
-            columns.append((name, *both))
+    """`pair`: with gradient norms."""
     shared: dict[str, tuple[NDArray[np.int64], Floats, Floats]] = {}
-    for name, a, b in columns:
-        _, mine, other = np.intersect1d(a.keys, b.keys, return_indices=True)
-        shared[name] = a.steps[mine], a.logs[mine], b.logs[other]
+    for name, (a, b) in pair.sides.items():
+        if name != "update_ratio":
+            _, mine, other = np.intersect1d(a.keys, b.keys, return_indices=True)
+            shared[name] = a.steps[mine], a.logs[mine], b.logs[other]
     identical = all(np.array_equal(x, y, equal_nan=True) for _, x, y in shared.values())
-    steps = len(shared["grad_norm"][0]) if "grad_norm" in shared else 0
+    of_gradients, *_ = shared["grad_norm"]
+    steps = len(of_gradients)
     found = [
         (int(when[row[0]]), order, name)
         for order, (name, (when, x, y)) in enumerate(shared.items())
@@ -80,8 +76,7 @@ def first_difference(pair: AlignedRuns) -> FirstDifference:
     here = when == step
     apart = _differs(name, x, y)[here].any(axis=0)
     alike = ~apart & ~np.isnan(x[here] + y[here]).all(axis=0)  # a layer of another optimizer is not measured here
-    earlier = shared["grad_norm"][0] if "grad_norm" in shared else when
-    earlier = earlier[earlier < step]
+    earlier = of_gradients[of_gradients < step]
     layers = () if name in NOT_LOGARITHMS else tuple(int(place) for place in np.flatnonzero(apart))
     before = int(earlier[-1]) if len(earlier) else None
     fixed = np.zeros_like(apart)

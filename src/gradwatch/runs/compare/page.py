@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from gradwatch.core.alert import Severity
-from gradwatch.runs.compare.aligned import HIGHEST, LOWEST, key_of
+from gradwatch.core.record import MEASURED
+from gradwatch.runs.compare.aligned import HIGHEST
 from gradwatch.runs.compare.comparison import WORDS, Comparison, format_ratio, format_size
 from gradwatch.runs.pages import render
 from gradwatch.runs.report.heatmap import IncidentMark, heatmap
@@ -99,18 +100,12 @@ def _points(result: Comparison) -> list[dict[str, Any]]:
 
 def _layers(result: Comparison) -> list[dict[str, Any]]:
     """The total and each layer in both runs, and the step at which it diverges, if it does."""
-    trends = []
-    for run, side in zip(result.runs, result.pair.sides["grad_norm"], strict=True):
-        series = run.values["grad_norm"]
-        totals = dict(zip(key_of(series.steps, series.optimizers).tolist(), series.numbers[:, 0].tolist(), strict=True))
-        with np.errstate(over="ignore"):
-            numbers = np.where(side.logs >= HIGHEST, np.inf, np.where(side.logs <= LOWEST, 0.0, 10.0**side.logs))
-        total = np.array([totals[key] for key in side.keys.tolist()])[:, None]
-        course = Downsampling(numbers.shape[1] + 1)
-        measured = np.pad(~np.isnan(side.logs), ((0, 0), (1, 0)), constant_values=True)
-        course.extend(side.steps, np.hstack([total, numbers]), measured)
+    trends, layers = [], ("total", *result.pair.layers)
+    for run in result.runs:
+        series, places = run.values["grad_norm"], [0, *(run.layout.index[name] for name in result.pair.layers)]
+        course = Downsampling(len(places))
+        course.extend(series.steps, series.numbers[:, places].astype(np.float64), run.codes[:, places] == MEASURED)
         trends.append(course.extremes())
-    layers = ("total", *result.pair.layers)
     diverged = {point.layer + 1: point.step for point in result.divergence_points}
     return [
         {

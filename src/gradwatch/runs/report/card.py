@@ -32,10 +32,9 @@ def card(data: RunData, *, source: str) -> str:
     picture, marks = "", []
     if measured:
         picture = small_map(data, MAP_HEIGHT // 2)
-        first, span = course.axis[0], course.stride * len(course)
         for alert in loud[:MAX_MARKS]:
             if (begin := data.begin(alert)) is not None:
-                x = 24 + (WIDTH - 48) * min(1.0, max(0.0, (begin - first + 0.5) / span))
+                x = 24 + (WIDTH - 48) * course.share(begin)
                 marks.append({"x": f"{x:.1f}", "colour": COLOURS[str(alert.severity)]})
     loss, extent = path_of(data.loss, course) if measured and len(data.loss) else ("", "")
     top = 34 + 24 * len(lines) + 24

@@ -109,7 +109,7 @@ def heatmap(
     span = course.stride * len(course)
 
     def left(axis: float) -> str:
-        return f"{100 * min(1.0, max(0.0, (axis - first + 0.5) / span)):.2f}%"
+        return f"{100 * course.share(axis):.2f}%"
 
     named = [(line, worst.get(line, int(begins[line]))) for line in labelled(middles * row, row, [*worst])]
     lines = [line for line, _ in named]

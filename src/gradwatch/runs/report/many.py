@@ -59,7 +59,7 @@ def _steps(data: RunData) -> str:
     return f"{verdict.steps:,}"
 
 
-def line_of(data: RunData, path: Path, name: str, rates: tuple[float, float, float] | None) -> RunLine:
+def line_of(data: RunData, path: Path, name: str) -> RunLine:
     verdict, course = data.verdict, data.summary.grad_norm
     loud = data.loud
     picture = loss = curve = ""
@@ -72,13 +72,13 @@ def line_of(data: RunData, path: Path, name: str, rates: tuple[float, float, flo
     return RunLine(
         path,
         name,
-        health_of(verdict, ended=data.ended),
+        health_of(verdict),
         data.status.partition(": ")[2] if loud else verdict.stuck or "none",
         _steps(data),
         data.meta.get("started", 0.0),
         loss,
         curve,
-        _rate(rates),
+        _rate(data.rates),
         {**data.meta.get("about", {}), **data.meta.get("environment", {})},
         picture,
     )

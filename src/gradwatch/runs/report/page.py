@@ -20,7 +20,8 @@ from gradwatch.runs.report.loss_curve import curve
 from gradwatch.runs.report.run_data import RunData
 from gradwatch.runs.report.sparkline import sparkline
 from gradwatch.sinks.run_summary import RowFault
-from gradwatch.sinks.terminal.layer_table import format_number, format_percent, select_rows
+from gradwatch.sinks.terminal.console import table_rows
+from gradwatch.sinks.terminal.layer_table import format_percent, select_rows
 
 MAX_ROWS = 1000
 """Layers in the table, at most: 0.6 MB. Judgement."""
@@ -132,25 +133,24 @@ def _pictures(data: RunData) -> list[dict[str, str]]:
 def _table(data: RunData) -> dict[str, Any] | None:
     """The table of the total and the layers; None where nothing was measured."""
     summary, names = data.summary, data.summary.names
-    course, seen = summary.grad_norm, summary.grad_norm.seen
-    if not seen.any():
+    course = summary.grad_norm
+    if not course.seen.any():
         return None
-    low, high = course.extremes()
     faults = summary.faults_by_row(data.verdict)
-    columns = [course.median, course.minimum, course.maximum, course.last]
+    lines = table_rows(summary, faults)
     measured = bool((~np.isnan(summary.zeros)).any())
     at_fault = sorted(row - 1 for row in faults if row)
     shown = [0, *(place + 1 for place in select_rows(len(names) - 1, at_fault, MAX_ROWS))]
     rows = []
     for row in shown:
-        numbers = [format_number(float(column[row]), NUMBER_WIDTH) if seen[row] else "-" for column in columns]
-        numbers += [format_percent(float(summary.zeros[row]))] * measured
-        kind, status = _status(seen[row], summary.codes[row], faults.get(row, ())) if row else ("", "")
+        line = lines[row]
+        numbers = [*line.numbers(NUMBER_WIDTH).values(), *[format_percent(line.zero)] * measured]
+        kind, status = _status(line.measured, summary.codes[row], faults.get(row, ())) if row else ("", "")
         rows.append(
             {
                 "name": names[row],
                 "module": summary.layout.sites[summary.places[row]].module,
-                "trend": sparkline(low[:, row], high[:, row]),
+                "trend": sparkline(line.low, line.high),
                 "numbers": numbers,
                 "kind": kind,
                 "status": status,
@@ -160,6 +160,7 @@ def _table(data: RunData) -> dict[str, Any] | None:
     note = (
         "Norm of each layer's gradient. trend: its logarithm, each line on its own scale; red where it is not finite."
         + (f" median: {course.median_of}." if course.median_of else "")
+        + (" median, min and max are of the finite numbers." if np.isposinf(course.extremes()[1]).any() else "")
         + (" zero: share of the gradient that is exactly zero." if measured else "")
         + (f" {left_out:,} layers without alerts are left out." if left_out else "")
     )

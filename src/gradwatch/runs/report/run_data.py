@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,21 +28,26 @@ class RunData:
         self.meta: Mapping[str, Any] = {}
         self.verdict = Verdict((), 0, 0, 0.0, {})
         self.spans: Mapping[Key, Span] = {}
-        self.ended = False
         self.notes: tuple[str, ...] = ()
         self.summary = summary or RunSummary()
         self.loss = Downsampling(1, log=False)
         self._leading = LeadingOptimizer()
         self.loss_levels: tuple[float, float] | None = None
         """Of a recorded run, as `LossLevels.shown` has them."""
+        self.rates: tuple[float, float, float] | None = None
+        """The first learning rate, the highest and the last."""
 
     def block(self, block: Block) -> None:
         self.summary.block(block)
         nowhere = np.full(len(block), np.nan)
+        leading = self._leading.rows(block.optimizers)
+        rates = block.scalars.get("lr", nowhere)
+        if len(rates := rates[leading & ~np.isnan(rates)]):
+            first, highest, _ = self.rates or (float(rates[0]), -np.inf, 0.0)
+            self.rates = first, max(highest, float(rates.max())), float(rates[-1])
         loss = block.scalars.get("loss", nowhere)
         # NaN also stands for a loss that was not recorded
-        known = ~np.isnan(loss) | (block.scalars.get("loss_nan", nowhere) == 1)
-        known &= self._leading.rows(block.optimizers)
+        known = leading & (~np.isnan(loss) | (block.scalars.get("loss_nan", nowhere) == 1))
         if known.any():
             self.loss.extend(
                 block.axis[known], loss[known, None], np.ones((np.count_nonzero(known), 1), dtype=np.bool_)
@@ -55,7 +61,7 @@ class RunData:
     @property
     def status(self) -> str:
         """The run in one line."""
-        return status(self.loud, ended=self.ended, steps=self.verdict.steps, stuck=self.verdict.stuck)
+        return status(replace(self.verdict, incidents=(*self.loud,)))
 
     @property
     def unhealthy(self) -> dict[int, Severity]:
@@ -69,33 +75,12 @@ class RunData:
         """Where an alert of the verdict begins on the x-axis; None where that is not known."""
         return self.spans.get((alert.rule, alert.step), Span(alert.step)).begin
 
-    def end(self, verdict: Verdict, spans: Mapping[Key, Span], *, ended: bool = True) -> None:
-        """`ended`: whether the run has ended; otherwise only its record has."""
-        self.verdict, self.spans, self.ended = verdict, spans, ended
 
-
-def read_run_data(path: Path, *receivers: Callable[[Block], None], progress: Progress | None = None) -> RunData:
+def read_run_data(path: Path, *, progress: Progress | None = None) -> RunData:
     """The data of the recorded run at `path`. Arguments and errors: as of `read_run`."""
     data = RunData()
-    outcome = read_run(path, data.block, *receivers, progress=progress)
-    data.end(outcome.verdict, outcome.spans, ended=outcome.finished is not None)
+    outcome = read_run(path, data.block, progress=progress)
+    data.verdict, data.spans = outcome.verdict, outcome.spans
     finished = {} if outcome.finished is None else {"finished": outcome.finished}
     data.meta, data.notes, data.loss_levels = {**outcome.meta, **finished}, outcome.notes, outcome.loss_levels
     return data
-
-
-class RateEnds:
-    """Collects a recorded run's first learning rate, the highest and the last; of several optimizers those of the
-    `LeadingOptimizer`.
-    """
-
-    def __init__(self) -> None:
-        self.found: tuple[float, float, float] | None = None
-        self._leading = LeadingOptimizer()
-
-    def block(self, block: Block) -> None:
-        rates = block.scalars.get("lr", np.full(len(block), np.nan))
-        known = rates[self._leading.rows(block.optimizers) & ~np.isnan(rates)]
-        if len(known):
-            first, highest, _ = self.found or (float(known[0]), float(known[0]), 0.0)
-            self.found = first, max(highest, float(known.max())), float(known[-1])

@@ -20,7 +20,6 @@ from gradwatch.runs.pages import write
 from gradwatch.runs.report.page import page
 from gradwatch.runs.report.run_data import RunData
 from gradwatch.sinks.headline_scalars import HEADLINE_GROUP
-from gradwatch.sinks.incident_line import status
 from gradwatch.sinks.record import run_metadata
 from gradwatch.sinks.tensorboard.heatmap_image import heatmap_of
 from gradwatch.sinks.tensorboard.image_loggers import Picture, file_writer_for, writer_for
@@ -63,7 +62,7 @@ class Report:
         data, self._data = self._data, None
         if data is None or self._folder is None or not data.summary.steps:
             return
-        data.end(verdict, data.summary.positions.spans(verdict.incidents))
+        data.verdict, data.spans = verdict, data.summary.positions.spans(verdict.incidents)
         data.meta = {**data.meta, "finished": time()}
         html = page(data, source=str(self._folder))
         size = len(html.encode())
@@ -100,8 +99,7 @@ class Report:
 def _picture(data: RunData) -> tuple[Picture | None, int]:
     if not len(data.summary.grad_norm):
         return None, 0
-    said = status(data.verdict.incidents, ended=True, stuck=data.verdict.stuck)
-    drawn, last = heatmap_of(data.summary, data.verdict.incidents, headline=said)
+    drawn, last = heatmap_of(data.summary, data.verdict)
     return np.asarray(drawn.convert("RGB")), last
 
 

@@ -1,1 +1,1 @@
-"""A recorded run for programs and language models: one JSON document or Markdown text of at most 64 KB."""
+"""A recorded run for programs and language models: one JSON document or Markdown text of at most 64 kB."""

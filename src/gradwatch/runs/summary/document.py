@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime, timezone
 from importlib.resources import files
 from typing import Any, NamedTuple
@@ -119,7 +120,7 @@ def _document(run: RunArrays, limits: Limits) -> dict[str, Any]:
             "started": _moment(run.meta.get("started")),
         },
         "verdict": {
-            "status": health_of(verdict),
+            "status": health_of(replace(verdict, ended=True)),
             "incidents": len(loud(verdict.incidents)),
             "headline": _cut(verdict.lines[0].removeprefix("GradWatch: "), limits.text),
             "notes": [_cut(note, limits.text) for note in (*verdict.notes, *run.notes)[: limits.incidents]],

@@ -21,7 +21,7 @@ FEWEST = 10
 
 
 def markdown(found: Mapping[str, Any]) -> str:
-    """The text of a document of `document.document`, of at most 64 KB."""
+    """The text of a document of `document.document`, of at most 64 kB."""
     rows = found["layers"]
     marked = [place for place, row in enumerate(rows) if row[2] != "ok"]
     layers = len(rows)

@@ -27,20 +27,15 @@ MAX_POINTS = 2048
 
 
 class AxisPositions:
-    """The positions of optimizer steps on the x-axis. The sinks of a run have one in common: `RunSummary.positions`."""
+    """The positions of optimizer steps on the x-axis."""
 
     def __init__(self) -> None:
         self._points = np.empty((0, 2), dtype=np.int64)
         """Step and position on the x-axis of every `_every`-th step: shape [points, 2]."""
         self._every, self._steps = 1, 0
         self._last = -1, 0
-        self._latest: Block | None = None
 
     def extend(self, block: Block) -> None:
-        """Add a block, unless another sink has."""
-        if block is self._latest:
-            return
-        self._latest = block
         every = slice(-self._steps % self._every, None, self._every)
         self._points = np.concatenate([self._points, np.stack([block.steps[every], block.axis[every]], axis=1)])
         self._steps += len(block.steps)

@@ -14,7 +14,7 @@ from gradwatch.core.block import Block
 from gradwatch.core.record import Layout, Run
 from gradwatch.sinks.record import run_metadata
 from gradwatch.sinks.record.event_writer import EventWriter
-from gradwatch.sinks.record.incident_spans import AxisPositions, Key
+from gradwatch.sinks.record.incident_spans import Key
 from gradwatch.sinks.record.record_format import (
     EVENT_BYTES,
     NUMBERS,
@@ -25,6 +25,7 @@ from gradwatch.sinks.record.record_format import (
     changes_of,
     pack,
 )
+from gradwatch.sinks.run_summary import RunSummary
 
 EXPECTED_STATISTICS = 24
 """Statistics besides the gradient norm that a model may have: as many as a model with every kind of layer."""
@@ -49,8 +50,8 @@ class RecordWriter:
     gradients, which few samples measure, are always written: tables show those that were measured last.
     """
 
-    def __init__(self, files: Iterable[EventWriter], every_n_steps: int, positions: AxisPositions) -> None:
-        """`positions`: of the run's steps; each block is added to them."""
+    def __init__(self, files: Iterable[EventWriter], every_n_steps: int, summary: RunSummary) -> None:
+        """`summary`: of the run; each block is added to it, for the positions of its steps."""
         self.files = tuple(files)
         self._every_n_steps = max(1, every_n_steps)
         self._session, self._began = time(), -1
@@ -61,7 +62,7 @@ class RecordWriter:
         self._latest_interval: dict[tuple[str, int], int] = {}
         """(statistic, optimizer) -> the last interval of n steps in which it was written."""
         self._axis = 0
-        self._positions = positions
+        self._summary = summary
         self._alerts: dict[Key, Alert] = {}
         self._alerts_changed = False
         self._alerts_written = -math.inf
@@ -77,7 +78,7 @@ class RecordWriter:
         if self._began < 0:
             self._began = int(block.steps[0])
         self._axis = int(block.axis[-1])
-        self._positions.extend(block)
+        self._summary.block(block)
         if self.files:
             self._write(block)
         if self._alerts_changed and monotonic() - self._alerts_written >= ALERTS_SECONDS:
@@ -97,7 +98,9 @@ class RecordWriter:
         self._alerts |= {(alert.rule, alert.step): alert for alert in verdict.incidents}
         if self._alerts_changed or self._alerts != before:
             self._write_alerts()
-        self._write_text("verdict", run_metadata.verdict_text(verdict, self._positions.spans(verdict.incidents)))
+        self._write_text(
+            "verdict", run_metadata.verdict_text(verdict, self._summary.positions.spans(verdict.incidents))
+        )
         for file in self.files:
             file.flush(now=True)
 
@@ -161,7 +164,7 @@ class RecordWriter:
 
     def _write_alerts(self) -> None:
         alerts = self._alerts.values()
-        self._write_text("alerts", run_metadata.alerts_text(alerts, self._positions.spans(alerts)))
+        self._write_text("alerts", run_metadata.alerts_text(alerts, self._summary.positions.spans(alerts)))
         self._alerts_changed, self._alerts_written = False, monotonic()
 
     def _write_text(self, kind: run_metadata.Kind, text: str) -> None:

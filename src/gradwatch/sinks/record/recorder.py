@@ -12,9 +12,9 @@ from gradwatch.core.block import Block
 from gradwatch.core.record import Run
 from gradwatch.sinks.headline_scalars import checked_interval
 from gradwatch.sinks.record.event_file import OwnEventFile
-from gradwatch.sinks.record.incident_spans import AxisPositions
 from gradwatch.sinks.record.record_format import FOLDER
 from gradwatch.sinks.record.record_writer import RecordWriter
+from gradwatch.sinks.run_summary import RunSummary
 from gradwatch.sinks.tensorboard.sink import is_summary_writer, writers_of
 
 
@@ -50,8 +50,7 @@ class Recorder:
                 return
             self._file = OwnEventFile(folder)
             every = self.every_n_steps or run.log_every_n_steps
-            positions = run.summary.positions if run.summary else AxisPositions()
-            self._writer = RecordWriter([self._file.events()], every, positions)
+            self._writer = RecordWriter([self._file.events()], every, run.summary or RunSummary())
         self._writer.open(run)
 
     def block(self, block: Block) -> None:

@@ -12,7 +12,7 @@ from gradwatch.core.alert import Alert, Verdict
 from gradwatch.core.block import Block
 from gradwatch.core.record import MEASURED, Layout
 from gradwatch.sinks.headline_scalars import HEADLINE_GROUP
-from gradwatch.sinks.incident_line import status
+from gradwatch.sinks.incident_line import under_way
 from gradwatch.sinks.record.event_writer import EventWriter
 from gradwatch.sinks.run_summary import RunSummary
 from gradwatch.sinks.tensorboard.custom_scalars import charts, has_layout
@@ -48,10 +48,9 @@ class BuiltinTabs:
         files: Iterable[EventWriter],
         layout: Layout,
         summary: RunSummary,
-        *,
-        per_layer: int = 0,
-        charts: bool = False,
-        histograms: bool = False,
+        per_layer: int,
+        charts: bool,
+        histograms: bool,
     ) -> None:
         self._files = tuple(files)
         self._per_layer, self._charts, self._histograms = per_layer, charts or per_layer > 0, histograms
@@ -65,14 +64,13 @@ class BuiltinTabs:
         self._adopt(layout)
 
     def block(self, block: Block, due: Sequence[int], alerts: Sequence[Alert]) -> dict[int, dict[str, float]]:
-        """Add a block. `due`: its rows that are logged; `alerts`: all so far. Returns the scalars of single layers to
-        write at those rows: row -> tag -> log10 norm.
+        """Add a block, which is in the summary. `due`: its rows that are logged; `alerts`: all so far. Returns the
+        scalars of single layers to write at those rows: row -> tag -> log10 norm.
         """
         optimizers = int(block.optimizers.max()) + 1
         if block.layout is not self._layout or optimizers > self._optimizers:
             self._optimizers = max(optimizers, self._optimizers)
             self._adopt(block.layout)
-        self._summary.block(block)
         if "grad_norm" not in block.values:
             return {}
         before, self._steps = self._steps, self._steps + len(block)
@@ -81,12 +79,12 @@ class BuiltinTabs:
         steps, seconds = self._next_picture
         if self._steps >= steps and self._seconds >= seconds:
             self._next_picture = PICTURE_SPACING * self._steps, PICTURE_SPACING * self._seconds
-            self._draw(alerts, status(alerts, ended=False))
+            self._draw(under_way(alerts))
         return {row: self._of_layers(block, row, before + row + 1) for row in due}
 
-    def close(self, verdict: Verdict, alerts: Sequence[Alert]) -> None:
+    def close(self, verdict: Verdict) -> None:
         if self._steps and self._drawn != self._steps:
-            self._draw(alerts, status(verdict.incidents, ended=True, stuck=verdict.stuck))
+            self._draw(verdict)
 
     def _adopt(self, layout: Layout) -> None:
         """Write the layout of custom charts, unless the run has one of the user: TensorBoard shows one layout a run."""
@@ -117,9 +115,9 @@ class BuiltinTabs:
             LAYER_GROUP + self._layers[place]: float(np.log10(norms[place])) for place in self._kept if usable[place]
         }
 
-    def _draw(self, alerts: Sequence[Alert], headline: str) -> None:
+    def _draw(self, verdict: Verdict) -> None:
         self._drawn = self._steps
-        drawn, last = heatmap_of(self._summary, alerts, headline=headline)
+        drawn, last = heatmap_of(self._summary, verdict)
         for file in self._files:
             file.picture(PICTURE_TAG, drawn, last)
 

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.core.alert import Alert
+from gradwatch.core.alert import Verdict
 from gradwatch.core.printable import printable
 from gradwatch.sinks.colormap import MISSING, NONFINITE, ZERO, ColourScale, format_power_of_ten, palette, scale_of
-from gradwatch.sinks.downsampling import Logs
+from gradwatch.sinks.downsampling import Downsampling, Logs
+from gradwatch.sinks.incident_line import status
 from gradwatch.sinks.map_rows import apart, rows_of
 from gradwatch.sinks.run_summary import RunSummary
 from gradwatch.sinks.tensorboard.captions import wrapped_to_pixels
@@ -60,20 +61,6 @@ FULL = 255
 
 
 @dataclass(frozen=True, slots=True)
-class Axis:
-    """The x-axis of the map."""
-
-    first: int
-    last: int
-    span: int
-    """Steps from the left edge to the right edge, both included."""
-
-    def share(self, step: int) -> float:
-        """Horizontal position of the middle of `step`, 0 to 1."""
-        return min(max((step - self.first + 0.5) / self.span, 0.0), 1.0)
-
-
-@dataclass(frozen=True, slots=True)
 class Mark:
     """An alert on the map."""
 
@@ -84,30 +71,31 @@ class Mark:
     end: float
 
 
-def heatmap_of(summary: RunSummary, alerts: Sequence[Alert], *, headline: str) -> tuple[Image.Image, int]:
+def heatmap_of(summary: RunSummary, verdict: Verdict) -> tuple[Image.Image, int]:
     """The heatmap of a run's layers, and its last position on the x-axis."""
     course, layout = summary.grad_norm, summary.layout
     rows = np.flatnonzero(np.isin(summary.places, layout.layers))
     row_of = {int(place): row for row, place in enumerate(layout.layers)}
     row_of_site = {site.name: row_of[site.layer] for site in layout.sites if site.layer in row_of}
-    (first, last), (low, high) = course.axis, course.extremes()
-    axis = Axis(first, last, course.stride * len(course))
-    spans, marks = summary.positions.spans(alerts), []
-    for alert in alerts:
+    low, high = course.extremes()
+    spans, marks = summary.positions.spans(verdict.incidents), []
+    for alert in verdict.incidents:
         begin, end, _ = spans[alert.rule, alert.step]
         where = tuple(sorted({row_of_site[site] for site in alert.sites if site in row_of_site}))
         if begin is not None:
-            until = 1.0 if end is None else axis.share(end)
-            marks.append(Mark(alert.rule, where, axis.share(begin), max(until, axis.share(begin))))
+            until = 1.0 if end is None else course.share(end)
+            marks.append(Mark(alert.rule, where, course.share(begin), max(until, course.share(begin))))
     names = layout.names(layout.layers)
-    return draw_heatmap(names, low[:, rows], high[:, rows], axis, marks, headline=headline), last
+    drawn = draw_heatmap(names, low[:, rows], high[:, rows], course, marks, headline=status(verdict))
+    return drawn, course.axis[1]
 
 
 def draw_heatmap(
-    names: Sequence[str], low: Logs, high: Logs, axis: Axis, marks: Iterable[Mark], *, headline: str = ""
+    names: Sequence[str], low: Logs, high: Logs, course: Downsampling, marks: Iterable[Mark], *, headline: str = ""
 ) -> Image.Image:
     """An image of 256 colours. `names`: those of the rows. `low` and `high`: lowest and highest log10 norm, shape
-    [columns, rows]. `headline`: text above the map, in letters that are read on TensorBoard's small cards too.
+    [columns, rows], over the x-axis of `course`. `headline`: text above the map, in letters that are read on
+    TensorBoard's small cards too.
     """
     from PIL import Image, ImageDraw, ImageFont
 
@@ -142,7 +130,7 @@ def draw_heatmap(
         ink = RED if row in marked else QUIET
         draw[ink].text((left - 8, top + (row + 0.5) * row_height), texts[row], fill=FULL, font=font, anchor="rm")
     _draw_marks(draw[RED], marks, row_of, (left, top), row_height, font)
-    _draw_axis(draw[QUIET], axis, (left, top + height), font)
+    _draw_axis(draw[QUIET], course, (left, top + height), font)
     beside, bar = left + MAP_WIDTH + 16, max(110, min(height, 300)) - 44
     lightest_to_darkest = np.linspace(scale.high, scale.low, bar, dtype=np.float32)
     pixels[top : top + bar, beside : beside + 13] = scale.shade(lightest_to_darkest)[:, None]
@@ -209,11 +197,11 @@ def _row_ranges(rows: Sequence[int]) -> list[tuple[int, int]]:
     return found
 
 
-def _draw_axis(draw: ImageDraw.ImageDraw, axis: Axis, corner: tuple[int, int], font: Any) -> None:
-    left, bottom = corner
+def _draw_axis(draw: ImageDraw.ImageDraw, course: Downsampling, corner: tuple[int, int], font: Any) -> None:
+    (left, bottom), (first, last) = corner, course.axis
     for share in (0.0, 0.25, 0.5, 0.75, 1.0):
-        step = round(axis.first + share * (axis.last - axis.first))
-        at = left + round(axis.share(step) * MAP_WIDTH)
+        step = round(first + share * (last - first))
+        at = left + round(course.share(step) * MAP_WIDTH)
         draw.line([(at, bottom), (at, bottom + 4)], fill=FULL)
         draw.text((at, bottom + 6), f"{step:,}", fill=FULL, font=font, anchor="ma")
     draw.text((left - 8, bottom + 6), "step", fill=FULL, font=font, anchor="ra")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from shlex import quote
@@ -19,6 +20,7 @@ from gradwatch.sinks.headline_scalars import (
     DueHeadlines,
     checked_interval,
 )
+from gradwatch.sinks.incident_line import under_way
 from gradwatch.sinks.record.event_file import OwnEventFile
 from gradwatch.sinks.record.event_writer import EventWriter, file_writer_of, usable_after_errors
 from gradwatch.sinks.record.record_writer import RecordWriter
@@ -93,11 +95,13 @@ class TensorBoard:
             self._alerts, self._said = {}, False
         with usable_after_errors(self._shared):
             if self._run is None:
-                own = {"per_layer": self.per_layer, "charts": self.charts, "histograms": self.histograms}
                 summary = run.summary or RunSummary()
-                self._tabs = BuiltinTabs(self._files, run.layout, summary, **own) if self._files else None  # type: ignore[arg-type]
+                self._tabs = None
+                if self._files:
+                    shown = self.per_layer, self.charts, self.histograms
+                    self._tabs = BuiltinTabs(self._files, run.layout, summary, *shown)
                 self._every_n_steps, self._due = self.every_n_steps or run.log_every_n_steps, {}
-                self._record = RecordWriter(self._files, self._every_n_steps, summary.positions)
+                self._record = RecordWriter(self._files, self._every_n_steps, summary)
             self._run = run
             self._record.open(run)
 
@@ -114,7 +118,7 @@ class TensorBoard:
             self._record.block(block)  # first: there may be space for it and none for images
             lines = self._tabs.block(block, sorted(due), alerts) if self._tabs else {}
             if not self._said:
-                self._write_text()
+                self._write_text(under_way(alerts))
             for row, headline in sorted(due.items()):
                 axis = int(block.axis[row])
                 for writer in self._plain:
@@ -126,19 +130,19 @@ class TensorBoard:
     def alert(self, alert: Alert) -> None:
         self._alerts[alert.rule, alert.step] = alert
         with usable_after_errors(self._shared):
-            self._write_text()
+            self._write_text(under_way(self._alerts.values()))
         self._record.alert(alert)
 
     def close(self, verdict: Verdict) -> None:
-        final = {(alert.rule, alert.step): alert for alert in verdict.incidents}
+        self._alerts |= {(alert.rule, alert.step): alert for alert in verdict.incidents}
+        known = replace(verdict, incidents=(*self._alerts.values(),))
         try:
             with usable_after_errors(self._shared):
-                self._alerts |= final
-                if self._said or final:
-                    self._write_text(ended=True, stuck=verdict.stuck)
+                if self._said or known.incidents:
+                    self._write_text(known)
                 if self._run is not None:
                     if self._tabs:
-                        self._tabs.close(verdict, (*self._alerts.values(),))
+                        self._tabs.close(known)
                     self._record.close(verdict)
                 if self._said:
                     self._say_where()
@@ -159,12 +163,11 @@ class TensorBoard:
                 self._own.append(OwnEventFile(Path(folder)))
                 self._files.append(self._own[-1].events())
 
-    def _write_text(self, *, ended: bool = False, stuck: str = "") -> None:
+    def _write_text(self, verdict: Verdict) -> None:
         """Write the whole text each time, because TensorBoard shows the latest of a tag."""
         self._said = True
         for file in self._files:
-            text = verdict_markdown(self._alerts.values(), file.folder, ended=ended, stuck=stuck)
-            file.text(f"{HEADLINE_GROUP}verdict", text, self._axis)
+            file.text(f"{HEADLINE_GROUP}verdict", verdict_markdown(verdict, file.folder), self._axis)
 
     def _say_where(self) -> None:
         for file in self._own:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from urllib.parse import quote
 
-from gradwatch.core.alert import Alert
+from gradwatch.core.alert import Alert, Verdict
 from gradwatch.sinks.incident_line import status
 
 TENSORBOARD = "http://localhost:6006/"
@@ -19,16 +19,15 @@ def tab_address(folder: str | Path) -> str:
     return f"{TENSORBOARD}#gradwatch&p.gradwatch.run={quote(Path(folder).name, safe='')}"
 
 
-def verdict_markdown(alerts: Iterable[Alert], folder: str, *, ended: bool, stuck: str = "") -> str:
+def verdict_markdown(verdict: Verdict, folder: str) -> str:
     """Markdown. `folder`: of the run."""
-    alerts = tuple(alerts)
     lines = [
-        f"**{escaped(status(alerts, ended=ended, stuck=stuck))}**",
+        f"**{escaped(status(verdict))}**",
         "",
         "Every layer, and what to change: the tab **GRADWATCH** above, "
         f"or [{escaped(tab_address(folder))}]({tab_address(folder)})",
     ]
-    return "\n".join([*lines, "", alerts_table(alerts)] if alerts else lines)
+    return "\n".join([*lines, "", alerts_table(verdict.incidents)] if verdict.incidents else lines)
 
 
 def alerts_table(alerts: Iterable[Alert]) -> str:

@@ -82,6 +82,8 @@ class Console:
             notes.append(f"numbers: of the {summary.steps:,} {step_word(verdict)}s since the run was resumed")
         if of := summary.grad_norm.median_of:
             notes.insert(1, f"median: {of}")
+        if np.isposinf(summary.grad_norm.extremes()[1]).any():
+            notes.append("median, min and max: of the finite numbers")
         if len(shown) < len(layers):
             hidden = len(set(unhealthy) - set(shown))
             with_alerts = f", {hidden} of them with alerts" * bool(hidden)

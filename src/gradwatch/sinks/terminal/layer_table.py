@@ -48,6 +48,7 @@ class TableRow:
     """Lowest log10 norm over time, oldest first."""
     high: NDArray[np.floating]
     median: float
+    """This and the extremes are of the finite norms; NaN without any."""
     min: float
     max: float
     last: float
@@ -55,6 +56,12 @@ class TableRow:
     """Share of the gradient that is exactly zero, NaN where it was not measured."""
     status: tuple[str, ...]
     style: str = ""
+
+    def numbers(self, width: int) -> dict[str, str]:
+        """Median, extremes and last norm in `width` characters each."""
+        known = {"median": self.median, "min": self.min, "max": self.max}
+        found = {name: format_number(number, width) if number == number else "-" for name, number in known.items()}
+        return {**found, "last": format_number(self.last, width) if self.measured else "-"}
 
 
 def table(rows: Sequence[TableRow | None], *, width: int, ascii_only: bool = False) -> Text:
@@ -84,8 +91,7 @@ def table(rows: Sequence[TableRow | None], *, width: int, ascii_only: bool = Fal
             "zero": format_percent(row.zero),
             "status": join_words(row.status, columns["status"]),
         }
-        for name in ("median", "min", "max", "last"):
-            cells[name] = format_number(getattr(row, name), columns[name]) if row.measured else "-"
+        cells |= row.numbers(columns["last"])
         red, green, blue, _ = colours[place]
         styles = {"size": f"rgb({red},{green},{blue})", "trend": "cyan", "status": row.style}
         pieces += _line(cells, columns, styles)
@@ -127,10 +133,10 @@ def column_widths(rows: Sequence[TableRow], width: int) -> dict[str, int]:
 def bar(log: float, scale: ColourScale, *, ascii_only: bool = False) -> str:
     """A bar of at most `BAR_WIDTH` characters: as long as `log`, the log10 of a number, lies high on the scale.
 
-    '0' is -inf, 'x' is +inf, nothing is NaN; what is lowest has an eighth of a character.
+    '0' is -inf, nothing is NaN; what is lowest has an eighth of a character.
     """
     if not math.isfinite(log):
-        return "" if log != log else "x" if log > 0 else "0"
+        return "" if log != log else "0"
     share = min(1.0, max(0.0, (log - scale.low) / (scale.high - scale.low)))
     eighths = max(1, round(share * 8 * BAR_WIDTH))
     if ascii_only:

@@ -6,7 +6,7 @@ import { chart } from "./chart.js";
 import { SERIES } from "./colour.js";
 import { el, fill, swatch } from "./dom.js";
 import { concerns, wordsAt } from "./faults.js";
-import { briefly, exact, lastNumber, plural, short, shortened } from "./format.js";
+import { briefly, exact, lastNumber, short, shortened } from "./format.js";
 import { parametersOf } from "./parameters.js";
 
 const FIRST = ["grad_norm", "signal_rms", "signal_norm", "update_ratio", "weight_norm", "output_rms"];
@@ -41,7 +41,8 @@ export async function layerPage(element, { panels, layer, states, logOf, act, cu
       return [{ run: panel.run.run, colour: SERIES[i], grid: found, alerts, until: panel.run.last + 1 }];
     });
     const said = lines.map((line) => constant(line.grid));
-    const often = sampled ? `sampled: ${lines.map((line) => plural(line.grid.records, "number")).join(", ")} over the run` : "";
+    const counts = lines.map((line) => line.grid.records.toLocaleString("en")).join(", ");
+    const often = sampled ? `sampled: ${counts} ${counts === "1" ? "number" : "numbers"} over the run` : "";
     const counted = often && el("span", { class: "quiet often" }, ` ${often}`);
     if (lines.length && said.every((text) => text !== null)) {
       constants.push(el("li", { title: `${name}: ${meaning}` }, el("b", {}, title), ` ${[...new Set(said)].join(", ")}`, counted));

@@ -3,12 +3,13 @@
 import { el } from "./dom.js";
 import { began, count, layersOf, listing, period, percent, plural, shortened } from "./format.js";
 
-const SIGNS = { error: "✕", warning: "!", healthy: "✓", stuck: "–", "no end": "…", unmeasured: "–" };
+const SIGNS = { error: "✕", warning: "!", healthy: "✓", stuck: "–", "few steps": "–", "no end": "…", unmeasured: "–" };
 const WORDS = {
   error: "Error",
   warning: "Warning",
   healthy: "Healthy",
   stuck: "Nothing found, but the loss has not fallen",
+  "few steps": "Nothing found in so few steps",
   "no end": "No alert so far",
   unmeasured: "No step was measured",
 };
@@ -63,6 +64,7 @@ export function verdictOf(run, jump) {
       notes.map((note) => el("p", { class: "quiet noted", title: note }, note)),
     ),
     loud.length > 0 &&
+      loud[0].axis !== null && // it began before the record
       el("button", { class: "plain", onclick: () => jump(loud[0]) }, `Show step ${count(began(loud[0]))}`),
   );
 }
