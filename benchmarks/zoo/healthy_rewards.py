@@ -67,6 +67,62 @@ def values_with_target_network() -> Fit:
     return Fit(module, [(torch.randint(11, (64,)), torch.randint(2, (64,))) for _ in range(300)], measure)
 
 
+def _balance(state: Tensor, right: Tensor) -> Tensor:
+    """A cart with a pole, 0.02 s later: position, speed, angle and its rate, pushed with 10 N (Barto, Sutton and
+    Anderson 1983; equations of Florian 2007).
+    """
+    _, speed, angle, rate = state.T
+    pull = (20.0 * right - 10.0 + 0.05 * rate**2 * angle.sin()) / 1.1
+    spin = (9.8 * angle.sin() - angle.cos() * pull) / (0.5 * (4 / 3 - 0.1 * angle.cos() ** 2 / 1.1))
+    return state + 0.02 * torch.stack([speed, pull - 0.05 * spin * angle.cos() / 1.1, rate, spin], 1)
+
+
+def _fallen(state: Tensor) -> Tensor:
+    return (state[:, 0].abs() > 2.4) | (state[:, 2].abs() > 0.21)
+
+
+class Balancer(L.LightningModule):
+    """Deep Q-learning of a pole on a cart from random play: each step before the fall is worth 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp(1, 128, inputs=4, outputs=2)
+        self.target = deepcopy(self.net).requires_grad_(False)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        if batch_idx % 5 == 0:
+            self.target.load_state_dict(self.net.state_dict())
+        state, right = batch
+        after = _balance(state, right)
+        worth = self.target(after).max(-1).values.masked_fill(_fallen(after), 0.0)
+        guess = self.net(state).gather(1, right[:, None]).squeeze(1)
+        return F.mse_loss(guess, 1.0 + 0.99 * worth)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.net.parameters(), lr=1e-2)
+
+
+@healthy()
+def values_that_grow() -> Fit:
+    """Deep Q-learning without an end in sight: values, head and loss grow tenfold, as the pole stands ever longer."""
+    module, start = Balancer(), (torch.rand(128, 4) - 0.5) / 10
+    states, state = [], start
+    for _ in range(40):
+        states.append(state)
+        state = _balance(state, torch.randint(2, (128,)))
+        state = torch.where(_fallen(state)[:, None], start, state)
+
+    def measure() -> float:
+        """How far from 100, what 0.99 adds up to, it thinks a pole that stands upright is worth, relative to that."""
+        with torch.no_grad():
+            return float((module.net(start).max(-1).values / 100 - 1).abs().mean())
+
+    played = torch.cat(states)
+    return Fit(
+        module, [(played[torch.randint(len(played), (64,))], torch.randint(2, (64,))) for _ in range(400)], measure
+    )
+
+
 @healthy()
 def contrasts_between_views() -> Fit:
     """InfoNCE between two noisy views at a temperature of 0.1: a loss in which every example is a class."""

@@ -332,6 +332,13 @@ def test_weights_that_may_grow(rows: list[dict[str, Any]]) -> None:
     assert silent(judge_steps(Divergence(), net(2), rows))
 
 
+def test_weights_that_small_steps_enlarge_follow_targets_that_grow() -> None:
+    """As in Q-learning, where the values grow with the rewards that are found, and the loss with them."""
+    for update, finds in ((0.02, False), (0.2, True)):
+        rows = [row | {"momentum": 0.9} | ({"updates": update} if "weights" in row else {}) for row in carried(1.8)]
+        assert silent(judge_steps(Divergence(), net(2), rows)) is not finds
+
+
 def test_before_norms_weights_may_grow() -> None:
     assert silent(judge_steps(Divergence(), net(2, modules=("BatchNorm1d",)), carried(1.8)))
 

@@ -631,6 +631,13 @@ def test_a_head_that_grows_towards_its_targets_is_learning(
     assert incidents_of(mlp(width=64), batch=batch, loss=loss, kind=torch.optim.Adam, lr=1e-2, steps=120) == ()
 
 
+def test_a_head_that_starts_near_zero_may_grow_to_what_is_usual_elsewhere() -> None:
+    for largest, finds in ((200.0, False), (2000.0, True)):
+        grown = [min(largest, 0.1 * 1.3**step) for step in range(60)]
+        rows = [Row(outputs=[1.0, 1.0, 1.0, value]) for value in grown]
+        assert silent(play(ActBlowup(), rows)) is not finds
+
+
 def test_outputs_without_a_gradient_may_grow() -> None:
     """Those of dead units, which long momentum carries on: that is one incident, of `dead`."""
     rows = [Row(outputs=[1.0, 1.0, 10.0 ** (0.2 * step), 1.0]) for step in range(30)]

@@ -13,7 +13,7 @@ from gradwatch.core.alert import Finding, Severity, short_list
 from gradwatch.core.history import History
 from gradwatch.core.median import median
 from gradwatch.core.number_text import number_text
-from gradwatch.core.record import Floats, Layout, Mask, Sites
+from gradwatch.core.record import FROZEN, NO_OPTIMIZER, Floats, Layout, Mask, Sites
 from gradwatch.rules.evidence.attention import queries_and_keys
 from gradwatch.rules.evidence.baseline import LEVEL_RECORDS
 from gradwatch.rules.evidence.jumps import beginning
@@ -24,6 +24,10 @@ from gradwatch.rules.evidence.samples import FIRST_SAMPLES, RECENT_RECORDS, in_r
 from gradwatch.rules.evidence.weights import has_norm_layers
 from gradwatch.rules.evidence.wording import name_text, ratio_text
 from gradwatch.rules.rule import CheckedRule
+
+HEAD_RMS = 1.0
+"""Root mean square that outputs of the trained layer that runs last count as having begun with, at least: they grow to
+what the targets are, as values do to what rewards add up to. What weights are made for."""
 
 GROWN_RATIO = 1.5
 """Times by which the weights have grown to be named. Judgement."""
@@ -108,20 +112,23 @@ class ActBlowup(CheckedRule):
 
     def _grown(self, history: History, levels: Floats, backs: Sites) -> list[Finding]:
         layers = history.layout.layers
-        early, late = levels[:FIRST_SAMPLES], levels[-self.samples :]
+        early, late, gradients = levels[:FIRST_SAMPLES], levels[-self.samples :], history.row("grad_norm")[layers]
         if len(levels) < FIRST_SAMPLES + self.samples:
             return []
         with np.errstate(invalid="ignore", divide="ignore"):
             first = median(np.where(np.isfinite(early), early, np.nan)[:, layers])
             now = late[:, layers]
             highest = np.nanmax(first, initial=0.0)
-            limit = np.maximum(first * 10.0**self.growth_dex, highest * 10.0**self.beyond_dex)
+            trained = ~np.isin(history.codes(1)[0, layers], (FROZEN, NO_OPTIMIZER))
+            head = in_run_order(history, layers[trained])[-1:]
+            begun = np.where(np.isin(layers, head), np.maximum(first, HEAD_RMS), first)
+            limit = np.maximum(begun * 10.0**self.growth_dex, highest * 10.0**self.beyond_dex)
             far = (now >= limit) & (first > 0)
             beyond = levels[:, layers] >= limit
             grows = (now[1:] >= self.rising * now[:-1]).all(axis=0)
-        # that of dead units: nothing behind them sees how large it is
-        passed = history.row("grad_norm")[layers] != 0
-        unhealthy = far.all(axis=0) & grows & passed & np.isfinite(now).all(axis=0)
+        # what is not trained grows after others, or is their copy; a gradient of 0 is that of dead units, and nothing
+        # behind them sees how large their outputs are
+        unhealthy = far.all(axis=0) & grows & trained & (gradients != 0) & np.isfinite(now).all(axis=0)
         if not unhealthy.any():
             return []
         ran = in_run_order(history, layers[unhealthy])

@@ -16,6 +16,7 @@ from gradwatch.rules.evidence.baseline import LEVEL_RECORDS, first_steps, larges
 from gradwatch.rules.evidence.jumps import grew_alike, last_jump
 from gradwatch.rules.evidence.learning_rates import (
     EFFECT_RECORDS,
+    LONG_MOMENTUM,
     MAXIMIZES,
     MAXIMIZES_REMEDY,
     RATE_JUMP_RATIO,
@@ -219,6 +220,9 @@ class Divergence(CheckedRule):
         (ratios, backs), layout = found, history.layout
         far = ratios >= self.growth
         if not np.count_nonzero(far[-1]) >= max(self.grown_layers_share * np.count_nonzero(~np.isnan(ratios[-1])), 1):
+            return None
+        # small steps that are soon forgotten follow the gradient: where the loss grows with them, its targets moved
+        if not (history.number("momentum") >= LONG_MOMENTUM or may_be_large(history)):
             return None
         levels = _levels(history)
         if levels is None or not levels[2] > max(UNLEARNT_RATIO * levels[1], LEARNT_SHARE * levels[0]) > 0:
