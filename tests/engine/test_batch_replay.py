@@ -186,6 +186,7 @@ def test_a_buffer_that_is_changed_in_place_was_bad_before() -> None:
 def test_a_loss_that_comes_out_otherwise_is_not_believed() -> None:
     assert traced(lambda net, x: (net(x) * 0).log().mean(), seen=torch.tensor(1.0)) is None
     assert traced(lambda net, x: net(x).mean(), seen=torch.tensor(float("nan"))) is None
+    assert traced(lambda net, x: net(x).square().mean() * 1e-10, seen=torch.tensor(1e-9)) is None
 
 
 @pytest.mark.parametrize(

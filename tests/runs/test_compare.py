@@ -310,6 +310,18 @@ def test_runs_that_are_the_same_at_first_diverge_after_that(tmp_path: Path) -> N
         assert compare_runs(*map(read, pair)).headline.startswith("The runs diverge at step 2, in fc: ")
 
 
+def test_a_loss_that_is_infinite_in_one_run_differs(tmp_path: Path) -> None:
+    a, b = (tmp_path / letter for letter in "ab")
+    for folder, last in ((a, 0.5), (b, np.inf)):
+        sink = Recorder(folder=folder)
+        sink.open(Run(layout_of("fc"), "run"))
+        for step in range(40):
+            feed(sink, record_of(layout_of("fc"), step, [1.0], loss=0.5 if step < 39 else last))
+        sink.close(HEALTHY)
+    for pair in ((a, b), (b, a)):
+        assert "at step 39 the losses differ" in compare_runs(*map(read, pair)).sentences[0]
+
+
 # ---- the command
 
 

@@ -187,4 +187,4 @@ def _has_finite_gradients(module: nn.Module) -> bool:
 def _same(now: Any, then: Any, tolerance: float) -> bool:
     if np.isfinite(now).all() != np.isfinite(then).all():
         return False
-    return not np.isfinite(now).all() or bool(np.allclose(now, then, rtol=tolerance))
+    return not np.isfinite(now).all() or bool(np.allclose(now, then, rtol=tolerance, atol=0.0))

@@ -110,7 +110,7 @@ def _differs(name: str, x: Floats, y: Floats) -> NDArray[np.bool_]:
     there = ~(np.isnan(x) & np.isnan(y))
     with np.errstate(invalid="ignore"):
         if name in NOT_LOGARITHMS:
-            apart = np.abs(x - y) > ROUNDING_SHARE * np.maximum(np.abs(x), np.abs(y))
+            apart = np.abs(x - y) > ROUNDING_SHARE * np.minimum(np.abs(x), np.abs(y))  # inf differs from 1
         else:
             apart = np.abs(x - y) > np.log10(1 + ROUNDING_SHARE)
     different: NDArray[np.bool_] = there & (apart | (np.isnan(x) != np.isnan(y)))
