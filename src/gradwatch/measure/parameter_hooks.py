@@ -5,7 +5,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
+from math import inf, sqrt
 from threading import Lock
 from time import perf_counter
 
@@ -14,10 +15,11 @@ from torch import Tensor, distributed, nn
 
 from gradwatch.hooks.garbage_collector import no_collections
 from gradwatch.hooks.hook_set import HookSet, after_backward, backward_pass, is_capturing, is_hooked_by_others
+from gradwatch.measure.device_buffer import host_view
 from gradwatch.measure.devices import moved, widest_type
 from gradwatch.measure.dtensor import is_dtensor
 from gradwatch.measure.layers import is_lazy
-from gradwatch.measure.reductions import Plan, is_vmapped, norm_into
+from gradwatch.measure.reductions import SAFE_SQUARE, FloatLimits, Plan, exact_norm, is_vmapped, norm_into
 
 
 class _DeviceSquares:
@@ -34,7 +36,7 @@ class _DeviceSquares:
         self.norms = torch.zeros(places, dtype=torch.float32, device=device)
         self.full = bytearray(places)
         self._together = torch.zeros(places, dtype=torch.float32, device=device)
-        self._plan: tuple[list[int], Plan, Tensor] | None = None
+        self._plan: tuple[list[int], Plan, FloatLimits, Tensor] | None = None
         """The parameters of the last pass, how they are reduced, and where their squares go."""
 
     @cached_property
@@ -45,7 +47,11 @@ class _DeviceSquares:
     def add(self, gradient: Tensor, place: int) -> None:
         if self.full[place]:
             self.add_up()
-        norm_into(gradient.detach() if gradient.requires_grad else gradient, self.slots[place])
+        gradient, slot = gradient.detach() if gradient.requires_grad else gradient, self.slots[place]
+        norm_into(gradient, slot)
+        seen = host_view(slot)
+        if seen is not None and not sqrt(SAFE_SQUARE * gradient.numel()) <= seen < inf:
+            slot.copy_(exact_norm(gradient))
         self.full[place] = True
 
     def add_up(self) -> None:
@@ -69,8 +75,14 @@ class _DeviceSquares:
             plan = Plan(gradients, self._together)
             plan.run(gradients)
             index = torch.tensor([places[position] for position in plan.positions])
-            known = self._plan = places, plan, moved(index, self.squares.device)
-        index = known[2]
+            limits = FloatLimits([gradients[position].numel() for position in plan.positions])
+            known = self._plan = places, plan, limits, moved(index, self.squares.device)
+        _, plan, limits, index = known
+        limits.recompute(
+            host_view(self._together[: len(index)]),
+            lambda slot: gradients[plan.positions[slot]],
+            partial(plan.enlarged_norms, gradients),
+        )
         self.squares.index_add_(0, index, self._together[: len(index)].to(self.wide).square_())
 
 

@@ -83,18 +83,21 @@ class Reading:
         if "grad_norm_clipped" in index:
             values["grad_norm_clipped"] = norms(layout, self.per_parameter("grad_norm_clipped"), self.coverage)
         if "weights" in index:
-            values["weight_norm"] = known_norms(layout, self.per_parameter("weights"))
+            values["weight_norm"] = known_norms(layout, self.per_parameter("weights"), index["weights"] >= 0)
         if "zeros" in index:
             # devices count NaN differently
             values["zero_fraction"] = shares(
                 layout, np.where(np.isnan(self.per_parameter("grad_norm")), np.nan, self.per_parameter("zeros"))
             )
         if "arrived" in index:
-            arrived = self.per_parameter("arrived")
-            lost = (arrived == 0) & (self.per_parameter("grad_norm") > 0)  # squares under what float32 holds
-            values["arrived_norm"] = known_norms(layout, np.where(lost, np.nan, arrived))
+            arrived = known_norms(layout, self.per_parameter("arrived"), index["arrived"] >= 0)
+            now = norms(layout, self.per_parameter("grad_norm"), self.coverage)
+            # lost in float32: on an accelerator, squares
+            arrived[((arrived == 0) | np.isinf(arrived)) & (now > 0) & np.isfinite(now)] = np.nan
+            values["arrived_norm"] = arrived
         if "updates" in index and before is not None:
-            values["update_ratio"] = ratios(layout, self.per_parameter("updates"), before.per_parameter("weights"))
+            updates, weights = self.per_parameter("updates"), before.per_parameter("weights")
+            values["update_ratio"] = ratios(layout, updates, weights, index["updates"] >= 0)
         return values
 
 
@@ -113,9 +116,8 @@ def norms(layout: Layout, parameters: Floats, coverage: Coverage) -> Floats:
     return np.sqrt(sites, out=sites)
 
 
-def known_norms(layout: Layout, parameters: Floats) -> Floats:
-    """The same, shape [sites], where a parameter that is NaN was not measured."""
-    known = ~np.isnan(parameters)
+def known_norms(layout: Layout, parameters: Floats, known: Mask) -> Floats:
+    """The same, shape [sites], over the parameters that are `known`."""
     return np.sqrt(_blank(layout, sums(layout, np.where(known, parameters, 0.0) ** 2), known))
 
 
@@ -128,12 +130,12 @@ def shares(layout: Layout, counts: Floats) -> Floats:
     return _blank(layout, found, known)
 
 
-def ratios(layout: Layout, updates: Floats, weights: Floats) -> Floats:
-    """|new - old| / |old| of all sites, NaN where the old weights were zero (a fresh bias).
+def ratios(layout: Layout, updates: Floats, weights: Floats, known: Mask) -> Floats:
+    """|new - old| / |old| of all sites, over the parameters that are `known`; NaN where the old weights were zero (a
+    fresh bias).
 
     `updates`, `weights`: norms of the update and of the old weights, shape [parameters].
     """
-    known = ~np.isnan(updates)
     with np.errstate(invalid="ignore", divide="ignore"):
         moved, base = (sums(layout, np.where(known, row, 0.0) ** 2) for row in (updates, weights))
         ratio = np.sqrt(moved / base)
