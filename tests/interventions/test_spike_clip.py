@@ -76,7 +76,7 @@ def test_every_factor_is_the_formulas_for_any_norms(data: st.DataObject) -> None
             oracle([each[row] for each in norms[:step]], norm, z=z, window=window, warmup=warmup)
             for row, norm in enumerate(both)
         ]
-        assert factors(acts, both, step) == pytest.approx(right, rel=1e-9)
+        assert factors(acts, both, step) == pytest.approx(right, rel=1e-9, abs=0)
 
 
 @pytest.mark.parametrize("window", [10, 20, 21, 50])
