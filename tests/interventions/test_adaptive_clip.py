@@ -165,3 +165,16 @@ def test_of_sparse_gradients_elements_are_clipped() -> None:
         watch.step(optimizer)
         assert torch.allclose(taken(model, optimizer)["weight"], before.clamp(-0.1, 0.1))
     assert watch.verdict.notes == ()
+
+
+def test_units_of_complex_weights() -> None:
+    model = nn.Linear(3, 2, bias=False, dtype=torch.complex64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with Watch(model, interventions=[AdaptiveClip(0.01)], sinks=()) as watch:
+        model(torch.randn(4, 3, dtype=torch.complex64)).abs().square().sum().backward()
+        assert model.weight.grad is not None
+        norms, allowed = (one.detach().norm(dim=1, keepdim=True) for one in (model.weight.grad, 0.01 * model.weight))
+        right = model.weight.grad * (allowed / norms).clamp(max=1.0)
+        watch.step(optimizer)
+        torch.testing.assert_close(model.weight.grad, right)
+        optimizer.step()

@@ -202,6 +202,35 @@ def test_clipping_by_value() -> None:
     assert shown == pytest.approx([length(after, "2.weight") for _, after in pairs], rel=1e-4)
 
 
+@pytest.mark.parametrize("scale", [1.0, 1024.0])
+def test_clipping_by_value_clips_both_signs_under_a_loss_scale_too(scale: float) -> None:
+    model = nn.Linear(3, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale, enabled=scale != 1.0)
+    before = model.weight.detach().clone()
+    with Watch(model, interventions=[Clip(value=0.5)], sinks=(), scaler=scaler) as watch:
+        scaler.scale(model(torch.tensor([[-3.0, 0.25, 3.0]])).sum()).backward()
+        watch.step(optimizer)
+        scaler.step(optimizer)
+    torch.testing.assert_close(before - model.weight.detach(), torch.tensor([[-0.5, 0.25, 0.5]]))
+
+
+def test_norms_before_constant_factors_in_hooks_are_known_of_several_passes() -> None:
+    model = nn.Linear(3, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    interventions = [Scale(0.5, at="hook"), Zero(until=1, at="hook")]
+    assert str(interventions[1]) == "Zero for 1 steps"
+    with Watch(model, interventions=interventions, sinks=()) as watch:
+        for _ in range(2):
+            optimizer.zero_grad()
+            for _ in range(2):
+                model(torch.tensor([[0.0, 3.0, 4.0]])).sum().backward()
+            watch.step(optimizer)
+            optimizer.step()
+    assert watch.history.series("grad_norm")[1] == pytest.approx(10.0)
+    assert watch.history.series("grad_norm_clipped")[1] == pytest.approx(5.0)
+
+
 def test_scale_and_zero_follow_their_schedules() -> None:
     interventions = [Scale(lambda step: 0.5**step, layers="0"), Scale(-2.0, layers="2"), Zero(layers="4", until=2)]
     _, watch, pairs = train_with(interventions, steps=4)

@@ -166,6 +166,7 @@ def test_a_history_that_its_count_contradicts_begins_again() -> None:
     state = acts.memory.state_dict()
     state["logs"][0, 3] = math.nan
     acts.memory.load_state_dict(state)
+    assert acts.memory.state_dict()["counts"][0] == 0
     for norm in noise(40, seed=1):
         found, right = factors(acts, (norm, norm, norm)), factors(new, (norm, norm, norm))
         assert found[:2] == right[:2]

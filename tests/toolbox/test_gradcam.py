@@ -231,6 +231,22 @@ class Detached(nn.Module):
         return self.head(self.conv(x).detach().mean((2, 3)))
 
 
+class Size(nn.Module):
+    def forward(self, x: Tensor) -> int:
+        return len(x)
+
+
+class Odd(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.twice, self.still, self.size = nn.Conv2d(1, 2, 3), nn.Conv2d(1, 2, 3), Size()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            still = self.still(x)
+        return (self.twice(torch.cat([x, x]))[: self.size(x)] + still).mean((2, 3))
+
+
 X = torch.ones(2, 1, 8, 8)
 
 
@@ -247,6 +263,9 @@ X = torch.ones(2, 1, 8, 8)
         (convnet()[:2], "0", X, None, ValueError, r"the model gives \[2, 2, 6, 6\] .*: expected scores \[N, classes\]"),
         (Detached(), "conv", X, None, ValueError, "the scores do not depend on layer 'conv'"),
         (Detached(), "idle", X, None, ValueError, "layer 'idle' does not run"),
+        (Odd(), "twice", X, None, ValueError, r"layer 'twice' gives \[4, 2, 6, 6\] .* for 2 images: expected one each"),
+        (Odd(), "still", X, None, ValueError, "layer 'still' does not run, or without gradients"),
+        (Odd(), "size", X, None, ValueError, "layer 'size' gives no tensor: expected feature maps"),
         (convnet(), "0", X, "cat", TypeError, "target='cat': expected a class from 0 to 2"),
         (convnet(), "0", X, 3, ValueError, "target=3: expected a class from 0 to 2"),
         (convnet(), "0", X, torch.tensor([0, 1, 2]), ValueError, r"target is \[3\] int64 .*expected integers, \[2\]"),
@@ -281,7 +300,7 @@ def test_a_picture_of_it() -> None:
     assert overlay(image[:0], cam[:0]).shape == (0, 3, 2, 2)
     share: Any = np.float32(0.5)
     assert torch.equal(overlay(image, cam, alpha=share), overlay(image, cam))
-    assert torch.equal(overlay(torch.zeros(1, 2, 2, dtype=torch.uint8), cam[0]), overlay(torch.zeros(1, 2, 2), cam[0]))
+    assert torch.equal(overlay((51 * image[0] * 2).to(torch.uint8), cam[0]), overlay(0.4 * image[0], cam[0]))
 
 
 def test_every_number_of_a_map_has_a_colour() -> None:
@@ -305,6 +324,7 @@ def test_every_number_of_a_map_has_a_colour() -> None:
             {},
             r"from -1 to -1: expected floats in \[0, 1\] or bytes; undo the normalisation",
         ),
+        (torch.full((3, 2, 2), 1.5), {}, "from 1.5 to 1.5"),
         (torch.zeros(3, 2, 2), {"alpha": 2}, "alpha=2: expected a number from 0 to 1"),
         (torch.zeros(3, 2, 2), {"alpha": "a"}, "alpha='a': expected a number from 0 to 1"),
     ],
