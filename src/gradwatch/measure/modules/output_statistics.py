@@ -222,8 +222,8 @@ def _values(
     """Statistic -> one number for each of `n` sites, NaN where not measured.
 
     Root mean squares, shares and maxima are taken over all outputs and calls of a module. An output whose squares
-    float32 cannot hold has no root mean square at this step: it is `unsafe`, and measured in float64 at the next
-    sample, at which it is `exact`.
+    float32 cannot hold has no root mean square at this step, nor has the total if that counts for it: it is `unsafe`,
+    and measured in float64 at the next sample, at which it is `exact`.
     """
     rows, each = {name: line for line, name in enumerate(rows_of)}, numbers["outputs"]
     lengths = [len(row.sites) for row in rows_of.values()]
@@ -253,9 +253,9 @@ def _values(
                 rms[peaks == np.inf] = np.inf
                 tiny = (peaks > 0) & (sums[line] < SAFE_SQUARE * elements[line])
                 out = (peaks < np.inf) & (~np.isfinite(sums[line]) | tiny)
-                out[0] = False
-                unsafe.update(np.flatnonzero(out).tolist())
+                unsafe.update((np.flatnonzero(out[1:]) + 1).tolist())
                 out[list(exact)] = False
+                out[0] &= out[1:].any()
                 rms[out] = np.nan
                 found |= {f"{row}_max": peaks, f"{row}_rms": rms}
     for row, statistic in SHARES.items():
