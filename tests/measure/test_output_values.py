@@ -419,6 +419,15 @@ def test_what_float32_squares_cannot_hold_is_had_at_the_next_sample(size: float,
     assert first.value("input_max", "0") == pytest.approx(float(batch.abs().max()), rel=1e-6, abs=0)
 
 
+def test_the_total_of_signals_is_unknown_where_a_huge_one_is() -> None:
+    model, batch = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1, bias=False)), torch.randn(16, 4)
+    model[1].weight.data *= 1e22
+    first, second = measured(model, batch, batch, forward=lambda model, batch: model(batch).sin())
+    assert 0 < first.value("signal_norm", "1") < 1 and math.isnan(first.value("signal_norm", "total"))
+    assert second.value("signal_norm", "total") == pytest.approx(second.value("signal_norm", "0"), rel=1e-6)
+    assert second.value("signal_norm", "0") > 1e20
+
+
 def test_nothing_is_kept_and_no_bit_changes() -> None:
     watched, alone = zoo(8), zoo(8)
     gone: list[Any] = []
