@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from gradwatch.sinks.downsampling import MAX_COLUMNS, Downsampling
+from gradwatch.sinks.map_rows import most_distinct
 from gradwatch.sinks.run_summary import RunSummary
 from gradwatch.tensorboard_plugin.matrix import NOT_A_NUMBER, Matrix, summary
 from quick import examples
@@ -98,6 +99,25 @@ def test_columns_keep_extremes_however_long_the_run(first: int) -> None:
         np.testing.assert_allclose(high[column, :3], np.nanmax(part, axis=0), rtol=1e-6)
         np.testing.assert_allclose(low[column, :3], np.nanmin(part, axis=0), rtol=1e-6)
     assert np.isnan(high[:, 3]).all(), "a site that never was"
+
+
+def test_a_run_that_begins_late_has_a_column_for_each_step_too() -> None:
+    course = course_of(np.ones((200, 1)), first=100_000, cuts=[90])
+    assert (course.stride, len(course), course.axis) == (1, 200, (100_000, 100_199))
+    assert [course.share(axis) for axis in (99_000, 100_000, 100_199, 200_000)] == [0.0, 0.5 / 200, 199.5 / 200, 1.0]
+
+
+def test_a_position_before_the_latest_is_added_to_the_latest_column() -> None:
+    course = course_of(np.ones((10, 1)))
+    assert len(course) == 10
+    course.extend(np.array([3]), np.array([[100.0]]))
+    assert course.extremes()[1][:, 0].tolist() == [0.0] * 9 + [2.0]
+
+
+def test_of_different_neighbours_the_one_farther_from_usual_is_drawn() -> None:
+    low, high = np.ones((1, 9), np.float32), np.ones((1, 9), np.float32)
+    low[0, 4], high[0, 4] = -1.0, 2.0
+    assert most_distinct(low, high)[0].tolist() == [1.0] * 4 + [-1.0] + [1.0] * 4
 
 
 def test_a_column_without_a_step_shows_the_one_before() -> None:
