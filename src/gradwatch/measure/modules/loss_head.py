@@ -145,7 +145,7 @@ def _broadcast(node: Any, kind: str) -> HeadFault | None:
     if by_loss:
         whole = _shape_of(output)
         output, index = output.next_functions[0]
-    if output is None or len(whole) < 2 or not whole[0] == whole[1] > 1:
+    if len(whole) < 2 or not whole[0] == whole[1] > 1:
         return None
     batch, rest, shape = whole[0], whole[2:], _shape_of(output, index)
     if shape == (batch, *rest):

@@ -202,7 +202,7 @@ class OutputStatistics(ModuleStatistic):
             alike.setdefault((peaks.shape[1], peaks.device, peaks.dtype), []).append((sites, peaks))
         for (units, device, _), rows in alike.items():
             sites = [site for own, _ in rows for site in own]
-            unit_peaks = (torch.cat([peaks for _, peaks in rows]) if len(rows) > 1 else rows[0][1]).float()
+            unit_peaks = torch.cat([peaks for _, peaks in rows]).float()
             if len(set(sites)) < len(sites):
                 sites, unit_peaks = _highest(sites, unit_peaks)
             keys = [(site, units) for site in sites]
@@ -384,9 +384,8 @@ def _units(tensor: Tensor, first: int, *, channels: bool) -> int | None:
     """The dimension of the units in `tensor`: the last, or after convolutions the second of an output. None where there
     are too many units, or too few outputs of each. `first`: the first dimension of an output; 1 in a stack of them.
     """
-    dims = tensor.ndim - first
-    if dims < 2:
+    if tensor.ndim - first < 2:
         return None
-    dim = first + 1 if channels and dims > 2 else tensor.ndim - 1
+    dim = first + 1 if channels else tensor.ndim - 1
     units, size = tensor.shape[dim], tensor.numel() // (tensor.shape[0] if first else 1)
     return dim if units <= MAX_UNITS and size >= MIN_POSITIONS * units else None

@@ -73,24 +73,22 @@ def _values(n: int, step: _StepSignals, exact: frozenset[int], numbers: Mapping[
     norm at this step, and is measured in float64 at the next sample, at which it is `exact`; beside a huge one the total
     has none either. `half_zeros` is the share of zeros.
     """
-    found = dict[str, Floats]()
     with np.errstate(invalid="ignore", divide="ignore"):
-        if step.norms:
-            squares, elements = _sums(step.norms, numbers["signals"] ** 2, n)
-            total = np.sqrt(squares)
-            total[elements == 0] = np.nan
-            unsafe = np.isinf(total) | (total * total < SAFE_SQUARE * elements)
-            huge = False
-            for site in np.flatnonzero(unsafe).tolist():
-                step.unsafe.add(site)
-                if site not in exact:
-                    huge |= np.isinf(total[site])
-                    total[site] = np.nan
-            step.unsafe.difference_update(np.flatnonzero(~unsafe).tolist())
-            measured = ~np.isnan(total)
-            elements[0] = elements[measured].sum()
-            total[0] = np.sqrt(np.square(total[measured]).sum()) if elements[0] and not huge else np.nan
-            found |= {"signal_norm": total, "signal_rms": total / np.sqrt(elements)}
+        squares, elements = _sums(step.norms, numbers["signals"] ** 2, n)
+        total = np.sqrt(squares)
+        total[elements == 0] = np.nan
+        unsafe = np.isinf(total) | (total * total < SAFE_SQUARE * elements)
+        huge = False
+        for site in np.flatnonzero(unsafe).tolist():
+            step.unsafe.add(site)
+            if site not in exact:
+                huge |= np.isinf(total[site])
+                total[site] = np.nan
+        step.unsafe.difference_update(np.flatnonzero(~unsafe).tolist())
+        measured = ~np.isnan(total)
+        elements[0] = elements[measured].sum()
+        total[0] = np.sqrt(np.square(total[measured]).sum()) if elements[0] and not huge else np.nan
+        found = {"signal_norm": total, "signal_rms": total / np.sqrt(elements)}
         if step.nonzero:
             nonzero, elements = _sums(step.nonzero, numbers["half_nonzero"], n)
             nonzero[0], elements[0] = nonzero.sum(), elements.sum()
