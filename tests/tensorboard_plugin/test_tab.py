@@ -36,6 +36,7 @@ from gradwatch.tensorboard_plugin.matrix import (
     NO_NUMBER,
     NOT_A_NUMBER,
     Matrix,
+    latest,
     pooled,
     states_of,
     summary,
@@ -490,6 +491,23 @@ def test_pooling_keeps_extremes_and_the_worst_state(matrix: Matrix, columns: int
             ranked = [state for state in states if state > NO_NUMBER] or [0 for state in states if state == 0]
             expected = max(ranked) if ranked else Missing.FROZEN if Missing.FROZEN in states else NO_NUMBER
             assert small.states[column, name] == expected
+
+
+def test_long_losses_leave_most_columns_to_the_steps_that_are_there() -> None:
+    lost = np.arange(70) % 10 == 9
+    last = np.cumsum(np.where(lost, 100, 1) + 100 * (np.arange(70) == 69)) - 1
+    first, states = np.append(0, last[:-1] + 1), np.where(lost, LOST, 0).astype(np.uint8)[:, None]
+    numbers = np.where(lost, np.nan, 1.0).astype(np.float32)[:, None]
+    small = pooled(Matrix(("a",), first, last, 63, numbers, numbers, states), 9)
+    assert 5 <= len(small.first) <= 9
+    assert np.count_nonzero(small.states == LOST) == 2
+
+
+def test_before_the_first_step_there_is_no_number() -> None:
+    matrix = made_up(5, 3, np.random.default_rng(0))
+    numbers, states, at = latest(matrix, int(matrix.first[0]) - 1)
+    assert np.isnan(numbers).all()
+    assert (states.tolist(), at.tolist()) == ([NO_NUMBER] * 3, [0] * 3)
 
 
 @given(matrices)

@@ -119,7 +119,7 @@ class DataFlow(ModuleStatistic):
 
     def _notice(self, arguments: object, tensors: Iterable[Tensor]) -> None:
         """A layer has run whose edges are unknown."""
-        if not self.walk.new_layer_ran and any(_nodes(tensors)) and not in_backward():
+        if any(_nodes(tensors)) and not in_backward():
             self.walk.new_layer_ran = True
 
     def _on_backward(self, gradient: Tensor) -> None:
