@@ -242,6 +242,20 @@ def test_a_shift_is_found_where_it_begins(at: int, by: float) -> None:
     assert found.values[1] - found.values[0] == pytest.approx(by, abs=0.6)
 
 
+@pytest.mark.parametrize("span", [400, 8_000])
+def test_the_noise_of_a_difference_is_how_far_medians_of_noise_scatter(span: int) -> None:
+    draws, edges = np.random.default_rng(0), blocks_of(0, span - 1)
+    size = int(edges[1])
+    a, b = draws.normal(0, 0.2, (2, span, 30))
+    b[span // 2 :] += 2
+    found = divergence_points("grad_norm", (np.arange(span), a), (np.arange(span), b), edges)
+    assert len(found) == 30
+    scatter = np.std(np.subtract(*np.median(draws.normal(0, 0.2, (2, 10_000, size)), axis=2)))
+    # the error of a median is an asymptotic one, and the larger of two noises counts
+    assert np.mean([point.noise for point in found]) == pytest.approx(1.15 * float(scatter), rel=0.15)
+    assert {point.until for point in found} == {(span // 2 // size + 1) * size - 1}
+
+
 def test_noise_does_not_part() -> None:
     steps = np.arange(400)
     parted = 0
