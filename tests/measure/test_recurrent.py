@@ -21,7 +21,9 @@ from torch.utils.checkpoint import checkpoint
 from gradwatch import Watch
 from gradwatch.core.alert import Alert, Finding
 from gradwatch.core.history import History
-from gradwatch.measure.modules.time_step_gradients import LayerCalls, time_growths
+from gradwatch.hooks.hook_set import HookCosts
+from gradwatch.measure.modules import time_step_gradients
+from gradwatch.measure.modules.time_step_gradients import LayerCalls, TimeStepGradients, time_growths
 from gradwatch.rules import Exploding, Vanishing
 from gradwatch.rules.evidence.recurrent_gradients import faded_through_time, grown_through_time
 from reference import bits, hooks_on
@@ -438,6 +440,33 @@ def test_norms_that_cannot_be_judged_have_no_growth(norms: list[float]) -> None:
 
 def test_an_overflow_counts_as_the_highest() -> None:
     assert growth([float("inf")] * 4 + [1.0] * 4) == pytest.approx((39, 39))
+
+
+def test_a_call_without_a_gradient_is_a_step_of_its_sequence() -> None:
+    calls = LayerCalls(1, [[1]] * 7 + [[]] + [[1]] * 2, [True] * 10, 0)
+    found = time_growths([calls], np.ones(9), 2)
+    assert [found[name][1] for name in ("time_steps", "time_growth")] == [10, 0]
+
+
+def test_a_loop_without_end_is_measured_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time_step_gradients, "MAX_TIME_STEPS", 12)
+    costs = HookCosts()
+    step = TimeStepGradients(costs).step
+    call = step.begin(1, carried=False)
+    hook = step.gradient_hook(1, call, lambda gradient: torch.ones(5))
+    for gradient in (None, *[torch.ones(2)] * 9):
+        hook(gradient)
+    assert (len(call.norms), costs.errors) == (3, [])
+
+
+def test_an_activation_in_a_loop_has_no_time_steps() -> None:
+    statistic = TimeStepGradients(HookCosts())
+    for _ in range(2):
+        assert statistic.on_output(1, nn.Tanh(), "Tanh") is None
+        statistic.on_repeated_calls([1])
+    assert statistic.on_output(2, nn.Linear(2, 2), "") is None
+    statistic.on_repeated_calls([2])
+    assert statistic.on_output(2, nn.Linear(2, 2), "") is not None
 
 
 # the rules
