@@ -70,8 +70,8 @@ def _values(n: int, step: _StepSignals, exact: frozenset[int], numbers: Mapping[
     for layers without one.
 
     Over several outputs or calls of a layer: sqrt(sum |s|^2). A layer whose signal float32 squares cannot hold has no
-    norm at this step, and is measured in float64 at the next sample, at which it is `exact`; beside a huge one the total
-    has none either. `half_zeros` is the share of zeros.
+    norm at this step, and is measured in float64 at the next sample, at which it is `exact`; beside a huge one the
+    total has none either. `half_zeros` is the share of zeros.
     """
     with np.errstate(invalid="ignore", divide="ignore"):
         squares, elements = _sums(step.norms, numbers["signals"] ** 2, n)
