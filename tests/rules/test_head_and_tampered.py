@@ -20,7 +20,7 @@ from gradwatch import GradWatch, Watch
 from gradwatch.core.alert import Alert
 from gradwatch.core.schedule import SamplingSchedule
 from gradwatch.measure.modules.loss_head import head_faults
-from gradwatch.measure.modules.recomputed_gradients import count_other_hooks
+from gradwatch.measure.modules.recomputed_gradients import bias_of, count_other_hooks
 from gradwatch.rules.bad_head import BadHead
 from gradwatch.rules.tampered import Tampered
 from models import mlp, module_of
@@ -545,6 +545,18 @@ def test_a_backward_pass_by_hand_that_is_right() -> None:
     model[2] = ByHand(16, 16)
     model[2].sign = 1.0
     assert watched(model) == ()
+
+
+class Scaled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.add(x @ self.weight.T, self.bias, alpha=2.0)
+
+
+def test_a_bias_that_is_added_with_a_factor_is_not_compared() -> None:
+    scaled, linear, x = Scaled(16, 16), nn.Linear(16, 16), torch.randn(4, 16)
+    assert bias_of(linear(x).grad_fn, linear) == (linear.bias, -1)
+    assert bias_of(scaled(x).grad_fn, scaled) is None
+    assert bias_of((2 * scaled(x)).grad_fn, scaled) is None
 
 
 @pytest.mark.parametrize("norm", [True, False])

@@ -47,6 +47,12 @@ def headlines_of(record: Record, alerts: Any = ()) -> dict[str, float]:
     return dict(headlines(block_of([record]), tuple(alerts)))
 
 
+def test_a_number_of_the_whole_step_is_the_last_that_there_is() -> None:
+    layout, shares = layout_of("a"), (0.1, 0.2, 0.3, math.nan)
+    records = [record_of(layout, step, [1.0], overhead=share) for step, share in enumerate(shares)]
+    assert headlines(block_of(records))["gradwatch/overhead"] == 0.3
+
+
 def test_headlines_of_a_record() -> None:
     layout = layout_of("a", "b", "c", "d", "e", "f")
     norms = [1e-4, 1e-2, 1.0, 0.0, np.inf, 7.0]

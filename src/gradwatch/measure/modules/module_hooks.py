@@ -118,9 +118,9 @@ class ModuleHooks:
     def _make(self, module: nn.Module, site: int, kind: str, *, full: bool) -> _HooksOfModule:
         outputs = [hook for one in self.statistics if (hook := one.on_output(site, module, kind)) is not None]
         gradients = [call for one in self.statistics if (call := one.on_grad_output(site, module, kind)) is not None]
-        output_hook = OutputHook(self._costs, outputs, full=full) if outputs or gradients or not kind else None
+        output_hook = OutputHook(self._costs, outputs, full=full) if outputs or not kind else None
         on_grad_output = recorded(partial(_call_all, gradients), self._costs) if gradients else None
-        inputs = [] if kind else [one.on_input(site, module) for one in self.statistics]
+        inputs = [one.on_input(site, module) for one in self.statistics]
         input_hooks = [recorded(on_input, self._costs) for on_input in inputs if on_input is not None]
         return _HooksOfModule(weakref.ref(module), site, output_hook, on_grad_output, input_hooks)
 
