@@ -114,7 +114,7 @@ def test_ls_lists_the_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str], m
     assert lines[0] == ["run", "steps", "state", "alerts", "began"]
     assert [line[:-2] for line in lines[1:]] == [
         ["logs/version_2", "9", "warning", "vanishing"],
-        ["logs/version_9", "9", "few", "steps,", "no", "end", "-"],
+        ["logs/version_9", "9", "healthy,", "no", "end", "-"],
         ["logs/version_10", "10", "healthy", "-"],
     ]
 
@@ -131,7 +131,7 @@ def test_commands_say_the_same_of_a_run(tmp_path: Path, capsys: Any, verdict: Ve
     for name in ("first", "second"):
         record(tmp_path / name, verdict)
     assert main(["ls", str(tmp_path)]) == 0
-    state = "few steps, no end" if health == "no end" else health
+    state = "healthy, no end" if health == "no end" else health
     shown = rf"\b{verdict.steps if verdict else 9} +{state}  "
     assert all(re.search(shown, line) for line in capsys.readouterr().out.splitlines()[1:])
     assert main(["report", str(tmp_path)]) == 0
@@ -147,7 +147,7 @@ def test_commands_say_the_same_of_a_run(tmp_path: Path, capsys: Any, verdict: Ve
     capsys.readouterr()
     assert main(["report", str(tmp_path / "first"), "--format", "json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["verdict"]["status"] == health.replace("no end", "few steps")
+    assert found["verdict"]["status"] == health.replace("no end", "healthy")
     assert found["run"]["ended"] == (health != "no end")
     assert found["verdict"]["headline"].startswith("nothing found so far. ") == (health == "no end")
     assert main(["compare", str(tmp_path / "first"), str(tmp_path / "second")]) == 0

@@ -462,22 +462,6 @@ def test_a_run_is_healthy_where_its_loss_fell(loss: tuple[float, float] | None, 
     assert words in str(Verdict((), 400, 2, 0.0, {}, loss=loss))
 
 
-@pytest.mark.parametrize(
-    ("steps", "words"),
-    [
-        (1, "GradWatch: nothing found in so few steps. 2 layers over 1 step, overhead 0.0 %"),
-        (9, "GradWatch: nothing found in so few steps. 2 layers over 9 steps, overhead 0.0 %"),
-        (10, "GradWatch: healthy. 2 layers over 10 steps, overhead 0.0 %"),
-    ],
-)
-def test_a_few_steps_are_not_called_healthy(steps: int, words: str) -> None:
-    assert str(Verdict((), steps, 2, 0.0, {})) == words
-    some = str(Verdict((), steps, 2, 0.0, {}, run_steps=900))
-    assert some.startswith(
-        "GradWatch: healthy." if steps == 10 else "GradWatch: nothing found in so few measured steps."
-    )
-
-
 def test_a_number_and_its_percent_stay_in_a_line() -> None:
     line = "GradWatch: healthy. 3 layers over 120 steps, overhead 19.6 %"
     assert wrapped(line, len(line) - 1) == [line.removesuffix(" 19.6 %"), "19.6 %"]

@@ -357,7 +357,7 @@ def test_every_fit_has_its_own_table(capsys: pytest.CaptureFixture[str]) -> None
         sink.open(Run(layout, "run"))
         feed(sink, record_of(layout, 0, [norm]))
         sink.close(Verdict((), 1, 1, 0.0, {}))
-    first, second = capsys.readouterr().out.split("GradWatch: nothing found in so few steps.")[1:]
+    first, second = capsys.readouterr().out.split("GradWatch: healthy.")[1:]
     assert re.search(r"^a +█* *▅ +1 +1 +1 +1 +ok$", first, re.MULTILINE)
     assert re.search(r"^a +▅ +5 +5 +5 +5 +ok$", second, re.MULTILINE)
 

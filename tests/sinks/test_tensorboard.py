@@ -273,7 +273,6 @@ def test_a_status_names_the_worst_and_counts_the_others() -> None:
     found = replace(HEALTHY, incidents=(warning, notice, error))
     assert status(found) == "Error: nonfinite in b, since step 9; 1 more incident"
     assert status(replace(HEALTHY, incidents=(notice,))) == "Healthy"
-    assert status(replace(HEALTHY, steps=1)) == "Nothing found in so few steps"
     assert status(replace(HEALTHY, loss=(2.0, 2.0))) == "Nothing found; loss 2 -> 2: it has not moved"
 
 

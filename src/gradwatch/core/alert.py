@@ -19,9 +19,6 @@ from gradwatch.core.record import TOTAL
 MAX_NAMES = 4
 """Names that a line lists in full; of a longer list it has three names and the count. Judgement."""
 
-FEW_STEPS = 10
-"""Measured steps under which a run is not called healthy. Judgement: most rules need more to find anything."""
-
 CONSEQUENCES: Mapping[str, frozenset[str]] = {
     cause: frozenset(effects.split())
     for cause, effects in {
@@ -294,17 +291,13 @@ class Verdict:
         return stuck_text(self.loss) if self.loss is not None else ""
 
     def _clean_line(self, what: str) -> str:
-        """The first line of a run without a warning: healthy only where the loss is not known not to have fallen, and
-        there were more than a few steps.
-        """
+        """The first line of a run without a warning: healthy only where the loss is not known not to have fallen."""
         if not self.steps:
             return "GradWatch: no step was measured."
         if not self.ended:
             return f"GradWatch: nothing found so far. {what}"
         if self.stuck:
             return f"GradWatch: nothing found in {self.steps} {step_word(self)}s; {self.stuck}. {what}"
-        if self.steps < FEW_STEPS:
-            return f"GradWatch: nothing found in so few {step_word(self)}s. {what}"
         return f"GradWatch: healthy. {what}"
 
     def _lines(self, incidents: Iterable[Alert]) -> list[str]:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from gradwatch.core.alert import FEW_STEPS, Alert, Severity, Verdict, ranked
+from gradwatch.core.alert import Alert, Severity, Verdict, ranked
 
 NOTHING_FOUND = {
     "unmeasured": "No step was measured",
     "no end": "Nothing found so far",
     "stuck": "Nothing found; {stuck}",
-    "few steps": "Nothing found in so few steps",
     "healthy": "Healthy",
 }
 """The health of a run without a warning or an error, in words."""
@@ -32,9 +31,7 @@ def health_of(verdict: Verdict) -> str:
         return str(found[0].severity)
     if not verdict.ended:
         return "no end"
-    if not verdict.steps:
-        return "unmeasured"
-    return "stuck" if verdict.stuck else "few steps" if verdict.steps < FEW_STEPS else "healthy"
+    return "unmeasured" if not verdict.steps else "stuck" if verdict.stuck else "healthy"
 
 
 def status(verdict: Verdict) -> str:

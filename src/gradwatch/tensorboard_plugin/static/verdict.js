@@ -3,13 +3,12 @@
 import { el } from "./dom.js";
 import { began, count, layersOf, listing, period, percent, plural, shortened } from "./format.js";
 
-const SIGNS = { error: "✕", warning: "!", healthy: "✓", stuck: "–", "few steps": "–", "no end": "…", unmeasured: "–" };
+const SIGNS = { error: "✕", warning: "!", healthy: "✓", stuck: "–", "no end": "…", unmeasured: "–" };
 const WORDS = {
   error: "Error",
   warning: "Warning",
   healthy: "Healthy",
   stuck: "Nothing found, but the loss has not fallen",
-  "few steps": "Nothing found in so few steps",
   "no end": "No alert so far",
   unmeasured: "No step was measured",
 };
