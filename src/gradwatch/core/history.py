@@ -196,7 +196,7 @@ class History:
     def number(self, name: str, *, back: int = 1) -> float:
         """A number of the whole step (`loss`, `lr`, ...) at the record `back` from the end; NaN where there is none."""
         numbers = self.scalar(name, back)
-        return float(numbers[0]) if len(numbers) else float("nan")
+        return float(numbers[0]) if len(numbers) == back else float("nan")
 
     @property
     def whole(self) -> bool:

@@ -46,8 +46,8 @@ class ActiveIntervention:
         """Of a gate: the steps on which it has decided, and those that it has refused."""
         self.by_scaler = False
         """Whether it has left steps to the fp16 scaler, which skips them itself."""
-        self.ended = ""
-        """Why it has ended the training, or would have; empty where it has not."""
+        self.ended: str | None = None
+        """Why it has ended the training, or would have; None where it has not."""
         self._waiting: Mapping[str, Any] | None = None
         """A memory that was loaded before the action was created."""
 
@@ -72,25 +72,26 @@ class ActiveIntervention:
             left = self.by_scaler and not self.judged
             skipped = f"{would}skipped {self.refused} of {self.judged} steps"
             done.append("left all steps to the fp16 scaler, which skips them itself" if left else skipped)
-        if self.ended or isinstance(self.action, StopCondition):
-            done.append(f"{would}ended {f'the training: {self.ended}' if self.ended else 'nothing'}")
+        if self.ended is not None or isinstance(self.action, StopCondition):
+            done.append(f"{would}ended {'nothing' if self.ended is None else f'the training: {self.ended}'}")
         return f"{self} {', and '.join(done)}" if done else str(self.counts)
 
     def state_dict(self) -> dict[str, Any]:
         """The counts and the memory of the action: tensors, numbers and text."""
-        gate = [self.judged, self.refused] if isinstance(self.action, Gate) else None
+        gate = [self.judged, self.refused] if self.judged or isinstance(self.action, Gate) else None
         return {"counts": self.counts.state_dict(), "gate": gate, "memory": self._memory_state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raises any error for a state that does not fit."""
         self.counts.load_state_dict(state["counts"])
-        if state["gate"] is not None:
-            judged, refused = state["gate"]
-            self.judged, self.refused = int(judged), int(refused)
+        judged, refused = state["gate"] or (0, 0)
+        self.judged, self.refused = int(judged), int(refused)
         self._load_memory(state["memory"])
 
     def _memory_state(self) -> dict[str, Any] | None:
-        return self.action.memory.state_dict() if self.action and self.action.memory else None
+        if self.action is None:
+            return None if self._waiting is None else dict(self._waiting)
+        return self.action.memory.state_dict() if self.action.memory else None
 
     def _load_memory(self, state: Mapping[str, Any] | None) -> None:
         """Load the memory of the action; if there is no action yet, when it begins."""

@@ -178,7 +178,7 @@ class Gates:
 
     def _end_training(self, active: ActiveIntervention, why: str) -> None:
         """Have an intervention end the training; logged once."""
-        if active.ended:
+        if active.ended is not None:
             return
         active.ended = why
         self._log(f"{active} {'would have ended' if active.dry else 'ends'} the training: {why}")
