@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from itertools import pairwise
 from typing import Any
 
@@ -167,21 +166,21 @@ def test_a_damaged_state_changes_nothing(change: dict[str, Any]) -> None:
 # ---- the clock
 
 
-def test_clock_counts_training_and_our_share() -> None:
+def test_clock_counts_training_and_our_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """Validation, between a stop and the next start, is no training time."""
+    now = [0.0]
+    monkeypatch.setattr("gradwatch.core.overhead.perf_counter", lambda: now[0])
     overhead = Overhead()
     assert overhead.share == 0
     for _ in range(5):
-        overhead.started = time.perf_counter()
-        time.sleep(0.004)
-        begun = time.perf_counter()
-        time.sleep(0.001)
-        overhead.add(begun)
+        overhead.started = now[0]
+        now[0] += 0.005
+        overhead.add(now[0] - 0.001)
         overhead.stop()
-        time.sleep(0.02)  # validation
-    assert 0.025 <= overhead.training_seconds < 0.09
-    assert 0.005 <= overhead.seconds < 0.03
-    assert 0.05 < overhead.share < 0.6
+        now[0] += 0.02  # validation
+    assert overhead.training_seconds == pytest.approx(0.025)
+    assert overhead.seconds == pytest.approx(0.005)
+    assert overhead.share == pytest.approx(0.2)
 
 
 @given(spent=st.floats(0, 100), total=st.floats(0, 100))
