@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from math import inf, sqrt
 from threading import Lock
 from time import perf_counter
 
@@ -19,7 +18,7 @@ from gradwatch.measure.device_buffer import host_view
 from gradwatch.measure.devices import moved, widest_type
 from gradwatch.measure.dtensor import is_dtensor
 from gradwatch.measure.layers import is_lazy
-from gradwatch.measure.reductions import SAFE_SQUARE, FloatLimits, Plan, exact_norm, is_vmapped, norm_into
+from gradwatch.measure.reductions import FloatLimits, Plan, exact_norm, is_vmapped, may_be_lost, norm_into
 
 
 class _DeviceSquares:
@@ -50,7 +49,7 @@ class _DeviceSquares:
         gradient, slot = gradient.detach() if gradient.requires_grad else gradient, self.slots[place]
         norm_into(gradient, slot)
         seen = host_view(slot)
-        if seen is not None and not sqrt(SAFE_SQUARE * gradient.numel()) <= seen < inf:
+        if seen is not None and may_be_lost(float(seen), gradient.numel()):
             slot.copy_(exact_norm(gradient))
         self.full[place] = True
 

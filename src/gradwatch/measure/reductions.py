@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import inf
+from math import inf, sqrt
 from operator import itemgetter
 from typing import Any
 
@@ -154,6 +154,11 @@ def _in_memory_order(values: Tensor) -> Tensor:
         # rows of the largest stride order keep the memory in sequence, so nothing is copied
         values = values.permute(sorted(range(values.ndim), key=values.stride, reverse=True))
     return values.contiguous()
+
+
+def may_be_lost(norm: float, size: int) -> bool:
+    """Whether a norm of `size` numbers may be wrong because float32 cannot hold its square: `exact_norm` is right."""
+    return norm == inf or norm < sqrt(SAFE_SQUARE * size)
 
 
 def exact_norm(tensor: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from gradwatch.hooks.view_gradients import register_value_hook
 from gradwatch.measure.device_buffer import DeviceBuffer, HostCopy, on_host
 from gradwatch.measure.devices import moved
 from gradwatch.measure.layers import unique_name
-from gradwatch.measure.reductions import SAFE_SQUARE, dense_real, exact_norm, is_dense_real, norm_into, widest_norm
+from gradwatch.measure.reductions import dense_real, exact_norm, is_dense_real, may_be_lost, norm_into, widest_norm
 
 logger = logging.getLogger("gradwatch")
 
@@ -263,14 +263,14 @@ class TensorTaps:
             self._beyond.add(number)
         elif values.device.type in READ_AT_ONCE and self._norm is not None:
             norm_into(values, self._slot)
-            square = float(self._norm[0]) ** 2
-            if not SAFE_SQUARE * values.numel() <= square < np.inf:
-                square = float(on_host(exact_norm(values))) ** 2
-            step.squares[number] = step.squares.get(number, 0.0) + square
+            norm = float(self._norm[0])
+            if may_be_lost(norm, values.numel()):
+                norm = float(on_host(exact_norm(values)))
+            step.squares[number] = step.squares.get(number, 0.0) + norm**2
         else:
-            norm = widest_norm(values)
+            wide = widest_norm(values)
             before, key = step.sums.get((number, values.device)), (number, values.device)
-            step.sums[key] = norm.square() if before is None else before.addcmul_(norm, norm)
+            step.sums[key] = wide.square() if before is None else before.addcmul_(wide, wide)
 
 
 def _real(tensor: Tensor) -> Tensor:

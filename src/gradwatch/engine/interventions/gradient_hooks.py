@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from math import inf, sqrt
+from math import inf
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from gradwatch.hooks.hook_set import HookSet, is_capturing
 from gradwatch.interventions.contract import Editing, Scaling
 from gradwatch.measure.device_buffer import host_view
 from gradwatch.measure.devices import moved, widest_type
-from gradwatch.measure.reductions import NARROW, SAFE_SQUARE, dense_real, exact_norm, norm_into, widest_norm
+from gradwatch.measure.reductions import NARROW, dense_real, exact_norm, may_be_lost, norm_into, widest_norm
 
 HookAction = tuple[ActiveIntervention, Scaling | Editing]
 """An intervention, and its action on one parameter or on the signals of one layer."""
@@ -161,8 +161,7 @@ def norm_of(tensor: Tensor) -> Tensor:
     if seen is None:
         return widest_norm(dense_real(tensor))
     norm_into(tensor, norm)
-    edge = seen == inf or seen < sqrt(SAFE_SQUARE * tensor.numel())
-    return exact_norm(tensor) if edge else norm
+    return exact_norm(tensor) if may_be_lost(float(seen), tensor.numel()) else norm
 
 
 def norms_of(tensors: list[Tensor]) -> Tensor:
