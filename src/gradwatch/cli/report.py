@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -67,12 +68,9 @@ def run(options: argparse.Namespace) -> int:
 
 def _several(path: Path) -> bool:
     """Whether there is more than one run below `path`, and none in it."""
-    from gradwatch.runs.files import files_in, runs_below
+    from gradwatch.runs.files import runs_at
 
-    if not path.is_dir() or files_in(path):
-        return False
-    below = runs_below(path)
-    return next(below, None) is not None and next(below, None) is not None
+    return len(list(islice(runs_at(path), 2))) > 1
 
 
 def _pages(options: argparse.Namespace) -> int:
@@ -138,11 +136,10 @@ def _page(options: argparse.Namespace) -> int:
 
 def _folder(path: Path) -> Path:
     """The folder of the run at `path`, or of the only one below it."""
-    from gradwatch.runs.files import files_in, runs_below
+    from gradwatch.runs.files import runs_at
 
-    if not path.is_dir():
-        return path.parent
-    return path if files_in(path) else next(runs_below(path), path)
+    run = next(runs_at(path), path)
+    return run if run.is_dir() else run.parent
 
 
 def _summary(options: argparse.Namespace) -> int:

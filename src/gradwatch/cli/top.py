@@ -66,11 +66,9 @@ def run(options: argparse.Namespace) -> int:
 
 def _latest(path: Path) -> Path:
     """The run at `path`; of several below it the one that was written last."""
-    from gradwatch.runs.files import files_in, runs_below
+    from gradwatch.runs.files import runs_at
 
-    if not path.is_dir() or files_in(path):
-        return path
-    return max(runs_below(path), key=_written, default=path)
+    return max(runs_at(path), key=_written, default=path)
 
 
 def _written(folder: Path) -> float:

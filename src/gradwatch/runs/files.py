@@ -61,6 +61,11 @@ def files_in(folder: Path) -> list[Path]:
     return own or [file for file in event_files(folder / FOLDER) if holds_record(file)]
 
 
+def runs_at(path: Path) -> Iterator[Path]:
+    """The run at `path`, a file or a folder; where it holds no record itself, those below it."""
+    return iter([path]) if not path.is_dir() or files_in(path) else runs_below(path)
+
+
 def runs_below(folder: Path) -> Iterator[Path]:
     """Every folder that `files_in` finds a record in, `folder` too, by name and number."""
     waiting = [folder]
