@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
@@ -30,33 +31,48 @@ def rewarded_guesses() -> Fit:
     return reads_digits(mlp(2), adam(5e-3), objective=objective, steps=300, size=64)
 
 
-class Walker(L.LightningModule):
-    """Q-learning on a corridor of twelve places: its right end is worth 1."""
+class QLearner(L.LightningModule):
+    """Deep Q-learning with two moves, and a target network that follows after `refresh` batches (Mnih et al. 2015)."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        net: nn.Module,
+        follow: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | float, Tensor]],
+        *,
+        discount: float,
+        refresh: int,
+        lr: float,
+        loss: Callable[[Tensor, Tensor], Tensor],
+    ) -> None:
+        """`follow`: (states, moves) -> the states after them, their rewards, and which of them are the last."""
         super().__init__()
-        self.net = mlp(1, 32, inputs=12, outputs=2)
-        self.target = deepcopy(self.net).requires_grad_(False)
+        self.net, self.target = net, deepcopy(net).requires_grad_(False)
+        self.follow, self.discount, self.refresh, self.lr, self.loss = follow, discount, refresh, lr, loss
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        if batch_idx % 20 == 0:
+        if batch_idx % self.refresh == 0:
             self.target.load_state_dict(self.net.state_dict())
-        place, move = batch
-        after = (place + 2 * move - 1).clamp(0, 11)
-        reward, done = (after == 11).float(), after == 11
-        worth = self.target(F.one_hot(after, 12).float()).max(-1).values
-        wanted = reward + 0.9 * worth.masked_fill(done, 0.0)
-        guess = self.net(F.one_hot(place, 12).float()).gather(1, move[:, None]).squeeze(1)
-        return F.smooth_l1_loss(guess, wanted)
+        state, move = batch
+        after, reward, done = self.follow(state, move)
+        worth = self.target(after).max(-1).values
+        wanted = reward + self.discount * worth.masked_fill(done, 0.0)
+        return self.loss(self.net(state).gather(1, move[:, None]).squeeze(1), wanted)
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(self.net.parameters(), lr=5e-3)
+        return torch.optim.Adam(self.net.parameters(), lr=self.lr)
+
+
+def _walk(place: Tensor, move: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """A corridor of twelve places: its right end is worth 1."""
+    after = (place.argmax(-1) + 2 * move - 1).clamp(0, 11)
+    return F.one_hot(after, 12).float(), (after == 11).float(), after == 11
 
 
 @healthy()
 def values_with_target_network() -> Fit:
     """Deep Q-learning: the targets move, and the loss grows while the model learns."""
-    module = Walker()
+    net = mlp(1, 32, inputs=12, outputs=2)
+    module = QLearner(net, _walk, discount=0.9, refresh=20, lr=5e-3, loss=F.smooth_l1_loss)
     truth = 0.9 ** torch.arange(10, -1, -1.0)
 
     def measure() -> float:
@@ -64,53 +80,32 @@ def values_with_target_network() -> Fit:
             guess = module.net(torch.eye(12)[:11])[:, 1]
         return float((guess - truth).square().mean() / truth.var())
 
-    return Fit(module, [(torch.randint(11, (64,)), torch.randint(2, (64,))) for _ in range(300)], measure)
+    played = [(torch.randint(11, (64,)), torch.randint(2, (64,))) for _ in range(300)]
+    return Fit(module, [(F.one_hot(place, 12).float(), move) for place, move in played], measure)
 
 
-def _balance(state: Tensor, right: Tensor) -> Tensor:
+def _balance(state: Tensor, right: Tensor) -> tuple[Tensor, float, Tensor]:
     """A cart with a pole, 0.02 s later: position, speed, angle and its rate, pushed with 10 N (Barto, Sutton and
-    Anderson 1983; equations of Florian 2007).
+    Anderson 1983; equations of Florian 2007). Each step is worth 1; the last is that at which it falls or leaves.
     """
     _, speed, angle, rate = state.T
     pull = (20.0 * right - 10.0 + 0.05 * rate**2 * angle.sin()) / 1.1
     spin = (9.8 * angle.sin() - angle.cos() * pull) / (0.5 * (4 / 3 - 0.1 * angle.cos() ** 2 / 1.1))
-    return state + 0.02 * torch.stack([speed, pull - 0.05 * spin * angle.cos() / 1.1, rate, spin], 1)
-
-
-def _fallen(state: Tensor) -> Tensor:
-    return (state[:, 0].abs() > 2.4) | (state[:, 2].abs() > 0.21)
-
-
-class Balancer(L.LightningModule):
-    """Deep Q-learning of a pole on a cart from random play: each step before the fall is worth 1."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = mlp(1, 128, inputs=4, outputs=2)
-        self.target = deepcopy(self.net).requires_grad_(False)
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        if batch_idx % 5 == 0:
-            self.target.load_state_dict(self.net.state_dict())
-        state, right = batch
-        after = _balance(state, right)
-        worth = self.target(after).max(-1).values.masked_fill(_fallen(after), 0.0)
-        guess = self.net(state).gather(1, right[:, None]).squeeze(1)
-        return F.mse_loss(guess, 1.0 + 0.99 * worth)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(self.net.parameters(), lr=1e-2)
+    after = state + 0.02 * torch.stack([speed, pull - 0.05 * spin * angle.cos() / 1.1, rate, spin], 1)
+    return after, 1.0, (after[:, 0].abs() > 2.4) | (after[:, 2].abs() > 0.21)
 
 
 @healthy()
 def values_that_grow() -> Fit:
     """Deep Q-learning without an end in sight: values, head and loss grow tenfold, as the pole stands ever longer."""
-    module, start = Balancer(), (torch.rand(128, 4) - 0.5) / 10
+    net = mlp(1, 128, inputs=4, outputs=2)
+    module = QLearner(net, _balance, discount=0.99, refresh=5, lr=1e-2, loss=F.mse_loss)
+    start = (torch.rand(128, 4) - 0.5) / 10
     states, state = [], start
     for _ in range(40):
         states.append(state)
-        state = _balance(state, torch.randint(2, (128,)))
-        state = torch.where(_fallen(state)[:, None], start, state)
+        after, _, fallen = _balance(state, torch.randint(2, (128,)))
+        state = torch.where(fallen[:, None], start, after)
 
     def measure() -> float:
         """How far from 100, what 0.99 adds up to, it thinks a pole that stands upright is worth, relative to that."""
