@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import re
+from collections.abc import Iterable
 from html.parser import HTMLParser
 from io import BytesIO
 from itertools import combinations
@@ -312,26 +313,29 @@ def test_zero_and_not_finite_have_words() -> None:
     assert [format_size(log) for log in (-46.0, 39.0, np.nan, -2.0)] == ["zero", "not finite", "not measured", "0.01"]
 
 
+def of_one_layer(folder: Path, norms: Iterable[float], losses: Iterable[float]) -> Path:
+    """A run of the layer fc: its gradient norm and the loss at each step."""
+    sink = Recorder(folder=folder)
+    sink.open(Run(layout_of("fc"), "run"))
+    for step, (norm, loss) in enumerate(zip(norms, losses, strict=True)):
+        feed(sink, record_of(layout_of("fc"), step, [norm], loss=loss))
+    sink.close(HEALTHY)
+    return folder
+
+
 def test_runs_that_are_the_same_at_first_diverge_after_that(tmp_path: Path) -> None:
-    a, b = (tmp_path / letter for letter in "ab")
-    for folder, factor in ((a, 1.0), (b, np.inf)):
-        sink = Recorder(folder=folder)
-        sink.open(Run(layout_of("fc"), "run"))
-        for step in range(120):
-            feed(sink, record_of(layout_of("fc"), step, [1.0 + 0.1 * (step % 3) if step < 2 else factor], loss=0.5))
-        sink.close(HEALTHY)
+    a, b = (
+        of_one_layer(tmp_path / name, [1.0, 1.1, *[later] * 118], [0.5] * 120)
+        for name, later in (("a", 1.0), ("b", np.inf))
+    )
     for pair in ((a, b), (b, a)):
         assert compare_runs(*map(read, pair)).headline.startswith("The runs diverge at step 2, in fc: ")
 
 
 def test_a_loss_that_is_infinite_in_one_run_differs(tmp_path: Path) -> None:
-    a, b = (tmp_path / letter for letter in "ab")
-    for folder, last in ((a, 0.5), (b, np.inf)):
-        sink = Recorder(folder=folder)
-        sink.open(Run(layout_of("fc"), "run"))
-        for step in range(40):
-            feed(sink, record_of(layout_of("fc"), step, [1.0], loss=0.5 if step < 39 else last))
-        sink.close(HEALTHY)
+    a, b = (
+        of_one_layer(tmp_path / name, [1.0] * 40, [*[0.5] * 39, last]) for name, last in (("a", 0.5), ("b", np.inf))
+    )
     for pair in ((a, b), (b, a)):
         assert "at step 39 the losses differ" in compare_runs(*map(read, pair)).sentences[0]
 
