@@ -31,6 +31,7 @@ from werkzeug.test import Client
 from gradwatch import load_incident
 from gradwatch.cli import main
 from gradwatch.core.alert import Verdict, alert_to_dict
+from gradwatch.core.history import History
 from gradwatch.core.record import Missing, Run
 from gradwatch.measure.batch import RngState
 from gradwatch.sinks import incident_file
@@ -39,6 +40,7 @@ from gradwatch.sinks.record.tfrecord import framed, frames
 from gradwatch.tensorboard_plugin.plugin import GradWatchPlugin
 from gradwatch.toolbox.incident import Incident
 from sink_inputs import alert_of, feed_together, layout_of, record_of
+from synthetic_records import block_of
 
 SECONDS = 20.0
 """That a command may take for a file of a few kB, on a busy machine."""
@@ -356,7 +358,8 @@ NASTY += ({"a": {1: [2]}}, [[]], {1: 2}, ["x"] * 1000, complex(1, 2), torch.floa
 def small_incident(path: Path) -> None:
     """One with everything that a file may hold."""
     layout = layout_of("encoder.0", "head")
-    records = [record_of(layout, step, [1.0, float("nan")], loss=float(step)) for step in range(5)]
+    history = History(layout)
+    history.extend(block_of([record_of(layout, step, [1.0, float("nan")], loss=float(step)) for step in range(5)]))
     alert = alert_to_dict(alert_of("nonfinite", "head"))
     batch = {"index": 4, "epoch": 0, "rng": RngState.now().state_dict(), "data": ({"x": [torch.ones(2), 3, "y"]}, None)}
     content = {
@@ -371,7 +374,7 @@ def small_incident(path: Path) -> None:
         "settings": {"learning_rates": [[0.1]], "notes": {}},
         "environment": incident_file.versions_and_platform(),
         "labels": {"grad_norm": "unscaled"},
-        "records": incident_file.record_columns(lambda back: records[-1 - back], 5),
+        "records": incident_file.record_columns(history, 5),
     }
     incident_file.write_incident(content, path)
 

@@ -18,6 +18,7 @@ from gradwatch.core.history import History
 from gradwatch.sinks import incident_file
 from gradwatch.sinks.incident_file import record_columns
 from sink_inputs import layout_of, record_of
+from synthetic_records import block_of
 from training import train
 
 ERROR, WARNING, NOTICE = Severity.ERROR, Severity.WARNING, Severity.NOTICE
@@ -96,16 +97,17 @@ def test_what_another_run_left_stays(tmp_path: Path) -> None:
 def test_the_last_records_within_bounds() -> None:
     layout = layout_of(*(f"l{i}" for i in range(400)))
     norms = np.linspace(1e-60, 1e60, 400)
-    records = [record_of(layout, step, norms, loss=float(step)) for step in range(50)]
-    whole = record_columns(lambda back: records[-1 - back], 50)
+    history = History(layout)
+    history.extend(block_of([record_of(layout, step, norms, loss=float(step)) for step in range(50)]))
+    whole = record_columns(history, 50)
     assert whole["statistics"]["grad_norm"].shape == (50, 801)
     assert whole["scalars"]["loss"].tolist() == [float(step) for step in range(50)]
     first = whole["statistics"]["grad_norm"][0, 1:401]
     assert bool(((first > 0) & np.isfinite(first)).all()), "no number becomes zero or infinite in float32"
-    few = record_columns(lambda back: records[-1 - back], 50, max_bytes=50_000)
+    few = record_columns(history, 50, max_bytes=50_000)
     assert few["step"].tolist() == list(range(38, 50))
     assert sum(t.nbytes for t in few["statistics"].values()) + few["missing"].nbytes < 50_000
-    assert record_columns(lambda back: records[-1 - back], 0) == {}
+    assert record_columns(History(layout), 50) == {}
 
 
 def test_fewer_steps_where_they_are_asked_for(tmp_path: Path) -> None:

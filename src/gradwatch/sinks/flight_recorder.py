@@ -123,7 +123,7 @@ class FlightRecorder:
             "settings": loop.settings() if loop else {"notes": {}},
             "environment": incident_file.versions_and_platform(),
             "labels": dict(run.labels),
-            "records": incident_file.record_columns(lambda back: history[-1 - back], min(self.steps, len(history))),
+            "records": incident_file.record_columns(history, self.steps),
         }
         incident_file.write_incident(content, path)
         return {"incident_file": str(path), "checkpoint": pointer}

@@ -8,7 +8,7 @@ import pickle
 import platform
 import warnings
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,9 @@ from typing import Any
 import numpy as np
 
 from gradwatch.core import disk_space
-from gradwatch.core.record import Missing, Record, as_float32
+from gradwatch.core.history import History
+from gradwatch.core.record import Missing, as_float32
+from gradwatch.core.statistics import CATALOGUE
 from gradwatch.sinks.record import schema
 from gradwatch.sinks.record.run_metadata import ALERT_FIELDS, environment
 
@@ -31,29 +33,27 @@ MAX_LEVELS, MAX_PARTS = 64, 10**6
 """Levels of nested containers in a batch, and their parts. `measure.plain_data` writes fewer."""
 
 
-def record_columns(latest: Callable[[int], Record], count: int, *, max_bytes: int = MAX_RECORD_BYTES) -> dict[str, Any]:
+def record_columns(history: History, count: int, *, max_bytes: int = MAX_RECORD_BYTES) -> dict[str, Any]:
     """The last `count` records, oldest first, or as many as fit in `max_bytes`.
 
-    `latest(k)`: the k-th before the newest. `statistics`: name -> float32 [records, sites], NaN where it was not
-    measured; `scalars`: name -> float64 [records]; `missing`: int8 [records, sites], codes of `reasons`.
+    `statistics`: name -> float32 [records, sites], NaN where it was not measured; `scalars`: name -> float64 [records];
+    `missing`: int8 [records, sites], codes of `reasons`.
     """
-    if not count:
+    if not (count and len(history)):
         return {}
-    newest = latest(0)
-    sites, statistics = newest.layout.sites, tuple(newest.values)
-    size = len(sites) * (4 * len(statistics) + 1) + 8 * (3 + len(newest.scalars))
-    records = [latest(back) for back in reversed(range(max(1, min(count, max_bytes // size))))]
-    names = dict.fromkeys(name for record in records for name in record.scalars)
+    sites, names = history.layout.sites, history.statistics()
+    size = len(sites) * (4 * sum(name in CATALOGUE for name in names) + 1) + 8 * (3 + len(names))
+    block = history.block(max(1, min(count, max_bytes // size)))
     return {
-        "step": np.array([record.step for record in records]),
-        "axis": np.array([record.axis for record in records]),
-        "optimizer": np.array([record.optimizer for record in records]),
+        "step": block.steps,
+        "axis": block.axis,
+        "optimizer": block.optimizers,
         "sites": [site.name for site in sites],
         "kinds": [site.kind for site in sites],
         "modules": [site.module for site in sites],
-        "statistics": {name: as_float32(np.stack([record.values[name] for record in records])) for name in statistics},
-        "scalars": {name: np.array([record.scalars.get(name, np.nan) for record in records]) for name in names},
-        "missing": np.stack([record.codes for record in records]),
+        "statistics": {name: as_float32(rows) for name, rows in block.values.items()},
+        "scalars": dict(block.scalars),
+        "missing": block.codes,
         "reasons": {int(code): code.reason for code in Missing},
     }
 
