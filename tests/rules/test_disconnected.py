@@ -359,6 +359,20 @@ def test_a_hook_that_makes_all_gradients_of_a_layer_0() -> None:
     assert alert.headline == "its gradient was exactly 0 at each of 20 steps, unlike what flows back to it"
 
 
+def test_two_layers_of_zeros_in_a_row() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4, bias=False), nn.Linear(4, 8, bias=False), nn.Linear(8, 1))
+    for layer in model[1:3]:
+        nn.init.zeros_(layer.weight)
+    alert = zero_gradients_of(model, lambda y: (y - 1).square().mean())
+    assert alert.message == (
+        "The gradient of layers 0, 1, 2 was exactly 0 at each of 20 steps: all weights of layers 1, 2 are 0, and of "
+        "two factors or layers in a row that are 0, each makes the gradient of the other 0."
+    )
+    assert alert.remedy == "initial weights other than 0 for layer 1."
+    assert alert.headline == "its gradient was exactly 0 at each of 20 steps; all weights of layers 1, 2 are 0"
+
+
 def test_an_activation_in_its_flat_part_comes_first_among_the_causes() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4), nn.Sigmoid())

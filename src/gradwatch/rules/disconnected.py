@@ -75,6 +75,12 @@ TEXTS = {
         "{normed}a weight above 0 for the loss of layer {last}, no clamp of its outputs, {scalar}or straight "
         "through: x + (round(x) - x).detach().",
     ),
+    "zero_weights": (
+        "its gradient was exactly 0 at each of {steps}; all weights of {zeros} are 0",
+        "The gradient of {all} was exactly 0 at each of {steps}: all weights of {zeros} are 0, and of two factors or "
+        "layers in a row that are 0, each makes the gradient of the other 0.",
+        "initial weights other than 0 for {hidden}.",
+    ),
     "no_loss": (
         "its gradient was exactly 0 at each of {steps}, and the loss is 0",
         "The gradient of {all} was exactly 0 at each of {steps}, and the loss is exactly 0: a loss weight of 0, a mask "
@@ -125,7 +131,7 @@ class Disconnected(CheckedRule):
     """
 
     name: ClassVar[str] = "disconnected"
-    needs: ClassVar[frozenset[str]] = frozenset({"grad_norm"})
+    needs: ClassVar[frozenset[str]] = frozenset({"grad_norm", "weight_norm"})
 
     detached_records: int = 5
     """Records without a gradient, for a layer whose forward runs. Prototype."""
@@ -271,13 +277,18 @@ class Disconnected(CheckedRule):
         records, found = int(zeros.min()), []
         flat, normed = _flat_activation(history, layers, records)
         why = "no_loss" if nothing else "no_slope"
-        if _has_signal(history, layers, records)[~cleared].all():
+        reached, zero = _has_signal(history, layers, records), _has_zero_weights(history, layers) & ~cleared
+        if reached[~cleared].all():
             why = "no_slope_inside"
+        elif (zero & reached).any() and (zero & ~reached).any():
+            why = "zero_weights"
         for kind, text in ((cleared, "cleared"), (~cleared, why)):
             if kind.any():
                 names, counts = history.layout.names(_as_they_run(history.layout, layers[kind])), zeros[kind]
                 onset = _onset(norms[:, kind] > 0, norms[:, kind] == 0, codes[:, kind])
                 more = {"flat": flat, "normed": normed, "since": "" if ever else " from the start"}
+                for key, chosen in (("zeros", zero), ("hidden", zero & ~reached)):
+                    more[key] = name_text(history.layout.names(layers[chosen]))
                 more["scalar"] = "no softmax or norm of its one number, " * _gives_one(history.layout, names[-1])
                 wording = _worded(text, names, steps_text(history, int(counts.min())), **more)
                 wanted = np.full(len(counts), self.zero_records)
@@ -381,6 +392,12 @@ def _has_signal(history: History, layers: Sites, records: int) -> Mask:
     others = signals[history.layout.layers][gradients[history.layout.layers] > 0]
     least = float(np.fmin.reduce(others[others > 0], initial=np.inf))
     return np.asarray((signals[layers] >= FADED_SHARE * least) & (signals[layers] < np.inf))
+
+
+def _has_zero_weights(history: History, layers: Sites) -> Mask:
+    """Which of `layers` had no weight but 0 at the newest sample."""
+    backs = own_samples(history, "weight_norm", sites=layers)
+    return np.asarray((history.at("weight_norm", backs[-1:])[:, layers] == 0).any(axis=0))
 
 
 def _flat_activation(history: History, layers: Sites, records: int) -> tuple[str, str]:
