@@ -6,6 +6,7 @@ import random
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -487,6 +488,28 @@ def test_inputs_that_are_zero() -> None:
         "Pixels that are divided in an integer type are rounded to 0, and so are features that are masked or loaded "
         "wrongly."
     )
+
+
+def signs(scale: float) -> Callable[[int], tuple[Tensor, Tensor]]:
+    """Inputs of about `scale`, and whether their sum is above 0."""
+    inputs = lambda: scale * torch.randn(32, 8)  # noqa: E731
+    return lambda step: ((x := inputs()), (x.sum(1) > 0).long())
+
+
+def test_inputs_that_are_too_small_to_learn_from() -> None:
+    """Pixels divided by 255 twice, say: the loss stays where it is."""
+    learn = partial(incidents_of, loss=nn.functional.cross_entropy, lr=0.1, steps=200)
+    model = lambda: nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))  # noqa: E731
+    alert = only(learn(model(), batch=signs(1e-5)))
+    assert (alert.rule, alert.severity, alert.layer, alert.step) == ("input_scale", Severity.WARNING, "0", 0)
+    assert alert.headline.endswith("e-5, 1 is usual")
+    assert alert.message.startswith("The largest input of layer 0 is ")
+    assert alert.message.endswith(
+        "e-5, and the loss has not moved since the start. Weights are made for inputs of about 1: what they add to the "
+        "output is as much smaller, and so is their gradient."
+    )
+    assert learn(model(), batch=signs(1.0)) == ()
+    assert learn(model(), batch=signs(5e-3), kind=torch.optim.Adam, lr=1e-2) == ()
 
 
 class BesideTheInput(nn.Module):

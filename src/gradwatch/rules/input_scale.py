@@ -12,8 +12,9 @@ from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import OPENING, History
 from gradwatch.core.number_text import number_text
 from gradwatch.core.record import Floats, Mask, Sites
+from gradwatch.rules.evidence.baseline import is_stuck
 from gradwatch.rules.evidence.recent_rows import ROUNDING, RecentRows
-from gradwatch.rules.evidence.samples import RECENT_RECORDS, in_run_order, lasted, onset_of, samples
+from gradwatch.rules.evidence.samples import RECENT_RECORDS, in_run_order, lasted, onset_of, samples, throughout
 from gradwatch.rules.evidence.wording import name_text
 from gradwatch.rules.rule import CheckedRule
 
@@ -28,7 +29,8 @@ IDENTITY_TOLERANCE = 0.02
 class InputScale(CheckedRule):
     """The input of a layer to which no gradient flows back, data most often, is huge, and no norm comes first; or the
     targets are, of a loss that is a mean or sum of squares or of distances. Or the input is large, as pixels from 0 to
-    255 are, and the loss jumps or the first layer dies in the first steps; or it is all zeros.
+    255 are, and the loss jumps or the first layer dies in the first steps; or all inputs are that much too small, and
+    the loss does not move; or they are zeros.
 
     Without forward statistics (activations off, compiled regions) it says nothing.
     """
@@ -41,8 +43,9 @@ class InputScale(CheckedRule):
     rms: float = 1e3
     """Limit for the root mean square of an input. Prototype: bytes have 150, standardised data 1."""
     large_rms: float = 30.0
-    """The same if the first losses jumped or the first layer is dead. Judgement: pixels of 0 to 255 have 150, and are
-    learnt from at a small rate."""
+    """The same if the first losses jumped or the first layer is dead; and one over the limit for the largest input if
+    the loss is stuck. Judgement: pixels of 0 to 255 have 150, and are learnt from at a small rate; divided by 255 twice
+    they are up to 0.004."""
     loss_jump: float = 10.0
     """Ratio to the first loss at which one of the first losses counts as a jump. As in `Divergence`."""
     zero_samples: int = 5
@@ -70,6 +73,7 @@ class InputScale(CheckedRule):
         return np.asarray(
             (highest > min(self.rms, self.large_rms))
             | (lowest == 0)
+            | (rows.values("input_max")[:, 0] * self.large_rms < 1)
             | (rows.fresh.get("output_rms", rows.nowhere) & wide)
         )
 
@@ -86,7 +90,9 @@ class InputScale(CheckedRule):
             return self._nothing(history, levels, backs)
         limit = self.rms
         if not (levels[-1, layout.layers] > limit).any():
-            if not (levels[-1, layout.layers] > self.large_rms).any() or not self._first_steps_failed(history):
+            if not (levels[-1, layout.layers] > self.large_rms).any():
+                return self._faint(history)
+            if not self._first_steps_failed(history):
                 return []
             limit = self.large_rms
         # infinite: that is `nonfinite`'s
@@ -125,6 +131,27 @@ class InputScale(CheckedRule):
         onset = int(onset_of(levels[:, 0] == 0, backs))
         headline = "its inputs are exactly 0"
         return [Finding(self.name, Severity.WARNING, layer, (layer,), 0.0, 0.0, message, remedy, onset, headline)]
+
+    def _faint(self, history: History) -> Sequence[Finding]:
+        """All that comes from outside is small, as far as it was measured, and the loss is stuck."""
+        layout, ran = history.layout, in_run_order(history, history.layout.layers)
+        sizes, backs = history.samples("input_max", RECENT_RECORDS)
+        limit = 1 / self.large_rms
+        small = (sizes > 0) & (sizes < limit)
+        if not len(ran) or not throughout(small[:, [0, ran[0]]], self.samples).all() or not is_stuck(history):
+            return []
+        sites = self._sensitive(history, layout.layers[small[-1, layout.layers]])
+        if not len(sites):
+            return []
+        layer, value = layout.sites[sites[0]].name, float(sizes[-1, sites[0]])
+        message = (
+            f"The largest input of layer {layer} is {number_text(value)}, and the loss has not moved since the start. "
+            "Weights are made for inputs of about 1: what they add to the output is as much smaller, and so is their "
+            "gradient."
+        )
+        remedy, names = f"(x - mean) / std of the training data before layer {layer}.", layout.names(np.sort(sites))
+        headline, onset = f"its largest input is {number_text(value)}, 1 is usual", int(onset_of(small[:, 0], backs))
+        return [Finding(self.name, Severity.WARNING, layer, names, value, limit, message, remedy, onset, headline)]
 
     def _often(self, huge: Mask, known: Mask, backs: Sites) -> Mask:
         """Whether it is so for enough of the samples, and for most of those that are known, or for the latest."""
