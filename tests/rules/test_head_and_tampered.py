@@ -127,9 +127,28 @@ BAD_SIGMOIDS = {
     "classes": lambda z: F.cross_entropy(z.sigmoid(), Y),
 }
 
+OTHER_DIMENSION = {
+    "batch": lambda z: F.nll_loss(F.log_softmax(z, 0), Y),
+    "module": lambda z: nn.NLLLoss()(nn.LogSoftmax(0)(z), Y),
+    "sequences": lambda z: F.nll_loss(F.log_softmax(z.view(2, 3, -1), 0).view(-1, CLASSES), Y),
+    "positions": lambda z: F.nll_loss(F.log_softmax(z.view(2, 3, -1), 1).flatten(0, 1), Y),
+    "images": lambda z: F.nll_loss(F.log_softmax(z.view(1, 2, 3, CLASSES).movedim(-1, 1), -1), Y.view(1, 2, 3)),
+    "last": lambda z: F.nll_loss(F.log_softmax(z.view(2, 3, -1).transpose(1, 2), -1), Y.view(2, 3)),
+}
+
+NO_LOGARITHM = {
+    "classes": lambda z: F.nll_loss(z.softmax(1), Y),
+    "sequences": lambda z: nn.NLLLoss()(nn.Softmax(-1)(z.view(2, 3, -1)).view(-1, CLASSES), Y),
+}
+
 SOUND: dict[str, Callable[[Tensor], Tensor]] = {
     "logits": lambda z: F.cross_entropy(z, Y),
     "log probabilities": lambda z: F.nll_loss(z.softmax(1).clamp_min(1e-9).log(), Y),
+    "log-softmax of sequences": lambda z: F.nll_loss(F.log_softmax(z.view(2, 3, -1), -1).view(-1, CLASSES), Y),
+    "the same, transposed": lambda z: F.nll_loss(F.log_softmax(z.view(2, 3, -1), 2).transpose(1, 2), Y.view(2, 3)),
+    "of images": lambda z: F.nll_loss(F.log_softmax(z.view(1, 2, 3, CLASSES).movedim(-1, 1), 1), Y.view(1, 2, 3)),
+    "of one example": lambda z: F.nll_loss(F.log_softmax(z[0], -1), Y[0]),
+    "of pairs, both ways": lambda z: F.nll_loss(F.log_softmax(z @ z.T, 0).T, torch.arange(6)),
     "log-softmax twice": lambda z: F.cross_entropy(F.log_softmax(z, 1), Y),
     "log of softmax": lambda z: F.cross_entropy(z.softmax(1).log(), Y),
     "squared error": lambda z: F.mse_loss(z.softmax(1), SOFT),
@@ -154,6 +173,18 @@ SOUND: dict[str, Callable[[Tensor], Tensor]] = {
 def test_a_softmax_before_a_softmax_is_seen_in_the_graph(loss: str) -> None:
     found = head_faults(BAD[loss](head()))
     assert {(squash.statistic, squash.value) for squash in found} == {("softmax_head", 1.0)}
+
+
+@pytest.mark.parametrize("loss", OTHER_DIMENSION)
+def test_a_log_softmax_over_what_are_no_classes_is_seen_in_the_graph(loss: str) -> None:
+    found = head_faults(OTHER_DIMENSION[loss](head()))
+    assert [(squash.statistic, squash.value, len(squash.parameters)) for squash in found] == [("softmax_head", 3.0, 2)]
+
+
+@pytest.mark.parametrize("loss", NO_LOGARITHM)
+def test_a_softmax_in_place_of_a_log_softmax_is_seen_in_the_graph(loss: str) -> None:
+    found = head_faults(NO_LOGARITHM[loss](head()))
+    assert [(squash.statistic, squash.value, len(squash.parameters)) for squash in found] == [("softmax_head", 4.0, 2)]
 
 
 @pytest.mark.parametrize("loss", BAD_SIGMOIDS)
@@ -220,6 +251,31 @@ class Tied(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.norm(self.embedding(classes(x)))).softmax(1)
+
+
+def chosen(net: nn.Module, x: Tensor) -> Tensor:
+    """The negative log-likelihood of what `net` gives for whether the first number of each of `x` is above 0."""
+    return F.nll_loss(net(x), (x[:, 0] > 0).long())
+
+
+def test_a_softmax_before_a_negative_log_likelihood() -> None:
+    alert = only(fitted(Tail(lambda z: z.softmax(1)), chosen))
+    assert (alert.rule, alert.layer, alert.step) == ("bad_head", "net.head", 0)
+    assert alert.message == (
+        "The output of layer net.head goes through a softmax into a negative log-likelihood, which wants the logarithm "
+        "of probabilities: the gradient fades where the model is sure, right or wrong."
+    )
+    assert alert.remedy == "F.cross_entropy of the output of layer net.head, or log_softmax in place of the softmax."
+
+
+def test_a_log_softmax_over_the_batch() -> None:
+    alert = only(fitted(Tail(lambda z: z.log_softmax(0)), chosen))
+    assert (alert.rule, alert.layer, alert.step) == ("bad_head", "net.head", 0)
+    assert alert.message == (
+        "The output of layer net.head goes through a log-softmax into a negative log-likelihood, but over another "
+        "dimension than that of the classes, such as the batch: the probabilities of an example do not add up to 1."
+    )
+    assert alert.remedy == "F.cross_entropy of the output of layer net.head, or the dim of the classes in log_softmax."
 
 
 def test_a_softmax_after_a_head_whose_weights_are_those_of_an_embedding() -> None:

@@ -138,7 +138,8 @@ _BY_GROUP: dict[str, tuple[Statistic, ...]] = {
             "place of the tapped tensor in the order in which gradients first came to them, from 0",
             sampled=False,
         ),
-        # of the next two: 1 for a cross entropy, 2 for a binary one; 0 for the total where no loss does so
+        # of the next two: 1 for a cross entropy, 2 for a binary one, 3 for a log-softmax that is not over the classes,
+        # 4 for a softmax that lacks its logarithm; 0 for the total where no loss does so
         Statistic(
             "softmax_head", "softmax before the loss", "whether a softmax of the output goes into the loss as logits"
         ),

@@ -1,4 +1,6 @@
-"""Bad heads: the loss takes probabilities for logits, or compares each output with the targets of the whole batch."""
+"""Bad heads: the loss takes probabilities for logits or log-probabilities, or compares each output with the targets of
+the whole batch.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,28 @@ from gradwatch.rules.rule import CheckedRule
 LOSS_NAMES = {1: "a cross entropy", 2: "a binary cross entropy with logits"}
 """Value of `softmax_head` and `sigmoid_head` -> the loss it stands for."""
 
+NO_LOG_PROBABILITIES = {
+    3: (
+        "its log-softmax is not over the classes",
+        "The output of {whose} goes through a log-softmax into a negative log-likelihood, but over another dimension "
+        "than that of the classes, such as the batch: the probabilities of an example do not add up to 1.",
+        "F.cross_entropy of the output of {whose}, or the dim of the classes in log_softmax.",
+    ),
+    4: (
+        "a softmax goes into a negative log-likelihood",
+        "The output of {whose} goes through a softmax into a negative log-likelihood, which wants the logarithm of "
+        "probabilities: the gradient fades where the model is sure, right or wrong.",
+        "F.cross_entropy of the output of {whose}, or log_softmax in place of the softmax.",
+    ),
+}
+"""Other values of `softmax_head`: headline, message and remedy."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BadHead(CheckedRule):
-    """Probabilities go where logits belong: they lie between 0 and 1, and the loss cannot get near its least. Or
-    outputs [N, 1] are broadcast against targets [N], and what is learnt is the mean of the targets.
+    """Probabilities go where logits belong: they lie between 0 and 1, and the loss cannot get near its least. Or where
+    their logarithms belong; or they are not over the classes. Or outputs [N, 1] are broadcast against targets [N], and
+    what is learnt is the mean of the targets.
 
     Where the graph of the loss is known (in a Trainer) it says so itself, of functions too. Elsewhere modules are
     recognized by what flows back to them. A second log-softmax changes nothing and is no fault.
@@ -76,6 +95,10 @@ class BadHead(CheckedRule):
         if found is None:
             return None
         layer, loss, onset = found
+        if int(loss) in NO_LOG_PROBABILITIES:
+            name, whose = _named(history, layer)
+            headline, message, remedy = (part.format(whose=whose) for part in NO_LOG_PROBABILITIES[int(loss)])
+            return Finding(self.name, Severity.WARNING, name, (name,), loss, 1.0, message, remedy, onset, headline)
         return self._finding(history, layer, squash, f"a {squash}", int(loss), (loss, 1.0), onset)
 
     def _broadcast(self, history: History) -> Finding | None:

@@ -1,5 +1,5 @@
 """What does not fit between model and loss, as the graph of the loss shows: a softmax or sigmoid that is applied twice,
-and outputs that are broadcast against the targets.
+a log-softmax that lacks its logarithm or is not over the classes, and outputs that are broadcast against the targets.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from gradwatch.core.record import Layout
 from gradwatch.hooks.graph_release import LEAF, MAX_UNPREPARED, release_in_a_loop
 from gradwatch.measure.modules import ModuleReading, ModuleStatistic
-from gradwatch.measure.modules.autograd_graph import VIEWS, kind_of, leaf_of, parents
+from gradwatch.measure.modules.autograd_graph import MAX_VIEWS, VIEWS, kind_of, leaf_of, parents
 
 MAX_LOSS_NODES = 512
 """Nodes visited from the loss on: a loss of a few terms has ten, one summed over a hundred time steps three hundred.
@@ -41,22 +41,30 @@ LAYER_KINDS = frozenset({"Addmm", "Baddbmm", "Bmm", "Convolution", "Embedding", 
 ELEMENTWISE_LOSSES = frozenset({"HuberLoss", "L1Loss", "MseLoss", "SmoothL1Loss"})
 """Kinds of nodes of the losses that broadcast their arguments, and warn of it."""
 
+REORDERING = frozenset({"AsStrided", "Expand", "Permute", "T", "Transpose"})
+"""Kinds of views after which a dimension may stand for something else."""
+
 RESHAPES = VIEWS - {"Squeeze", "Clone", "ToCopy", "Alias"}
 """Kinds of nodes that prepare a difference of all pairs, x[:, None] - y: that is meant."""
 
 CROSS_ENTROPY, BINARY_CROSS_ENTROPY = 1.0, 2.0
 """Which loss takes the activation's output as logits: one with a log-softmax, or a binary cross entropy with logits."""
 
+OTHER_DIMENSION, NO_LOGARITHM = 3.0, 4.0
+"""In place of these, what a negative log-likelihood gets: a log-softmax over another dimension than the classes, or a
+softmax.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class HeadFault:
-    """A softmax or sigmoid whose output a loss takes as logits, and so applies another one to; or an output that is
-    broadcast.
+    """A softmax or sigmoid whose output a loss takes as logits, and so applies another one to; one that is no
+    log-softmax over the classes where there should be one; or an output that is broadcast.
     """
 
     statistic: str
     value: float
-    """`CROSS_ENTROPY` or `BINARY_CROSS_ENTROPY`; of an output, the number of targets that each entry is compared with.
+    """`CROSS_ENTROPY` or one of those after it; of an output, the number of targets that each entry is compared with.
     """
     parameters: frozenset[int]
     """`id` of the nearest parameters before it."""
@@ -121,7 +129,9 @@ def head_faults(loss: Tensor) -> list[HeadFault]:
         if len(seen) == MAX_UNPREPARED:
             release_in_a_loop(loss.grad_fn)
         kind, before = kind_of(node), parents(node)
-        classes |= kind.startswith("NllLoss")
+        if kind.startswith("NllLoss"):
+            classes = True
+            found += _no_log_probabilities(before[0])
         if kind == "LogSoftmax":
             found += _activations_before(before[0], CROSS_ENTROPY, sigmoids=classes)
         elif kind == "BinaryCrossEntropyWithLogits":
@@ -131,6 +141,29 @@ def head_faults(loss: Tensor) -> list[HeadFault]:
         elif kind not in LAYER_KINDS and LEAF not in map(kind_of, filter(None, before)):
             queue.extend(zip(before, repeat(classes), strict=False))
     return found
+
+
+def _no_log_probabilities(node: Any) -> list[HeadFault]:
+    """The softmax that a negative log-likelihood gets from `node`, or the log-softmax if not over the classes, the
+    second dimension of [N, classes, ...] and the last of what was [..., classes].
+    """
+    wanted, kind = _shape_of(node), ""
+    for _ in range(MAX_VIEWS):
+        kind = "" if node is None else kind_of(node)
+        if kind not in VIEWS - REORDERING:
+            break
+        node = parents(node)[0]
+    fault = NO_LOGARITHM
+    if kind == "LogSoftmax":
+        given, fault = _shape_of(node), OTHER_DIMENSION
+        last = len(given) - 1
+        classes = min(1, last) if given[:2] == wanted[:2] else last if given[-1:] == wanted[1:] else None
+        # not a public name of torch: tests/rules/test_head_and_tampered.py fails if it moves; -1 is 2 ** 64 - 1
+        if classes is None or (int(node._saved_dim) + len(given)) % 2**64 % len(given) == classes:
+            return []
+    elif kind != "Softmax":
+        return []
+    return [HeadFault("softmax_head", fault, frozenset(_parameters_near(parents(node)[0])))]
 
 
 def _broadcast(node: Any, kind: str) -> HeadFault | None:
