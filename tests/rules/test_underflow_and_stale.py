@@ -533,10 +533,8 @@ def test_gradients_that_are_overwritten() -> None:
     assert watch.alerts == ()
 
 
-@pytest.mark.parametrize("known", [1, 2])
-@pytest.mark.parametrize("clear", CLEARED)
-def test_adversaries_fill_each_others_gradients(clear: Clear, known: int) -> None:
-    """The generator's backward pass leaves its gradients in the critic, which clears them before its own."""
+def adversaries(clears: Sequence[Clear], *, known: int = 2) -> Watch:
+    """The generator's backward pass leaves its gradients in the critic. `clears`: how each clears its own."""
     critic, generator = mlp(width=32), nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8))
     watched = nn.ModuleDict({"critic": critic, "generator": generator})
     both = [torch.optim.Adam(model.parameters(), lr=1e-3) for model in (critic, generator)]
@@ -544,13 +542,31 @@ def test_adversaries_fill_each_others_gradients(clear: Clear, known: int) -> Non
         for step in range(10):
             fake, (real, _) = generator(torch.randn(32, 4)), data(step)
             for place, optimizer in enumerate(both):
-                clear(step, optimizer)
+                clears[place](step, optimizer)
                 loss = critic(fake).mean() if place else critic(real).mean() - critic(fake.detach()).mean()
                 loss.backward()
                 if place < known:
                     watch.step(optimizer)
                 optimizer.step()
-    assert watch.alerts == ()
+    return watch
+
+
+@pytest.mark.parametrize("known", [1, 2])
+@pytest.mark.parametrize("clear", CLEARED)
+def test_adversaries_fill_each_others_gradients(clear: Clear, known: int) -> None:
+    """The critic clears them before its own backward pass."""
+    assert adversaries([clear, clear], known=known).alerts == ()
+
+
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("clear", CLEARED)
+def test_one_of_two_adversaries_that_never_clears(clear: Clear, place: int) -> None:
+    clears = [clear, clear]
+    clears[place] = never
+    alert = only(adversaries(clears).alerts)
+    layers = (("critic.0", "critic.2"), ("generator.0", "generator.2"))[place]
+    assert (alert.rule, alert.layer, alert.sites[:2]) == ("stale_grad", layers[0], layers)
+    assert alert.message.startswith(f"Gradients of layers {layers[0]}, {layers[1]}")
 
 
 def test_sharpness_aware_minimisation() -> None:

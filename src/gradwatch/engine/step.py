@@ -180,7 +180,7 @@ def read(
             step.flow = samples.flow
             if step.signals is not None and step.signals.host_copy.done:
                 step.signal_values = step.signals.values()
-        stale = reader.stale_gradients.take(sampled=samples is not None)
+        stale = parameters.stale_gradients.take(sampled=samples is not None)
         if isinstance(stale, Tensor):
             step.numbers["stale"] = HostCopy({"stale": stale})
         elif stale is not None:
@@ -212,8 +212,8 @@ def read_after(step: StepState, *, reader: GradientReader, clipped: bool, by_nor
         wanted = step.sampled or clipped or (shards is None and (step.changed or parameters.recheck))
         if wanted and not step.clip_checked:
             step.changed |= reader.look_again(parameters)
-    if reader.stale_gradients.hooked or step.changed or step.looked or step.effect or step.evaluations > 1:
-        reader.stale_gradients.after_step(fused=parameters.is_fused)
+    if parameters.stale_gradients.hooked or step.changed or step.looked or step.effect or step.evaluations > 1:
+        parameters.stale_gradients.after_step(fused=parameters.is_fused)
     if step.sampled or parameters.read_again or shards is not None:
         step.reading_after = reader.measure_after(parameters, sampled=step.sampled, clipped=clipped)
     known = step.changed or step.reading_after or step.effect or step.evaluations > 1

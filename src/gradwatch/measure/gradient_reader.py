@@ -57,7 +57,6 @@ class GradientReader:
         self.parameter_hooks = ParameterHooks(self.errors)
         self.deferred_errors: AbstractContextManager[None] = nullcontext()
         """With shards, a context that keeps an error for the next exchange, in which the other ranks wait."""
-        self.stale_gradients = StaleGradientCheck(self.errors)
         self.tensor_taps = TensorTaps(self.errors)
         self.latest: Reading | None = None
         """What `measure` has read of the gradients that are about to be used, if it has."""
@@ -75,10 +74,9 @@ class GradientReader:
         """Let go of everything that is the user's."""
         self.parameter_hooks.disarm()
         self.parameter_hooks.watch(())
-        self.stale_gradients.disarm()
         self.tensor_taps.close()
         self._place.clear()
-        self._by_optimizer.clear()
+        self._forget_optimizers()
         self.parameters, self.layers, self.model, self.shards = [], [], nn.Module(), None
 
     def rescan(self) -> tuple[str, ...]:
@@ -116,9 +114,17 @@ class GradientReader:
             reducer = ShardReducer(self.parameters, self.buffer)
             self.shards = self.shards or ShardExchange(reducer, self.errors)
             self.shards.reducer, self.deferred_errors = reducer, DeferredErrors(self.errors)
-        self._by_optimizer.clear()
+        self._forget_optimizers()
         self.parameter_hooks.watch(self.parameters)
         return adopted
+
+    def _disarm_stale_checks(self) -> None:
+        for held in self._by_optimizer.values():
+            held.stale_gradients.disarm()
+
+    def _forget_optimizers(self) -> None:
+        self._disarm_stale_checks()
+        self._by_optimizer.clear()
 
     def follow(self, layout: Layout) -> None:
         """Go on with `layout`, which begins with the sites of the present one."""
@@ -154,12 +160,14 @@ class GradientReader:
                 adopted += self.rescan()
             places = sorted({self._place[id(p)] for p in chain(*param_groups) if id(p) in self._place})
             members = [self.parameters[place] for place in places]
+            check = StaleGradientCheck(self.errors)
             found = OptimizerParameters(
-                param_groups, places, members, weak_reference(optimizer), sharded=self.shards is not None
+                param_groups, places, members, weak_reference(optimizer), check, sharded=self.shards is not None
             )
+            if (before := self._by_optimizer.get(id(optimizer))) is not None:
+                before.stale_gradients.disarm()
             self._by_optimizer[id(optimizer)] = found
             self._forget_coverage()
-            self.stale_gradients.disarm()
         return adopted
 
     def arm(self, *, sampled: bool, everything: bool = True) -> None:
@@ -173,14 +181,14 @@ class GradientReader:
         elif self.parameter_hooks.armed:
             self.parameter_hooks.disarm()
         self.tensor_taps.armed = True
-        # another optimizer's gradients may lie there on purpose
-        if self.shards is None and len(self._by_optimizer) == 1:
-            self.stale_gradients.arm(next(iter(self._by_optimizer.values())).parameters)
+        if self.shards is None:
+            for held in self._by_optimizer.values():
+                held.stale_gradients.arm(held.parameters)
 
     def disarm(self) -> None:
         """Take the hooks off; twice does nothing."""
         self.parameter_hooks.disarm()
-        self.stale_gradients.disarm()
+        self._disarm_stale_checks()
         self.tensor_taps.armed = False
 
     def take_seconds(self, *, sampled: bool) -> float:

@@ -29,6 +29,7 @@ from gradwatch.measure.dtensor import largest_part, local_tensor
 from gradwatch.measure.layers import REMOVED, is_lazy
 from gradwatch.measure.reductions import NORM, WITH_NORM, FloatLimits, Plan, Reduction, version_of
 from gradwatch.measure.site_values import Coverage
+from gradwatch.measure.stale_gradients import StaleGradientCheck
 from gradwatch.measure.weight_updates import UpdateNorms
 
 CHANGE_CHECKS = 8
@@ -59,6 +60,7 @@ class OptimizerParameters:
     parameters: list[nn.Parameter]
     optimizer_ref: Callable[[], Any]
     """Gives the optimizer, None once it is gone."""
+    stale_gradients: StaleGradientCheck
     absent: list[bool] | None = None
     """Which members had no gradient at the last measured step."""
     trains: list[bool] | None = None

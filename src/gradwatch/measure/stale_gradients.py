@@ -66,7 +66,7 @@ class _CheckedParameter:
 
 
 class StaleGradientCheck:
-    """Looks at a few parameters of the one optimizer of a run.
+    """Looks at a few parameters of one optimizer.
 
     A gradient that was cleared is None or zero, however it was cleared, when the first backward pass of a step reaches
     its parameter: hooks see it. After `TRUSTED` steps at which they found None, as `zero_grad` leaves it, they come

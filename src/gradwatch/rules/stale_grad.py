@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
-from gradwatch.core.record import TOTAL, Mask
+from gradwatch.core.record import MEASURED, TOTAL, Mask, Sites
 from gradwatch.rules.evidence.recent_rows import RecentRows
+from gradwatch.rules.evidence.records import is_alone, own_records
 from gradwatch.rules.evidence.samples import in_a_row
-from gradwatch.rules.evidence.wording import ratio_text
+from gradwatch.rules.evidence.wording import name_text, ratio_text
 from gradwatch.rules.rule import CheckedRule
 
 LOOKBACK_RECORDS = 8
@@ -25,8 +25,8 @@ LOOKBACK_RECORDS = 8
 class StaleGrad(CheckedRule):
     """After the optimizer has moved, backward passes add to the gradients that moved it.
 
-    Judged where the run has one optimizer. Micro-batches of one step are added up on purpose; an optimizer that has not
-    moved the weights since was not done with them.
+    Micro-batches of one step are added up on purpose; an optimizer that has not moved the weights since was not done
+    with them.
     """
 
     name: ClassVar[str] = "stale_grad"
@@ -46,32 +46,37 @@ class StaleGrad(CheckedRule):
         now = history.number("stale")
         if not now >= self.old_share:
             return None if np.isnan(now) else []
-        stale = history.scalar("stale", len(history))
-        backs = len(stale) - np.flatnonzero(~np.isnan(stale) & _moved(history, len(stale)))
-        times = int(in_a_row(stale[-backs] >= self.old_share))
-        if times < self.records or backs[-self.records] > LOOKBACK_RECORDS + self.records:
+        own = own_records(history)
+        stale = history.scalar("stale", len(history))[-own]
+        known = np.flatnonzero(~np.isnan(stale) & _moved(history, own))
+        times = int(in_a_row(stale[known] >= self.old_share))
+        if times < self.records or len(own) - known[-self.records] > LOOKBACK_RECORDS + self.records:
             return []
-        return [self._finding(history, now, int(backs[-times]), times)]
+        return [self._finding(history, now, int(own[known[-times]]), times)]
 
     def _finding(self, history: History, stale: float, onset: int, times: int) -> Finding:
         """`onset`: the position of the first record at which old gradients were there, and were at each one since that
         is known; `times`: the number of those.
         """
+        layout, layers = history.layout, history.layout.layers
+        held = () if is_alone(history) else layout.names(layers[history.codes(1)[0, layers] == MEASURED])
         ratio = ratio_text(np.log10(stale))
         often = f"at {times} measured steps" if history.has_gaps(onset) else f"{times} times"
+        whose = f" of {name_text(held)}" if held else ""
         message = (
-            f"Gradients are not cleared between steps: {often} in a row, those already used were still there "
+            f"Gradients{whose} are not cleared between steps: {often} in a row, those already used were still there "
             f"when new ones were added to them. The old ones are {ratio} times as large as the new ones now. Each step "
             "follows old batches again."
         )
         remedy = "an optimizer_zero_grad that clears at each call."
         headline = f"gradients of old steps stay, {ratio} times the new ones"
-        return Finding(self.name, Severity.ERROR, TOTAL, (), stale, self.old_share, message, remedy, onset, headline)
+        layer = held[0] if held else TOTAL
+        return Finding(self.name, Severity.ERROR, layer, held, stale, self.old_share, message, remedy, onset, headline)
 
 
-def _moved(history: History, records: int) -> NDArray[np.bool_]:
-    """At which of the last `records` the step before had moved the weights, as far as it was sampled."""
-    weights, updates = history.window("weight_norm", records + 1), history.window("update_ratio", records + 1)
-    moved = np.ones(records, dtype=bool)
-    moved[records + 1 - len(weights) :] = np.isnan(weights[:-1, 0]) | (updates[:-1, 0] > 0)
-    return moved
+def _moved(history: History, own: Sites) -> Mask:
+    """At which of the records `own` the step before of the same optimizer had moved the weights, as far as it was
+    sampled.
+    """
+    weights, updates = (history.window(name, len(history), sites=0)[-own] for name in ("weight_norm", "update_ratio"))
+    return np.append(True, np.isnan(weights[:-1]) | (updates[:-1] > 0))
