@@ -19,7 +19,7 @@ import quick
 from gradwatch import GradWatch, Watch
 from gradwatch.core.alert import Alert
 from gradwatch.core.schedule import SamplingSchedule
-from gradwatch.measure.modules.loss_head import head_faults
+from gradwatch.measure.modules.loss_head import bounded_output, head_faults
 from gradwatch.measure.modules.recomputed_gradients import bias_of, count_other_hooks
 from gradwatch.rules.bad_head import BadHead
 from gradwatch.rules.tampered import Tampered
@@ -187,6 +187,41 @@ def test_a_softmax_in_place_of_a_log_softmax_is_seen_in_the_graph(loss: str) -> 
     assert [(squash.statistic, squash.value, len(squash.parameters)) for squash in found] == [("softmax_head", 4.0, 2)]
 
 
+Z = torch.zeros(6, CLASSES)
+BOUNDED: dict[str, tuple[float, Callable[[Tensor], Tensor]]] = {
+    "squares": (4, lambda z: F.mse_loss(z.tanh(), Z)),
+    "unreduced": (4, lambda z: F.mse_loss(nn.Tanh()(z), Z, reduction="none").mean()),
+    "by hand": (4, lambda z: ((z.tanh() - Z) ** 2).mean()),
+    "square": (1, lambda z: (Z - z.sigmoid()).square().mean()),
+    "distances": (2, lambda z: F.l1_loss(z.tanh().view(-1), Z.view(-1))),
+    "by hand, distances": (1, lambda z: (z.softmax(1) - Z).abs().mean()),
+    "Huber": (2, lambda z: F.smooth_l1_loss(z.tanh(), Z)),
+}
+UNBOUNDED: dict[str, Callable[[Tensor], Tensor]] = {
+    "sum": lambda z: F.mse_loss(z.tanh(), Z, reduction="sum"),
+    "multiplied": lambda z: 10 * F.mse_loss(z.tanh(), Z),
+    "scaled": lambda z: F.mse_loss(100 * z.tanh(), Z),
+    "linear": lambda z: F.mse_loss(z, Z),
+    "two terms": lambda z: F.mse_loss(z.tanh(), Z) + z.square().mean(),
+    "cubes": lambda z: ((z.tanh() - Z) ** 4).mean(),
+    "both learn": lambda z: F.mse_loss(z.tanh(), 5 * z),
+    "no loss": lambda z: z.tanh().mean(),
+    "classes": lambda z: F.cross_entropy(z.tanh(), Y),
+}
+
+
+@pytest.mark.parametrize("loss", BOUNDED)
+def test_a_bounded_output_before_a_loss_is_seen_in_the_graph(loss: str) -> None:
+    most, of = BOUNDED[loss]
+    (found,) = bounded_output(of(head()))
+    assert (found.statistic, found.value, len(found.parameters)) == ("bounded_head", most, 2)
+
+
+@pytest.mark.parametrize("loss", UNBOUNDED)
+def test_losses_that_are_not_of_a_bounded_output_alone(loss: str) -> None:
+    assert bounded_output(UNBOUNDED[loss](head())) == []
+
+
 @pytest.mark.parametrize("loss", BAD_SIGMOIDS)
 def test_a_sigmoid_before_a_sigmoid_is_seen_in_the_graph(loss: str) -> None:
     z = head()
@@ -251,6 +286,26 @@ class Tied(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.norm(self.embedding(classes(x)))).softmax(1)
+
+
+def distance(scale: float) -> Loss:
+    """The mean square of what is missing to numbers of about `scale`."""
+    return lambda net, x: F.mse_loss(net(x), scale * (1 + 0.1 * x[:, :1].sin()))
+
+
+def test_targets_out_of_reach_of_a_tanh() -> None:
+    alert = only(fitted(Tail(torch.tanh, 1), distance(20.0)))
+    assert (alert.rule, alert.layer, alert.step) == ("bad_head", "net.head", 0)
+    assert alert.message.startswith(
+        "The output of layer net.head goes through a function whose values lie between -1 and 1, and the loss, a mean "
+        "of squares or distances, is "
+    )
+    assert alert.message.endswith(" It could be 4 at most if the targets lay there, too: not all of them do.")
+    assert alert.remedy == (
+        "the output of layer net.head as it is for the loss, or targets that are scaled to between -1 and 1."
+    )
+    assert fitted(Tail(torch.tanh, 1), distance(0.8)) == ()
+    assert fitted(Tail(lambda z: 20 * z.tanh(), 1), distance(20.0)) == ()
 
 
 def chosen(net: nn.Module, x: Tensor) -> Tensor:

@@ -181,6 +181,12 @@ _BY_GROUP: dict[str, tuple[Statistic, ...]] = {
             "number of targets that the loss compares each entry of the output with, where shapes such as [N, 1] and "
             "[N] broadcast; 0 for the total where they do not",
         ),
+        Statistic(
+            "bounded_head",
+            "bounded output",
+            "the most that the loss of a tanh, sigmoid or softmax can be while targets lie in its range, too; 0 for "
+            "the total where it is of none",
+        ),
     ),
 }
 

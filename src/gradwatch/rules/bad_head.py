@@ -1,5 +1,5 @@
 """Bad heads: the loss takes probabilities for logits or log-probabilities, or compares each output with the targets of
-the whole batch.
+the whole batch, or a bounded one with targets out of its reach.
 """
 
 from __future__ import annotations
@@ -12,9 +12,18 @@ import numpy as np
 
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
+from gradwatch.core.number_text import number_text
 from gradwatch.core.record import Mask
 from gradwatch.rules.evidence.recent_rows import RecentRows
-from gradwatch.rules.evidence.samples import in_a_row, in_run_order, layer_before, onset_of, samples, throughout
+from gradwatch.rules.evidence.samples import (
+    RECENT_RECORDS,
+    in_a_row,
+    in_run_order,
+    layer_before,
+    onset_of,
+    samples,
+    throughout,
+)
 from gradwatch.rules.rule import CheckedRule
 
 LOSS_NAMES = {1: "a cross entropy", 2: "a binary cross entropy with logits"}
@@ -41,7 +50,7 @@ NO_LOG_PROBABILITIES = {
 class BadHead(CheckedRule):
     """Probabilities go where logits belong: they lie between 0 and 1, and the loss cannot get near its least. Or where
     their logarithms belong; or they are not over the classes. Or outputs [N, 1] are broadcast against targets [N], and
-    what is learnt is the mean of the targets.
+    what is learnt is the mean of the targets. Or a tanh, sigmoid or softmax shall give what it cannot.
 
     Where the graph of the loss is known (in a Trainer) it says so itself, of functions too. Elsewhere modules are
     recognized by what flows back to them. A second log-softmax changes nothing and is no fault.
@@ -49,7 +58,7 @@ class BadHead(CheckedRule):
 
     name: ClassVar[str] = "bad_head"
     needs: ClassVar[frozenset[str]] = frozenset(
-        {"softmax_head", "sigmoid_head", "loss_broadcast", "logit_misfit", "run_order"}
+        {"softmax_head", "sigmoid_head", "loss_broadcast", "bounded_head", "logit_misfit", "run_order"}
     )
 
     graphs: int = 2
@@ -63,7 +72,7 @@ class BadHead(CheckedRule):
     def suspects(self, rows: RecentRows) -> Mask:
         """Samples that show it: the latest of those in a row is one."""
         suspected = (rows.values("logit_misfit")[:, rows.layout.activations] < self.misfit).any(axis=1)
-        for fault in ("softmax_head", "sigmoid_head", "loss_broadcast"):
+        for fault in ("softmax_head", "sigmoid_head", "loss_broadcast", "bounded_head"):
             suspected |= rows.values(fault)[:, 0] > 0
         return np.asarray(suspected)
 
@@ -72,6 +81,7 @@ class BadHead(CheckedRule):
             self._broadcast(history),
             self._doubled(history, "softmax"),
             self._doubled(history, "sigmoid"),
+            self._out_of_reach(history),
             self._by_numbers(history),
         ]
         found = [finding for finding in seen if finding is not None]
@@ -115,6 +125,27 @@ class BadHead(CheckedRule):
         remedy = f"targets of the shape of the output of {whose}: y.view_as(output), or output.squeeze(1)."
         headline = f"each output is compared with all {batch:.0f} targets of the batch: shapes broadcast"
         return Finding(self.name, Severity.WARNING, layer, (layer,), batch, 1.0, message, remedy, onset, headline)
+
+    def _out_of_reach(self, history: History) -> Finding | None:
+        seen, found = self._in_graph(history, "bounded_head"), samples(history, "bounded_head")
+        if seen is None or found is None:
+            return None
+        (values, backs), (layer, most, _) = found, seen
+        losses = history.scalar("loss", RECENT_RECORDS)[-backs]
+        far, now = (values[:, 0] > 0) & (losses > values[:, 0]), float(losses[-1])
+        if in_a_row(far) < self.graphs:
+            return None
+        name, whose = _named(history, layer)
+        ends = "0 and 1" if most == 1 else "-1 and 1"
+        message = (
+            f"The output of {whose} goes through a function whose values lie between {ends}, and the loss, a mean of "
+            f"squares or distances, is {number_text(now, 3)}. It could be {number_text(most)} at most if the targets "
+            "lay there, too: not all of them do."
+        )
+        remedy = f"the output of {whose} as it is for the loss, or targets that are scaled to between {ends}."
+        headline = f"the targets do not lie between {ends}, as its outputs do"
+        onset = int(onset_of(far, backs))
+        return Finding(self.name, Severity.WARNING, name, (name,), now, most, message, remedy, onset, headline)
 
     def _by_numbers(self, history: History) -> Finding | None:
         found = samples(history, "logit_misfit")

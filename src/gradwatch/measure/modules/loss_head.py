@@ -1,5 +1,6 @@
 """What does not fit between model and loss, as the graph of the loss shows: a softmax or sigmoid that is applied twice,
-a log-softmax that lacks its logarithm or is not over the classes, and outputs that are broadcast against the targets.
+a log-softmax that lacks its logarithm or is not over the classes, an output that is broadcast against the targets, or a
+bounded one.
 """
 
 from __future__ import annotations
@@ -44,6 +45,9 @@ ELEMENTWISE_LOSSES = frozenset({"HuberLoss", "L1Loss", "MseLoss", "SmoothL1Loss"
 REORDERING = frozenset({"AsStrided", "Expand", "Permute", "T", "Transpose"})
 """Kinds of views after which a dimension may stand for something else."""
 
+RANGES = {"Sigmoid": 1.0, "Softmax": 1.0, "Tanh": 2.0}
+"""Kind of node -> the width of the range of its values."""
+
 RESHAPES = VIEWS - {"Squeeze", "Clone", "ToCopy", "Alias"}
 """Kinds of nodes that prepare a difference of all pairs, x[:, None] - y: that is meant."""
 
@@ -59,12 +63,13 @@ softmax.
 @dataclass(frozen=True, slots=True)
 class HeadFault:
     """A softmax or sigmoid whose output a loss takes as logits, and so applies another one to; one that is no
-    log-softmax over the classes where there should be one; or an output that is broadcast.
+    log-softmax over the classes where there should be one; an output that is broadcast; or a bounded one.
     """
 
     statistic: str
     value: float
-    """`CROSS_ENTROPY` or one of those after it; of an output, the number of targets that each entry is compared with.
+    """`CROSS_ENTROPY` or one of those after it; of an output that is broadcast, the number of targets that each entry
+    is compared with; of a bounded one, the most that its loss can be, as `bounded_output` says.
     """
     parameters: frozenset[int]
     """`id` of the nearest parameters before it."""
@@ -90,8 +95,8 @@ class LossHead(ModuleStatistic):
         if loss.grad_fn is None:
             return
         if self._found is None:
-            self._found = {"softmax_head": {}, "sigmoid_head": {}, "loss_broadcast": {}}
-        for fault in head_faults(loss):
+            self._found = {"softmax_head": {}, "sigmoid_head": {}, "loss_broadcast": {}, "bounded_head": {}}
+        for fault in (*head_faults(loss), *bounded_output(loss)):
             self._found[fault.statistic] |= dict.fromkeys(self._owners(fault.parameters) or {0}, fault.value)
 
     def collect(self, layout: Layout) -> ModuleReading | None:
@@ -141,6 +146,35 @@ def head_faults(loss: Tensor) -> list[HeadFault]:
         elif kind not in LAYER_KINDS and LEAF not in map(kind_of, filter(None, before)):
             queue.extend(zip(before, repeat(classes), strict=False))
     return found
+
+
+def bounded_output(loss: Tensor) -> list[HeadFault]:
+    """The tanh, sigmoid or softmax whose values `loss` compares with targets, if it is a mean of squares or distances
+    and nothing else; and the most that this can be while the targets lie in its range, too.
+    """
+    node: Any = loss.grad_fn
+    if kind_of(node) == "Div":  # Lightning divides by the number of micro-batches, be it 1
+        node = parents(node)[0]
+    if kind_of(node) == "Mean":
+        node = parents(node)[0]
+    elif getattr(node, "_saved_reduction", 0) != 1:  # 1 is the mean
+        return []
+    kind, power = kind_of(node), 1
+    if kind == "MseLoss" or (node.name() == "PowBackward0" and node._saved_exponent == 2):
+        power = 2
+    elif kind not in ELEMENTWISE_LOSSES | {"Abs"}:
+        return []
+    if kind in ("Pow", "Abs"):
+        node = parents(node)[0]
+        if kind_of(node) != "Sub":
+            return []
+    outputs = [parent for parent in parents(node) if parent is not None]
+    while len(outputs) == 1 and kind_of(outputs[0]) in VIEWS:
+        outputs = parents(outputs[0])
+    if len(outputs) != 1 or outputs[0] is None or kind_of(outputs[0]) not in RANGES:
+        return []
+    near = frozenset(_parameters_near(parents(outputs[0])[0]))
+    return [HeadFault("bounded_head", RANGES[kind_of(outputs[0])] ** power, near)]
 
 
 def _no_log_probabilities(node: Any) -> list[HeadFault]:
