@@ -95,6 +95,19 @@ def test_weights_that_are_zero_or_negative_get_no_advice_to_drop_their_bias() ->
     assert second.remedy == "nn.init.kaiming_uniform_ for the weights of layer 2, or nn.LeakyReLU after layer 2."
 
 
+def test_all_weights_of_zero() -> None:
+    """Those of one layer alone would change nothing; those of a norm have one dimension."""
+    model = mlp()
+    normed = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 1))
+    nn.init.zeros_(normed[1].weight)
+    for parameter in model.parameters():
+        nn.init.zeros_(parameter)
+    alert = next(alert for alert in incidents_of(model) if alert.rule == "dead")
+    assert "The weights of layers 0, 2, 4 are all zero." in alert.message
+    assert alert.remedy == "nn.init.kaiming_uniform_ for the weights of layers 0, 2, 4, which are all zero."
+    assert only(incidents_of(normed)).remedy == "nn.init.ones_ for the weights of layer 1, which are all zero."
+
+
 def test_what_gets_nothing_but_zeros_is_no_origin() -> None:
     """Layer 4 without a bias gives zeros because layer 2 does; with one that is negative it is dead by itself."""
     follows, own = mlp(), mlp()

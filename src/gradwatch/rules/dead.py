@@ -132,8 +132,7 @@ class Dead(CheckedRule):
         after = np.setdiff1d(layers_before(history, follow), layers)
         dead = np.concatenate([layers, after])
         starved = _starved_by(history, dead)
-        biased = names(one for one in np.sort(layers) if bias_text(history, int(one)))
-        death = death_of(history, layer, onset, biased=biased)
+        death = death_of(history, layer, onset, dead=np.sort(layers))
         before = names(np.setdiff1d(_starved_by(history, np.array([layer])), dead))
         passes = "no gradient passes it"
         if zero_onset(history, layer) is not None:
@@ -313,31 +312,35 @@ class Death:
         return f"; {starved} layer{'s' * (starved > 1)} before get{'s' * (starved == 1)} no gradient"
 
 
-def death_of(history: History, layer: int, onset: int, *, biased: Sequence[str] = ()) -> Death:
+def death_of(history: History, layer: int, onset: int, *, dead: Sites | None = None) -> Death:
     """How the units after `layer` (a site) died; at the record `onset` they first were.
 
-    `biased`: all dead layers whose biases make most of their outputs, where there are more than this one.
+    `dead`: all such layers, where there are more than this one.
     """
     how, from_start = beginning(history, onset), is_first_record(history, onset)
-    reason, remedy = _reason(history, layer, onset, biased, from_start=from_start)
+    reason, remedy = _reason(history, layer, onset, [layer] if dead is None else dead.tolist(), from_start=from_start)
     cause = f"{how.began}{how.sentence}{reason}{unlearnt(history)}".strip()
     return Death(history.layout.sites[layer].name, cause, how.remedy or remedy, how.headline)
 
 
-def _reason(history: History, layer: int, onset: int, biased: Sequence[str], *, from_start: bool) -> tuple[str, str]:
-    """What the weights and biases of `layer` say, as a sentence, and what to change."""
-    name = history.layout.sites[layer].name
+def _reason(history: History, layer: int, onset: int, dead: Sequence[int], *, from_start: bool) -> tuple[str, str]:
+    """What the weights and biases of `layer` say, as a sentence, and what to change, in it and others of `dead`."""
+    layout, name = history.layout, history.layout.sites[layer].name
+    norms = [site for site in dead if "Norm" in layout.sites[site].module]
+    fill = "nn.init.ones_" if layer in norms else "nn.init.kaiming_uniform_"
     if latest(weights_of(history, layer)) == 0:
-        remedy = f"nn.init.kaiming_uniform_ for the weights of layer {name}, which are all zero."
-        return f" The weights of layer {name} are all zero.", remedy
+        alike = (site for site in dead if (site in norms) == (layer in norms))
+        which = name_text(layout.names(site for site in alike if latest(weights_of(history, site)) == 0))
+        return f" The weights of {which} are all zero.", f"{fill} for the weights of {which}, which are all zero."
     made, leaky = bias_text(history, layer, back=onset), f"nn.LeakyReLU after layer {name}."
     if not from_start and layer in in_run_order(history, history.layout.layers)[-1:]:
         leaky = f"no ReLU after layer {name}, the last one: it gives no negative number."
     if from_start and made:
+        biased = layout.names(site for site in dead if bias_text(history, site))
         which = f"bias{'es' * (len(biased) > 1)} of {name_text(biased or [name])}"
         return made, f"nn.init.zeros_ for the {which}, or {leaky}"
     if from_start:
-        return "", f"nn.init.kaiming_uniform_ for the weights of layer {name}, or {leaky}"
+        return "", f"{fill} for the weights of layer {name}, or {leaky}"
     biases = biases_of(history, layer)
     bias, before = latest(biases), latest(biases[own_records(history) > onset])
     if bias >= BIAS_GROWTH * before:
