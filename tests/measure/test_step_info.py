@@ -40,7 +40,10 @@ def test_an_optimizer_goes_up_the_loss_if_all_its_groups_do(first: bool, second:
     assert numbers == {"lr": 0.1} | ({"maximize": 1.0} if first and second else {})
 
 
-@pytest.mark.parametrize(("kind", "within"), [("Adam", True), ("NAdam", True), ("AdamW", False), ("SGD", False)])
+@pytest.mark.parametrize(
+    ("kind", "within"),
+    [("Adam", True), ("NAdam", True), ("AdamW", False), ("RMSprop", True), ("Adamax", True), ("SGD", False)],
+)
 def test_a_decay_that_adam_divides_by_the_size_of_the_gradient(kind: str, within: bool) -> None:
     optimizer = getattr(torch.optim, kind)([torch.zeros(1, requires_grad=True)], lr=0.1, weight_decay=0.01)
     assert learning_rate(optimizer).get("decay_in_gradient") == (1.0 if within else None)

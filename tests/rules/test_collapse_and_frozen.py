@@ -69,9 +69,9 @@ def test_decay_that_halves_the_weights() -> None:
     assert "the penalty" in findings(judge_steps(Collapse(), net(4), little))[0].remedy
     adam = [{**row, "weight_decay": 0.1, "decay_in_gradient": 1.0} for row in shrinking(7, 10)]
     assert findings(judge_steps(Collapse(), net(4), adam))[0].remedy == (
-        "torch.optim.AdamW in configure_optimizers: Adam adds weight_decay=0.1 to the gradient and divides by its "
-        "size, which moves a weight with no other gradient by up to lr in each step. If the loss has a penalty on the "
-        "weights, a smaller factor of it."
+        "torch.optim.AdamW in configure_optimizers: this optimizer adds weight_decay=0.1 to the gradient and divides "
+        "by its size, which moves a weight with no other gradient by about lr in each step. If the loss has a penalty "
+        "on the weights, a smaller factor of it."
     )
     changing = [{**row, "lr": 0.1 * 1.01**i} for i, row in enumerate(shrinking(7, 10))]
     assert findings(judge_steps(Collapse(), net(4), changing))[0].remedy == (

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.optim import Adam
+from torch.optim import Adam, Adamax, RMSprop
+
+DIVIDING = (Adam, Adamax, RMSprop)
+"""Optimizers that add `weight_decay` to the gradient and divide by its size."""
 
 
 @dataclass(slots=True)
@@ -29,10 +32,10 @@ class StepInfo:
 
 
 def learning_rate(optimizer: Any) -> dict[str, float]:
-    """`lr`, `momentum` and `weight_decay`, the first group's; `decay_in_gradient`, 1 where Adam adds that to the
-    gradient and divides by its size, as AdamW does not; `maximize`, 1 where all groups go up the loss; `lr_highest`,
-    where the groups differ; and `lr_waits`, 1 where groups have a rate of 0 by a plan: a scheduler holds one there for
-    now, or two or more have it, as in gradual unfreezing. A rate mistaken is one group's.
+    """`lr`, `momentum` and `weight_decay`, the first group's; `decay_in_gradient`, 1 where that is added to the
+    gradient and divided by its size, as by Adam and not by AdamW; `maximize`, 1 where all groups go up the loss;
+    `lr_highest`, where the groups differ; and `lr_waits`, 1 where groups have a rate of 0 by a plan: a scheduler holds
+    one there for now, or two or more have it, as in gradual unfreezing. A rate mistaken is one group's.
 
     Rates that are tensors are not read.
     """
@@ -50,7 +53,7 @@ def learning_rate(optimizer: Any) -> dict[str, float]:
         if isinstance(number, int | float) and (name == "lr" or number > 0):
             numbers[name] = float(number)
     # Adam of torch 2.6 does not say so
-    if "weight_decay" in numbers and groups[0].get("decoupled_weight_decay", type(optimizer) is not Adam) is False:
+    if "weight_decay" in numbers and groups[0].get("decoupled_weight_decay", type(optimizer) not in DIVIDING) is False:
         numbers["decay_in_gradient"] = 1.0
     if groups and groups[0].get("maximize") is True and all(group.get("maximize") is True for group in groups[1:]):
         numbers["maximize"] = 1.0

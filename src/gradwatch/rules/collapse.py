@@ -249,8 +249,9 @@ def _less_decay(history: History, lost: float, rate: float) -> str:
     decay = history.number("weight_decay")
     if history.number("decay_in_gradient") == 1:
         return (
-            f"torch.optim.AdamW in configure_optimizers: Adam adds weight_decay={number_text(decay, 3)} to the "
-            "gradient and divides by its size, which moves a weight with no other gradient by up to lr in each step. "
+            f"torch.optim.AdamW in configure_optimizers: this optimizer adds weight_decay={number_text(decay, 3)} to "
+            "the gradient and divides by its size, which moves a weight with no other gradient by about lr in each "
+            "step. "
             "If the loss has a penalty on the weights, a smaller factor of it."
         )
     if not lost > 0:
