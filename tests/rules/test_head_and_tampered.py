@@ -199,6 +199,7 @@ BOUNDED: dict[str, tuple[float, Callable[[Tensor], Tensor]]] = {
 }
 UNBOUNDED: dict[str, Callable[[Tensor], Tensor]] = {
     "sum": lambda z: F.mse_loss(z.tanh(), Z, reduction="sum"),
+    "mean of a sum": lambda z: F.mse_loss(z.tanh(), Z, reduction="sum").mean(),
     "multiplied": lambda z: 10 * F.mse_loss(z.tanh(), Z),
     "scaled": lambda z: F.mse_loss(100 * z.tanh(), Z),
     "linear": lambda z: F.mse_loss(z, Z),
@@ -206,6 +207,7 @@ UNBOUNDED: dict[str, Callable[[Tensor], Tensor]] = {
     "cubes": lambda z: ((z.tanh() - Z) ** 4).mean(),
     "both learn": lambda z: F.mse_loss(z.tanh(), 5 * z),
     "no loss": lambda z: z.tanh().mean(),
+    "inverse": lambda z: torch.ones(()) / F.mse_loss(z.tanh(), Z),
     "classes": lambda z: F.cross_entropy(z.tanh(), Y),
 }
 

@@ -155,9 +155,10 @@ def bounded_output(loss: Tensor) -> list[HeadFault]:
     node: Any = loss.grad_fn
     if kind_of(node) == "Div":  # Lightning divides by the number of micro-batches, be it 1
         node = parents(node)[0]
-    if kind_of(node) == "Mean":
-        node = parents(node)[0]
-    elif getattr(node, "_saved_reduction", 0) != 1:  # 1 is the mean
+    mean = node is not None and kind_of(node) == "Mean"
+    node = parents(node)[0] if mean else node
+    # of a loss of torch's: 0 is none, 1 the mean, 2 the sum
+    if node is None or getattr(node, "_saved_reduction", 0) not in ((0, 1) if mean else (1,)):
         return []
     kind, power = kind_of(node), 1
     if kind == "MseLoss" or (node.name() == "PowBackward0" and node._saved_exponent == 2):
