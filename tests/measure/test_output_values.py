@@ -316,7 +316,7 @@ def test_forwards_without_gradients_are_not_counted() -> None:
     "dtypes", [[torch.float64] * 2, [torch.float64, torch.float32], [torch.bfloat16, torch.float64]]
 )
 def test_weights_of_frozen_layers_of_any_type(dtypes: list[torch.dtype]) -> None:
-    """Their root mean squares, once each."""
+    """Their root mean squares and largest magnitudes, once each."""
     frozen = [nn.Linear(4, 4, dtype=dtype).requires_grad_(requires_grad=False) for dtype in dtypes]
     model = nn.Sequential(*frozen, nn.Linear(4, 2))
 
@@ -330,6 +330,15 @@ def test_weights_of_frozen_layers_of_any_type(dtypes: list[torch.dtype]) -> None
         for name, weight in layer.named_parameters():
             expected = float(weight.double().square().mean().sqrt())
             assert record.value("frozen_rms", f"{place}.{name}") == pytest.approx(expected, rel=1e-5)
+            assert record.value("frozen_max", f"{place}.{name}") == pytest.approx(float(weight.abs().max()))
+
+
+def test_a_frozen_layer_that_has_an_empty_parameter() -> None:
+    frozen = nn.Linear(4, 4).requires_grad_(requires_grad=False)
+    frozen.register_parameter("none", nn.Parameter(torch.zeros(0), requires_grad=False))
+    (record,) = measured(nn.Sequential(frozen, nn.Linear(4, 2)), torch.randn(8, 4))
+    assert record.value("frozen_max", "0.weight") == pytest.approx(float(frozen.weight.abs().max()))
+    assert math.isnan(record.value("frozen_max", "0.none"))
 
 
 def test_inputs_are_those_no_gradient_flows_through() -> None:

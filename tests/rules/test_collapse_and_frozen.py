@@ -367,6 +367,48 @@ def test_a_layer_of_whose_output_nothing_is_made_is_off_on_purpose(used: bool) -
     assert [(alert.rule, alert.layer) for alert in watch.alerts] == [("frozen", "blocks.3.rest")] * used
 
 
+def behind_what_trains(head: nn.Linear) -> list[tuple[str, str]]:
+    """The alerts of a training of one layer before `head`, which is switched off."""
+    model = nn.Sequential(nn.Linear(32, 32), head.requires_grad_(requires_grad=False))
+    optimizer = torch.optim.Adam(model[0].parameters(), 1e-3)
+    with Watch(model, sinks=()) as watch:
+        for _ in range(40):
+            x = torch.randn(32, 32)
+            loss = (model(x) - x).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            watch.step(optimizer, loss=loss)
+            optimizer.step()
+    return [(alert.rule, alert.layer) for alert in watch.alerts]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("scale", [None, 0.02])
+def test_a_start_has_no_larger_weights_than_its_own(scale: float | None, bias: bool) -> None:
+    """Training leaves the root mean square of some layers where it was, and not their largest weights."""
+    torch.manual_seed(0)
+    head, trained = nn.Linear(32, 32, bias=bias), nn.Linear(32, 32, bias=bias)
+    if scale is not None:
+        for layer in (head, trained):
+            nn.init.normal_(layer.weight, std=scale)
+            layer.bias is None or nn.init.zeros_(layer.bias)
+    with torch.no_grad():
+        trained.weight.copy_(torch.randn(32, 32) ** 3)
+        trained.weight.mul_(head.weight.norm() / trained.weight.norm())
+    assert behind_what_trains(head) == [("frozen", "1")]
+    assert behind_what_trains(trained) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_start_of_rounded_weights(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    head = nn.Linear(32, 32)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.copy_(parameter.to(dtype))
+    assert behind_what_trains(head) == [("frozen", "1")]
+
+
 def test_the_last_of_their_make_that_are_off() -> None:
     names = ["stem", *(f"fc{i}.linear" for i in range(1, 13)), "head"]
     off = [name for name in names if name.startswith("fc1")]

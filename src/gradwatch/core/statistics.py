@@ -175,6 +175,7 @@ _BY_GROUP: dict[str, tuple[Statistic, ...]] = {
             "frozen rms",
             "root mean square of a parameter of a frozen layer, at the sampled step at which it first runs",
         ),
+        Statistic("frozen_max", "frozen max", "largest magnitude of that parameter, at the same step"),
         Statistic(
             "loss_broadcast",
             "loss broadcast",

@@ -1,12 +1,16 @@
-"""Root mean squares of the weights of frozen layers, once each: they tell whether anybody has trained them."""
+"""Root mean squares and largest magnitudes of the weights of frozen layers, once each: they tell whether anybody has
+trained them.
+"""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from math import inf
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from gradwatch.core.record import Floats, Layout
@@ -24,6 +28,7 @@ class FrozenWeights(ModuleStatistic):
         self._parameters: list[tuple[int, str, int]] = []
         """Site of the layer, name of the parameter in it, and number of its elements."""
         self._norms: list[Tensor] = []
+        self._largest: list[Tensor] = []
         self._known: set[int] = set()
 
     def on_output(self, site: int, module: nn.Module, kind: str) -> OutputCallback | None:
@@ -42,27 +47,32 @@ class FrozenWeights(ModuleStatistic):
                 self._known.add(site)
                 self.version += 1
                 for name, parameter in module._parameters.items():
-                    if parameter is not None and is_dense_real(parameter.data):
+                    if parameter is not None and is_dense_real(parameter.data) and parameter.numel():
                         self._norms.append(wide_norm(parameter.detach()))
-                        self._parameters.append((site, name, max(1, parameter.numel())))
+                        self._largest.append(torch.linalg.vector_norm(parameter.detach(), inf))
+                        self._parameters.append((site, name, parameter.numel()))
 
         return on_output
 
     def collect(self, layout: Layout) -> ModuleReading | None:
-        (norms, parameters), self._norms, self._parameters = (self._norms, self._parameters), [], []
+        norms, largest, parameters = self._norms, self._largest, self._parameters
+        self._norms, self._largest, self._parameters = [], [], []
         if not norms:
             return None
-        return ModuleReading({"frozen_norms": gathered(norms)}, partial(_frozen_rms, layout, parameters))
+        tensors = {"frozen_norms": gathered(norms), "frozen_largest": gathered(largest)}
+        return ModuleReading(tensors, partial(_by_parameter, layout, parameters))
 
 
-def _frozen_rms(
+def _by_parameter(
     layout: Layout, parameters: Sequence[tuple[int, str, int]], numbers: Mapping[str, Floats]
 ) -> dict[str, Floats]:
-    """One number for each parameter of a frozen layer."""
-    found = np.full(len(layout), np.nan)
-    found[0] = 0.0  # that it was measured
-    for (site, name, size), norm in zip(parameters, numbers["frozen_norms"], strict=True):
+    """Two numbers for each parameter of a frozen layer."""
+    rms, most = np.full((2, len(layout)), np.nan)
+    rms[0] = most[0] = 0.0  # that they were measured
+    for (site, name, size), norm, largest in zip(
+        parameters, numbers["frozen_norms"], numbers["frozen_largest"], strict=True
+    ):
         place = layout.index.get(f"{layout.sites[site].name}.{name}")
         if place is not None:
-            found[place] = norm / size**0.5
-    return {"frozen_rms": found}
+            rms[place], most[place] = norm / size**0.5, largest
+    return {"frozen_rms": rms, "frozen_max": most}
