@@ -549,6 +549,26 @@ def test_zeros_beside_an_input_that_was_not_measured() -> None:
     )
 
 
+class AtTheBoundary(nn.Module):
+    """A layer that is called with the input, of which derivatives are taken, and with zeros: u'' and u(0)."""
+
+    def __init__(self, *, keyword: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net, self.keyword = mlp(), keyword
+
+    def forward(self, x: Tensor) -> Tensor:
+        inside = x.requires_grad_(not self.keyword)
+        hidden = self.net[0](input=inside) if self.keyword else self.net[0](2 * inside - 1)
+        output: Tensor = self.net[1:](hidden) + self.net(torch.zeros(1, 8))
+        return output
+
+
+@pytest.mark.parametrize("keyword", [True, False])
+def test_zeros_in_one_of_the_calls_of_the_first_layer(keyword: bool) -> None:
+    assert incidents_of(AtTheBoundary(keyword=keyword)) == ()
+
+
 def cents(step: int) -> tuple[Tensor, Tensor]:
     x = torch.randn(32, 8)
     return x, 5e6 + 1e6 * torch.sin(x.sum(1, keepdim=True))

@@ -127,7 +127,7 @@ _BY_GROUP: dict[str, tuple[Statistic, ...]] = {
             "input_rms",
             "input",
             "root mean square of the floating-point input of a layer, where it comes from outside: no gradient flows "
-            "through it; infinite where it is not finite",
+            "through it; infinite where it is not finite, and none where it is 0 and another call has other inputs",
         ),
         Statistic("input_max", "largest input", "largest magnitude in that input; infinite where it is not finite"),
     ),

@@ -141,6 +141,8 @@ class _StepOutputs:
     stacks: dict[tuple[Any, ...], _OutputStack] = field(default_factory=dict)
     unit_peaks: list[tuple[Sequence[int], Tensor]] = field(default_factory=list)
     """Sites, and the highest output of each unit of each, shape [sites, units]; a site may come several times."""
+    unmeasured: set[int] = field(default_factory=set)
+    """Layers with a call whose input was not measured."""
     unsafe: set[int] = field(default_factory=set)
     """Sites whose last norm float32 squares could not hold: measured in float64 next time."""
     channels: bool = False
@@ -172,9 +174,11 @@ class OutputStatistics(ModuleStatistic):
         given = arguments if isinstance(arguments, tuple) else ()
         inputs = [value for value in (given[:1] if recurrent else given) if isinstance(value, Tensor)]
         # beside what other layers made there are masks and states
-        if not any(map(wants_gradient, inputs)):
+        if inputs and not any(map(wants_gradient, inputs)):
             for value in inputs:
                 _measure(step, value, site, LAYER_INPUT)
+        else:
+            step.unmeasured.add(site)
         for tensor in tensors:
             _measure(step, tensor, site, OUTPUT)
 
@@ -193,7 +197,8 @@ class OutputStatistics(ModuleStatistic):
         if not step.rows:
             return None
         numbers = {"outputs": all_numbers(step.rows)}
-        return ModuleReading(numbers, partial(_values, len(layout), step.rows, step.unsafe, frozenset(step.unsafe)))
+        exact = frozenset(step.unsafe)
+        return ModuleReading(numbers, partial(_values, len(layout), step.rows, step.unsafe, exact, step.unmeasured))
 
     def _count_units(self, step: _StepOutputs) -> None:
         """Count the idle and the dead units, all activations of one size together."""
@@ -217,13 +222,19 @@ class OutputStatistics(ModuleStatistic):
 
 
 def _values(
-    n: int, rows_of: Mapping[str, SiteNumbers], unsafe: set[int], exact: frozenset[int], numbers: Mapping[str, Floats]
+    n: int,
+    rows_of: Mapping[str, SiteNumbers],
+    unsafe: set[int],
+    exact: frozenset[int],
+    unmeasured: set[int],
+    numbers: Mapping[str, Floats],
 ) -> dict[str, Floats]:
     """Statistic -> one number for each of `n` sites, NaN where not measured.
 
     Root mean squares, shares and maxima are taken over all outputs and calls of a module. An output whose squares
     float32 cannot hold has no root mean square at this step, nor has the total if that counts for it: it is `unsafe`,
-    and measured in float64 at the next sample, at which it is `exact`.
+    and measured in float64 at the next sample, at which it is `exact`. Of a layer of which the input of another call is
+    `unmeasured`, an input of zeros is not said.
     """
     rows, each = {name: line for line, name in enumerate(rows_of)}, numbers["outputs"]
     lengths = [len(row.sites) for row in rows_of.values()]
@@ -257,6 +268,10 @@ def _values(
                 out[list(exact)] = False
                 out[0] &= out[1:].any()
                 rms[out] = np.nan
+                if row == "input":
+                    others = np.array(sorted(unmeasured), dtype=np.intp)
+                    others = others[peaks[others] == 0]
+                    rms[others] = peaks[others] = np.nan
                 found |= {f"{row}_max": peaks, f"{row}_rms": rms}
     for row, statistic in SHARES.items():
         if row in rows:
