@@ -186,6 +186,16 @@ def test_a_shift_of_the_data_is_no_spike(height: float) -> None:
     assert silent(judge_rows(Spike(), net(), [*noise(120, dex=0), *at_once]))
 
 
+def test_a_layer_that_had_no_gradient_makes_no_spike_of_the_whole_model() -> None:
+    """The head of another task, or a layer that is unfrozen, has a gradient as large as it likes."""
+    usual = {"gradients": [1.0] * 5 + [0.0], "codes": {"fc5": Missing.NO_GRADIENT}, "loss": 1.0}
+    new = {"gradients": [1.0] * 5 + [300.0], "loss": 40.0}
+    back = {"gradients": [1.0] * 5 + [3.0], "loss": 1.0}
+    assert silent(judge_rows(Spike(), net(), [*[usual] * 60, new, back]))
+    others = {"gradients": [50.0] * 5 + [300.0], "loss": 40.0}
+    assert only(judge_rows(Spike(), net(), [*[usual] * 60, others])[-1]).sites == tuple(f"fc{i}" for i in range(5))
+
+
 def test_a_spike_does_not_hide_the_next() -> None:
     """It is kept out of the baselines itself, not the record at which it was found to be over."""
     rows = [{"gradients": 15.0 if step in (60, 90, 120) else 1.0, "loss": 1.0} for step in range(140)]

@@ -40,7 +40,8 @@ class Spike(CheckedRule):
     """A layer's gradient norm jumps above all of its recent ones, and far out of their spread, for one step.
 
     That is known when the next step has come back. Where gradient or loss are beyond all that the untrained model had
-    it is said at once: no shift in the data, which stays, takes a model there.
+    it is said at once: no shift in the data, which stays, takes a model there. Layers that had no gradient lately, as
+    the head of another task, are left out of the whole model's.
     """
 
     name: ClassVar[str] = "spike"
@@ -135,13 +136,17 @@ class Spike(CheckedRule):
         last = usable & _newest(usable, self.patience)
         settled = (last.sum(axis=0) >= self.patience) & ~(last & trusted).any(axis=0)
         ceiling = np.where(base, past, 0.0).max(axis=0, initial=0.0)
-        high = (now[candidates] >= ceiling * 10.0**self.over_max_dex) & (base.sum(axis=0) >= self.warm_up) & ~settled
+        height = now[candidates]
+        new = candidates[~usable.any(axis=0) & (candidates > 0)]
+        if len(new) and candidates[0] == 0:
+            height[0] = max(0.0, now[0] ** 2 - np.square(now[new]).sum()) ** 0.5
+        high = (height >= ceiling * 10.0**self.over_max_dex) & (base.sum(axis=0) >= self.warm_up) & ~settled
         if returned:
             high &= after[candidates] <= ceiling * 10.0**self.back_dex
         if not high.any():
             return []
         median, sigma = median_and_spread(np.log10(np.where(base, past, np.nan)[:, high]))
-        far = np.log10(now[candidates[high]]) - median >= self.sigmas * np.maximum(sigma, self.floor_dex)
+        far = np.log10(height[high]) - median >= self.sigmas * np.maximum(sigma, self.floor_dex)
         if not far.any():
             return []
         counts, sites = base.sum(axis=0)[high][far], candidates[high][far]
