@@ -202,7 +202,36 @@ def test_a_loss_whose_scale_changes_is_said_to_grow_as_all_gradients_do() -> Non
         "the reduction and weights of the loss as before that batch, or Trainer(gradient_clip"
     )
     uneven = [summed | {"gradients": [40.0, 400.0]}] * 5
-    assert "same factor" not in only(judge_steps(Divergence(), net(2), [*steps(30), *uneven])[-1]).message
+    large = steps(30, updates=0.2)
+    assert "same factor" not in only(judge_steps(Divergence(), net(2), [*large, *uneven])[-1]).message
+
+
+def shifted(factor: float, count: int = 40) -> list[dict[str, Any]]:
+    """At step 30 the loss is 40 times as high, before the step of that batch; from then on it grows by `factor`."""
+    gradients = np.array([50.0, 500.0])
+    return [
+        *steps(30),
+        *[{"loss": 40 * factor**i, "gradients": gradients * factor**i, "lr": 0.1} for i in range(count)],
+    ]
+
+
+def test_a_loss_that_was_up_before_the_step_that_is_learnt_anew() -> None:
+    """Other targets from then on: the steps before were small."""
+    noise = np.random.default_rng(0).lognormal(0, 0.3, 70)
+    rows = [{**row, "loss": row["loss"] * each} for row, each in zip(shifted(0.97), noise, strict=True)]
+    assert silent(judge_steps(Divergence(), net(2), rows))
+    large = [*steps(30, updates=0.2), *rows[30:]]
+    assert not silent(judge_steps(Divergence(), net(2), large))
+
+
+def test_a_loss_that_was_up_before_the_step_and_rises_or_stays() -> None:
+    """That batch has thrown the weights, or other data cannot be learnt."""
+    rises = judge_steps(Divergence(), net(2), shifted(2.0))
+    assert silent(rises[:34])
+    assert only(rises[34]).onset == 4
+    stays = judge_steps(Divergence(), net(2), shifted(1.0))
+    assert silent(stays[:49])
+    assert only(stays[50]).message.startswith("The loss is 40, 40 times the largest of its first 10 steps (1), and the")
 
 
 def test_a_jump_of_the_gradient_that_is_known_to_do_no_more_is_not_blamed() -> None:

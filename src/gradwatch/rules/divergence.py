@@ -13,7 +13,7 @@ from gradwatch.core.history import OPENING, History
 from gradwatch.core.number_text import number_text
 from gradwatch.core.record import MEASURED, TOTAL, Floats, Mask, Sites
 from gradwatch.rules.evidence.baseline import LEVEL_RECORDS, first_steps, largest_first_loss, was_learnt
-from gradwatch.rules.evidence.jumps import grew_alike, last_jump
+from gradwatch.rules.evidence.jumps import GradientJump, gradient_jump, grew_alike, last_jump
 from gradwatch.rules.evidence.learning_rates import (
     EFFECT_RECORDS,
     LONG_MOMENTUM,
@@ -65,6 +65,12 @@ JUMP_RECORDS = 15
 UP_RECORDS = 10
 """The last of them, at which the loss has been over all of its first ones. Judgement: a restart that does no lasting
 harm is back sooner."""
+
+SHIFT_RISE = 3.0
+"""Times the first loss of a shift above which it has risen since. Judgement: losses of single batches differ by 2."""
+
+ANEW_RECORDS = 20
+"""Losses after a shift by which the later half is lower than the earlier, if they are learnt anew. Judgement."""
 
 LEARNT_SHARE = 0.5
 """Below this share of its first level the loss still counts as learnt. Judgement."""
@@ -289,6 +295,10 @@ class Divergence(CheckedRule):
             message, remedy = f"The loss is {number_text(now, 3)}, {far}, {steeper_text}: {MAXIMIZES}", MAXIMIZES_REMEDY
         elif now > 0 or maximizes(history):
             passes, jump = summed_passes(history), last_jump(history, rate=onset, gradient=1)
+            if not isinstance(jump, RateJump) and not maximizes(history) and (shift := _shift(history, onset)):
+                if _learns_anew(history, onset):
+                    return []
+                jump = shift
             if jump is None and passes is None and not maximizes(history) and not may_be_large(history):
                 return []  # small steps do not raise a loss so far: targets grew, such as rewards that were found
             cause = f"the steps are too large{rate_text(history, back=onset)}"
@@ -412,6 +422,25 @@ def _went(rise: tuple[Floats, Floats] | None) -> str:
     if not np.isfinite(after).all():
         return f", and the loss went from {number_text(np.median(before), 3)} to no finite number"
     return f", and the loss went from {number_text(np.median(before), 3)} to {number_text(after.max(), 3)}"
+
+
+def _shift(history: History, onset: int) -> GradientJump | None:
+    """The jump of the gradient at the record `onset` from the end, where the loss was up before the step of that batch
+    and after small ones: other data or targets, if that step did no more.
+    """
+    jump = gradient_jump(history, back=onset)
+    if jump is None or jump.back != onset or jump.threw or grew_alike(history, onset) or may_be_large(history):
+        return None
+    return jump
+
+
+def _learns_anew(history: History, onset: int) -> bool:
+    """Whether the loss has not risen since the record `onset` from the end, nor stayed, as far as that can be told."""
+    losses = own_losses(history, onset)
+    if np.median(losses[-LEVEL_RECORDS:]) > SHIFT_RISE * losses[0]:
+        return False
+    earlier, later = losses[: ANEW_RECORDS // 2], losses[-ANEW_RECORDS // 2 :]
+    return len(losses) <= ANEW_RECORDS or bool(np.median(later) < np.median(earlier))
 
 
 def _excursion_onset(history: History, limit: float) -> int:
