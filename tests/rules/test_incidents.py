@@ -126,6 +126,26 @@ def test_within_the_cooldown_it_is_the_same_incident_reopened_in_silence() -> No
     assert [(alert.times, alert.closed_step) for alert in tracker.alerts] == [(2, None)]
 
 
+def test_within_the_cooldown_the_fault_of_other_layers_is_another_incident() -> None:
+    """The words of the first are about its own layers, in which the fault is over."""
+    tracker, other = IncidentTracker(close_after=20, reopen_within=200), replace(VANISHING, layer="z", sites=("z",))
+    run(tracker, range(1), VANISHING)
+    run(tracker, range(1, 30))
+    assert len(run(tracker, range(30, 31), other)) == 1
+    run(tracker, range(31, 60))
+    assert not run(tracker, range(60, 61), VANISHING)
+    run(tracker, range(61, 90))
+    assert not run(tracker, range(90, 91), other)
+    assert [(alert.layer, alert.times, alert.closed_step) for alert in tracker.alerts] == [
+        (VANISHING.layer, 2, 60),
+        ("z", 2, None),
+    ]
+    spikes = IncidentTracker(close_after=5)
+    run(spikes, range(1), SPIKE, rules=("spike",))
+    run(spikes, range(1, 30), rules=("spike",))
+    assert not run(spikes, range(30, 31), replace(SPIKE, layer="z", sites=("z",)), rules=("spike",)), "over at once"
+
+
 def test_after_the_cooldown_it_is_a_new_incident() -> None:
     tracker = IncidentTracker(close_after=20, reopen_within=200)
     run(tracker, range(1), VANISHING)

@@ -36,9 +36,9 @@ class IncidentTracker:
     """Keeps the incidents of a run: at most one open incident per rule.
 
     Layers in which a fault is found later join the open incident. A fault that returns within `reopen_within` steps of
-    the incident's end reopens it. A fault that follows from another one, which is open or recent, is no incident of its
-    own but an effect of that one, even if its own rule found it first, where it began later. The incident is as severe
-    as the worst of its effects.
+    the incident's end, in one of its layers, reopens it. A fault that follows from another one, which is open or
+    recent, is no incident of its own but an effect of that one, even if its own rule found it first, where it began
+    later. The incident is as severe as the worst of its effects.
     """
 
     def __init__(self, *, close_after: int = 20, reopen_within: int = 200, effects_within: int = 50) -> None:
@@ -156,8 +156,8 @@ class IncidentTracker:
             self._faults[place] = replace(self._faults[place], closed_step=step)
             return False
         if place is None:
-            place = next((i for i in reversed(range(len(self._faults))) if self._faults[i].rule == rule), None)
-            if place is None or step - (self._faults[place].closed_step or 0) > self.reopen_within:
+            place = self._recent(rule, step, found)
+            if place is None:
                 return False
             if place in self._cause and (found[0].independent or not self._explained(place, step)):
                 return False
@@ -170,6 +170,18 @@ class IncidentTracker:
         if place in self._cause:
             self._worsen(self._cause[place], found[0].severity)
         return True
+
+    def _recent(self, rule: str, step: int, found: Sequence[Finding]) -> int | None:
+        """The index of the rule's last incident, closed lately, that these findings are about: one of a layer of
+        theirs, as its words are of its layers, or any where it is over at once.
+        """
+        for place in reversed(range(len(self._faults))):
+            fault = self._faults[place]
+            if fault.rule == rule and step - (fault.closed_step or 0) <= self.reopen_within:
+                sites = _sites(found)
+                if rule == "spike" or sites == fault.sites or not set(sites).isdisjoint(fault.sites):
+                    return place
+        return None
 
     def _heard(self, rule: str, found: Sequence[Finding]) -> Sequence[Finding]:
         """Those of the findings of a rule that count: a notice does not beside what is more, and is no part of an open
