@@ -476,6 +476,8 @@ def test_the_text_of_a_verdict() -> None:
         ((3.0, 1.5e24), "nothing found in 400 steps; loss 3 -> 1.5e24: it is higher than at the start. 2 layers"),
         ((-5.0, -9.0), "GradWatch: healthy. 2 layers over 400 steps, loss -5 -> -9,"),
         ((0.0, 0.0), "loss 0 -> 0: it has not moved"),
+        ((0.693, 0.688), "loss 0.693 -> 0.688: it has hardly moved"),
+        ((0.693, 0.7), "loss 0.693 -> 0.7: it has hardly moved"),
     ],
 )
 def test_a_run_is_healthy_where_its_loss_fell(loss: tuple[float, float] | None, words: str) -> None:

@@ -117,5 +117,7 @@ def stuck_text(levels: tuple[float, float]) -> str:
     size = max(abs(first), abs(last))
     if last < first - LOWER_LOSS_SHARE * abs(first):
         return ""
-    moved = "it has not moved" if last <= first + LOWER_LOSS_SHARE * size else "it is higher than at the start"
-    return f"{loss_text(levels)}: {moved}"
+    if last > first + LOWER_LOSS_SHARE * size:
+        return f"{loss_text(levels)}: it is higher than at the start"
+    hardly = "not" if number_text(first, 3) == number_text(last, 3) else "hardly"
+    return f"{loss_text(levels)}: it has {hardly} moved"
