@@ -183,6 +183,23 @@ def physics_informed() -> Fit:
 
 
 @healthy()
+def held_at_zero() -> Fit:
+    """The same with the values at 0 given: one of the two calls of the net gets zeros alone, without a gradient."""
+    net = mlp(2, 32, act=nn.Tanh, inputs=1, outputs=1)
+    origin = torch.zeros(16, 1)
+
+    def objective(net: nn.Module, batch: Tensor) -> tuple[Tensor, Tensor | None]:
+        x = batch.clone().requires_grad_()
+        u = net(x)
+        (du,) = torch.autograd.grad(u.sum(), x, create_graph=True)
+        return (du - torch.cos(x)).square().mean() + net(origin).square().mean(), None
+
+    grid = torch.linspace(0, 3, 64)[:, None]
+    batches = list(3 * torch.rand(400, 64, 1))
+    return Fit(Learner(net, objective, adam(5e-3)), batches, misfit(net, (grid, torch.sin(grid))))
+
+
+@healthy()
 def second_order_steps() -> Fit:
     """LBFGS with a line search: twenty closures a step, and no two steps alike."""
     points = torch.randn(512, 16)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from benchmarks.zoo.case import Fit, unhealthy
 from benchmarks.zoo.learner import Learner, accuracy, adam, misfit, mistakes, regress, sgd
-from benchmarks.zoo.material import Pair, digits, draw, flat_digits, wave, waves
+from benchmarks.zoo.material import PIXELS, Pair, digits, draw, flat_digits, wave, waves
 from benchmarks.zoo.parts import GPT, Call, cnn, he, layers, mlp, reads_digits, reads_text, start
 
 ALL = (*layers(1, 3), "net.act1", "net.act2", "net.act3")
@@ -175,3 +175,29 @@ def softmax_in_a_convolutional_net(fixed: bool) -> Fit:
     if not fixed:
         net.softmax = Call(lambda x: x.softmax(-1))
     return reads_digits(net, sgd(0.05, momentum=0.9), images=True)
+
+
+@unhealthy("bad_head", "net.head", "net.softmax")
+def softmax_into_a_log_likelihood(fixed: bool) -> Fit:
+    """F.nll_loss of a softmax, which wants its logarithm: the gradient fades where the model is sure and wrong."""
+    net = start(mlp(3), he)
+    if not fixed:
+        net.softmax = nn.Softmax(dim=-1)
+
+    def objective(net: nn.Module, batch: Pair) -> tuple[Tensor, Tensor | None]:
+        output = net(batch[0])
+        loss = F.cross_entropy(output, batch[1]) if fixed else F.nll_loss(output, batch[1])
+        return loss, accuracy(output, batch[1])
+
+    return reads_digits(net, sgd(0.02), objective=objective)
+
+
+@unhealthy("bad_head", "net.head", "net.squash")
+def sigmoid_for_standardised_pixels(fixed: bool) -> Fit:
+    """An autoencoder ends in a sigmoid, and pixels were standardised: those over 1 and under 0 are out of its reach."""
+    learn, held = (part[0] for part in flat_digits())
+    net = mlp(3, 32, outputs=PIXELS)
+    if not fixed:
+        net.squash = nn.Sigmoid()
+    standard, unseen = ((part - learn.mean()) / learn.std() for part in (learn, held))
+    return Fit(Learner(net, regress, adam(3e-3)), draw((standard, standard), 300, 32), misfit(net, (unseen, unseen)))

@@ -137,6 +137,40 @@ def generator_at_a_thousandth(fixed: bool) -> Fit:
     return _starved(Starved(fixed=fixed, rate=2e-3 if fixed else 2e-6))
 
 
+class NeverCleared(torch.optim.Adam):
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Cleared nowhere."""
+
+
+class CarelessAdversaries(Adversaries):
+    """The critic's zero_grad is missing: gradients of all its steps add up, those of the generator's steps too."""
+
+    def configure_optimizers(self) -> Any:
+        generator, _ = super().configure_optimizers()
+        return [generator, NeverCleared(self.critic.parameters(), lr=2e-3, betas=(0.5, 0.9))]
+
+
+@unhealthy("stale_grad", "critic")
+def critic_never_cleared(fixed: bool) -> Fit:
+    """The critic of a GAN follows the sum of all gradients so far, and the generator learns nothing from it."""
+    return _starved((Adversaries if fixed else CarelessAdversaries)(penalty=False))
+
+
+@unhealthy("stalled")
+def warm_up_of_a_million_steps(fixed: bool) -> Fit:
+    """LinearLR(total_iters=1_000_000), meant to be 100: after 400 steps the rate is a two-thousandth of what it should
+    be.
+    """
+
+    def optimizers(module: nn.Module) -> Any:
+        optimizer = torch.optim.Adam(module.parameters(), lr=1e-3)
+        steps = 100 if fixed else 1_000_000
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1e-6, total_iters=steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    return reads_digits(mlp(3), optimizers, steps=400)
+
+
 @unhealthy("stalled")
 def clipped_to_a_thousandth(fixed: bool) -> Fit:
     """gradient_clip_val=1e-3 under SGD: every step is clipped to a hundredth, and the loss does not move."""
