@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from gradwatch.core.record import Missing, Record, Run
 from gradwatch.runs.arrays import RunArrays, read
 from gradwatch.runs.reader import read_run
+from gradwatch.sinks.record.event_file import OwnEventFile
+from gradwatch.sinks.record.event_writer import EventWriter
 from gradwatch.sinks.record.record_format import (
     EVENT_BYTES,
     PARAMETERS,
@@ -23,12 +25,14 @@ from gradwatch.sinks.record.record_format import (
     parse_metadata,
     unpack,
 )
-from gradwatch.sinks.record.record_writer import steps_between_rows
+from gradwatch.sinks.record.record_writer import RecordWriter, steps_between_rows
 from gradwatch.sinks.record.recorder import Recorder
 from gradwatch.sinks.record.schema import InvalidError, OtherVersionError
 from gradwatch.sinks.record.tfrecord import frames
+from gradwatch.sinks.run_summary import RunSummary
 from quick import examples
 from sink_inputs import HEALTHY, blocks_in, feed_together, layout_of, record_of
+from synthetic_records import block_of
 
 FEW = settings(examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -194,6 +198,20 @@ def test_a_file_torn_at_any_byte_of_its_last_block_has_all_before_it(tmp_path: P
         assert [note.partition(":")[0] for note in run.notes] == [
             f"{file.name} ends within an event, as after a kill"
         ] * (size > whole)
+
+
+def test_a_session_that_goes_on_in_another_file_is_one(tmp_path: Path) -> None:
+    """As where a SummaryWriter was closed and opens the next one."""
+    files, layout = [OwnEventFile(tmp_path), OwnEventFile(tmp_path)], layout_of("a")
+    writer = RecordWriter([EventWriter(lambda: files[0], tmp_path)], 1, RunSummary())
+    writer.open(Run(layout, "run"))
+    for step in range(4):
+        writer.block(block_of([record_of(layout, step, [1.0])]))
+        if step == 1:
+            files.pop(0).close()
+    files.pop().close()
+    run = read(tmp_path)
+    assert (run.values["grad_norm"].steps.tolist(), run.notes) == ([0, 1, 2, 3], ())
 
 
 def blocks(draw: Any) -> RecordedBlock:

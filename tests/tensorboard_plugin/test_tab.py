@@ -640,6 +640,21 @@ def test_the_tab_and_the_reports_agree_on_a_run_that_went_on(tmp_path: Path, unh
         assert [alert["rule"] for alert in page["alerts"]] == [alert.rule for alert in recorded.alerts] == ["nonfinite"]
 
 
+def test_a_session_that_left_no_alert_and_no_verdict_counts(tmp_path: Path) -> None:
+    """It was killed, and a second `fit` in its place knows nothing of it."""
+    layout = layout_of("a")
+    for first, end in ((0, 60), (60, 120)):
+        sink = Recorder(folder=tmp_path / "run")
+        sink.open(Run(layout, "run"))
+        feed(sink, *(record_of(layout, step, [1.0], loss=max(0.1, 1 - step / 50)) for step in range(first, end)))
+    sink.close(Verdict((), 60, 1, 0.01, {}, loss=(0.1, 0.1)))
+    to, recorded = client(slow(tmp_path)), read(tmp_path / "run")
+    verdict, (about, _) = ask(to, "run", run="run").json["verdict"], opened(ask(to, "summary", run="run").data)
+    assert verdict["steps"] == recorded.verdict.steps == 120
+    assert verdict["stuck"] == about["stuck"] == recorded.verdict.stuck == ""
+    assert about["loss"] == pytest.approx(recorded.loss_levels)
+
+
 def test_the_loss_and_the_rate_are_those_of_one_optimizer(tmp_path: Path) -> None:
     """In a loop of the user's own each of its steps has an x of its own."""
     layout, run = layout_of("a"), Recorder(folder=tmp_path / "run")

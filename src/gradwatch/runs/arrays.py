@@ -137,7 +137,7 @@ def read(
         values={name: kept.series(sites) for name, kept in builder.kept.items()},
         codes=_table([part.codes for part in gradients], sites, np.int8, NOT_SAMPLED),
         scalars=_scalars(gradients),
-        alerts=tuple(sorted(outcome.alerts_by_key.values(), key=lambda alert: alert.step)),
+        alerts=tuple(sorted(outcome.alerts.values(), key=lambda alert: alert.step)),
         verdict=outcome.verdict,
         ended=outcome.finished is not None,
         meta=outcome.meta,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,8 @@ from gradwatch.core.block import Block
 from gradwatch.core.record import NOT_SAMPLED, Floats, Layout, Mask, Site
 from gradwatch.runs.files import RECORD_MARK, Unreadable, event_files, files_of, holds_record
 from gradwatch.runs.names import counted
-from gradwatch.runs.outcome import Outcome
 from gradwatch.sinks.record import run_metadata
+from gradwatch.sinks.record.outcome import Outcome, end_of
 from gradwatch.sinks.record.record_format import (
     FOLDER,
     PARAMETERS,
@@ -77,9 +77,9 @@ def _sessions_of(path: Path, notes: list[str]) -> list[_Session]:
     found = sorted((one for one in sessions if one.first is not None), key=lambda one: one.began)
     if not found:
         raise Unreadable(f"{path} holds no whole step")
-    end = np.inf
-    for session in reversed(found):
-        session.end, end = end, min(end, session.first or 0)
+    firsts = {one.began: one.first or 0 for one in found}
+    for session in found:
+        session.end = end_of(session.began, firsts)
     inner = path / FOLDER
     if files[0].parent == path and any(map(holds_record, event_files(inner))):
         notes.append(f"{inner} holds another run; to read that one, name its folder")
@@ -169,7 +169,7 @@ class _Session:
                     except InvalidError as error:
                         unread_texts.setdefault(kind, f"{self.file.name}: the {kind[:60]} cannot be read: {error}")
                     else:
-                        outcome.add_text(kind, self._before_end(fields))
+                        outcome.add_text(kind, fields, end=self.end)
         if self._damaged:
             what = f"{self._damaged:,} damaged event{'s are' if self._damaged > 1 else ' is'} left out"
             self.notes.append(f"{self.file.name}: {what} ({self._why})")
@@ -178,15 +178,6 @@ class _Session:
     def _note_damage(self, why: str) -> None:
         self._why = self._why if self._damaged else why
         self._damaged += 1
-
-    def _before_end(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
-        """`fields` without the alerts of steps that a later session has."""
-        alerts = {
-            key: [alert for alert in fields[key] if alert["noticed"] < self.end]
-            for key in ("alerts", "incidents")
-            if key in fields
-        }
-        return {**fields, **alerts}
 
     def _events(self, mark: bytes, progress: Callable[[int], None] | None = None) -> Iterator[Any]:
         """Those that have `mark` in them."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from math import isfinite
 from typing import Any
 
@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 
 from gradwatch.core.record import MEASURED, Missing
 from gradwatch.core.statistics import CATALOGUE, GROUPS
+from gradwatch.sinks.incident_line import health_of
+from gradwatch.sinks.record.outcome import Outcome
 from gradwatch.sinks.record.record_format import MAGNITUDES, PARAMETERS
-from gradwatch.sinks.record.run_metadata import verdict_of
 from gradwatch.sinks.record.schema import STEP_MAX
 from gradwatch.tensorboard_plugin.binary_response import pack_arrays
 from gradwatch.tensorboard_plugin.matrix import (
@@ -30,7 +31,7 @@ from gradwatch.tensorboard_plugin.matrix import (
     window,
 )
 from gradwatch.tensorboard_plugin.record_data import RecordCache, RunRecord
-from gradwatch.tensorboard_plugin.run_text import onsets_of, run_text
+from gradwatch.tensorboard_plugin.run_text import onsets_of, outcome_of, said
 from gradwatch.tensorboard_plugin.runs import RunTags, TensorBoardData
 
 MAX_COLUMNS = 4096
@@ -91,27 +92,28 @@ class Api:
     def health(self, _: Mapping[str, str]) -> dict[str, Any]:
         """Run -> its health, as `sinks.incident_line` has it."""
         listings = self._source.runs()
-        return {name: self._text(name, listing)["health"] for name, listing in listings.items() if listing.tags}
+        return {
+            name: health_of(self._outcome(name, listing).verdict) for name, listing in listings.items() if listing.tags
+        }
 
     def summary(self, query: Mapping[str, str]) -> bytes:
         """A run in a line of a table: its verdict, settings, loss, learning rate, and a small map."""
         run, listing, record = self._run(query)
-        text = self._text(run, listing)
-        meta, verdict = text["meta"] or {}, text["verdict"]
+        outcome = self._outcome(run, listing, record)
         layers = [place for place in range(len(record.names)) if place not in record.totals]
         arrays: dict[str, NDArray[Any]] = {}
         small = {}
         if "grad_norm" in record.statistics and layers:
             every = of_names(record.matrix("grad_norm"), layers)
-            unhealthy = onsets_of(text["alerts"], every.names)
+            unhealthy = onsets_of(outcome, every.names)
             own = fewer_names(every, THUMBNAIL[0], [*unhealthy])
             small["map"], found = _drawn(own, THUMBNAIL[1], "map ")
-            arrays |= {**found, "map usual": _usual(own, text["alerts"])}
+            arrays |= {**found, "map usual": _usual(own, outcome)}
         losses, rates = record.number("loss"), record.number("lr")
         if losses.records:
             small["loss"], found = _drawn(losses, THUMBNAIL[1], "loss ")
             arrays |= found
-        levels = record.losses().shown(verdict_of(verdict).loss if verdict else None)
+        text, levels = said(outcome), outcome.loss_levels
         about = {
             "run": run,
             "layers": len(layers),
@@ -119,13 +121,13 @@ class Api:
             "last": listing.last,
             "updated": listing.updated,
             "began": min(record.sessions, default=0.0),
-            "ended": verdict is not None,
-            "stuck": verdict["stuck"] if verdict else "",
+            "ended": outcome.finished is not None,
+            "stuck": outcome.verdict.stuck if outcome.finished is not None else "",
             "health": text["health"],
             "alerts": text["alerts"],
             "loss": levels and [level if isfinite(level) else None for level in levels],
             "lr": _ends(rates),
-            "settings": {**meta.get("about", {}), **meta.get("environment", {})},
+            "settings": {**outcome.meta.get("about", {}), **outcome.meta.get("environment", {})},
             "small": small,
         }
         return pack_arrays(about, arrays)
@@ -138,12 +140,12 @@ class Api:
             raise RequestError("which step? step=120")
         arrays: dict[str, NDArray[Any]] = {}
         found = [statistic for statistic in DEPTH_STATISTICS if statistic in record.statistics]
-        alerts = self._text(run, listing)["alerts"]
+        outcome = self._outcome(run, listing, record)
         for statistic in found:
             matrix = record.matrix(statistic)
             numbers, states, at = latest(matrix, step)
             arrays |= {f"{statistic} low": numbers, f"{statistic} states": states}
-            arrays |= {f"{statistic} at": at.astype(np.float64), f"{statistic} usual": _usual(matrix, alerts)}
+            arrays |= {f"{statistic} at": at.astype(np.float64), f"{statistic} usual": _usual(matrix, outcome)}
         return pack_arrays({"statistics": found, "step": step}, arrays)
 
     def region(self, query: Mapping[str, str]) -> dict[str, Any]:
@@ -166,10 +168,10 @@ class Api:
     def run(self, query: Mapping[str, str]) -> dict[str, Any]:
         """Names, statistics, alerts and the verdict of a run."""
         run, listing, record = self._run(query)
-        text = self._text(run, listing)
+        outcome = self._outcome(run, listing, record)
         statistics = [name for name in record.statistics if name != PARAMETERS]
         known = [name for name in CATALOGUE if name in statistics]
-        labels = dict((text["meta"] or {}).get("labels", {}))
+        labels = outcome.meta.get("labels", {})
         return {
             "run": run,
             "names": record.names,
@@ -180,9 +182,9 @@ class Api:
             "rows": record.rows,
             "lost": record.lost,
             "statistics": [
-                _described(name, str(labels.get(name, ""))) for name in [*known, *sorted(set(statistics) - set(known))]
+                _described(name, labels.get(name, "")) for name in [*known, *sorted(set(statistics) - set(known))]
             ],
-            **text,
+            **said(outcome),
         }
 
     def map(self, query: Mapping[str, str]) -> bytes:
@@ -191,8 +193,7 @@ class Api:
         matrix = _asked_matrix(record, query)
         about, arrays = _drawn(_part(matrix, query), _columns(query))
         if not query.get("from") and not query.get("to") and len(matrix.first):
-            alerts = self._text(run, listing)["alerts"]
-            arrays |= summary(matrix, onsets_of(alerts, matrix.names))
+            arrays |= summary(matrix, onsets_of(self._outcome(run, listing, record), matrix.names))
         return pack_arrays({**about, "all": matrix.records}, arrays)
 
     def layer(self, query: Mapping[str, str]) -> bytes:
@@ -241,8 +242,8 @@ class Api:
             raise RequestError(f"TensorBoard has no GradWatch record of the run {run or '(none named)'}", 404)
         return run, listing, self._cache.record(self._source, run, listing)
 
-    def _text(self, run: str, listing: RunTags) -> dict[str, Any]:
-        return run_text(self._source, run, listing, lambda: self._cache.record(self._source, run, listing))
+    def _outcome(self, run: str, listing: RunTags, record: RunRecord | None = None) -> Outcome:
+        return outcome_of(self._source, run, listing, record, lambda: self._cache.record(self._source, run, listing))
 
 
 def _asked_matrix(record: RunRecord, query: Mapping[str, str]) -> Matrix:
@@ -284,11 +285,11 @@ def _row(matrix: Matrix, place: int) -> Matrix:
     return Matrix((matrix.names[place],), first, last, counted(states), numbers, numbers, states)
 
 
-def _usual(matrix: Matrix, alerts: Sequence[Mapping[str, Any]]) -> NDArray[Any]:
+def _usual(matrix: Matrix, outcome: Outcome) -> NDArray[Any]:
     """What each name's number is usually, NaN where it has none: shape [names]."""
     if not len(matrix.first):
         return np.full(len(matrix.names), np.nan, dtype=np.float32)
-    return summary(matrix, onsets_of(alerts, matrix.names))["usual"]
+    return summary(matrix, onsets_of(outcome, matrix.names))["usual"]
 
 
 def _places(text: str, most: int) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from itertools import pairwise
 from threading import Lock
@@ -12,6 +12,7 @@ import numpy as np
 
 from gradwatch.core.loss_levels import LeadingOptimizer, LossLevels
 from gradwatch.core.record import MEASURED, ROOT, as_float32
+from gradwatch.sinks.record.outcome import end_of
 from gradwatch.sinks.record.record_format import PARAMETERS, RecordedBlock, TagDescription, unpack
 from gradwatch.sinks.record.schema import NAMES_MAX, PARAMETERS_MAX, InvalidError, RunLimits
 from gradwatch.tensorboard_plugin.matrix import LOST, Matrix, matrix_of, states_of
@@ -199,11 +200,6 @@ def _within_limits(parts: Sequence[_Part]) -> Iterator[_Part]:
             continue
         if names <= NAMES_MAX and parameters <= PARAMETERS_MAX:
             yield part
-
-
-def end_of(time: float, sessions: Mapping[float, int]) -> float:
-    """The first step of a session that began after `time`, the least of several; infinite without."""
-    return min((step for began, step in sessions.items() if began > time), default=np.inf)
 
 
 def _holes(blocks: Sequence[RecordedBlock], has: Callable[[RecordedBlock], bool]) -> list[int]:

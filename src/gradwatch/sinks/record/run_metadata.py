@@ -84,21 +84,24 @@ def alerts_text(alerts: Iterable[Alert], axes: Axes) -> str:
 
 
 def verdict_text(verdict: Verdict, axes: Axes) -> str:
-    return _text(
-        finished=time(),
-        healthy=verdict.healthy,
-        steps=int(verdict.steps),
-        layers=int(verdict.layers),
-        overhead=_json_number(verdict.overhead),
-        untrained={str(name): str(reason) for name, reason in verdict.untrained.items()},
-        notes=[str(note) for note in verdict.notes],
-        interventions=[str(line) for line in verdict.interventions],
-        incidents=[fields_of(alert, axes) for alert in verdict.incidents],
-        loss=None
-        if verdict.loss is None
-        else dict(zip(("first", "last"), map(_json_number, verdict.loss), strict=True)),
-        run_steps=verdict.run_steps,
-    )
+    incidents = [fields_of(alert, axes) for alert in verdict.incidents]
+    return _text(finished=time(), **verdict_fields(verdict), incidents=incidents)
+
+
+def verdict_fields(verdict: Verdict) -> dict[str, Any]:
+    """A verdict without its incidents as values that JSON can hold."""
+    loss = verdict.loss and dict(zip(("first", "last"), map(_json_number, verdict.loss), strict=True))
+    return {
+        "healthy": verdict.healthy,
+        "steps": int(verdict.steps),
+        "layers": int(verdict.layers),
+        "overhead": _json_number(verdict.overhead),
+        "untrained": {str(name): str(reason) for name, reason in verdict.untrained.items()},
+        "notes": [str(note) for note in verdict.notes],
+        "interventions": [str(line) for line in verdict.interventions],
+        "loss": loss,
+        "run_steps": verdict.run_steps,
+    }
 
 
 def fields_of(alert: Alert, axes: Axes) -> dict[str, Any]:

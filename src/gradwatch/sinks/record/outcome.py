@@ -1,0 +1,86 @@
+"""What a recorded run says of itself: its description, the incidents of all sessions, its verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from gradwatch.core.alert import Alert, Verdict, ranked
+from gradwatch.core.block import Block
+from gradwatch.core.loss_levels import LossLevels
+from gradwatch.sinks.record.incident_spans import Key, Span
+from gradwatch.sinks.record.run_metadata import alert_of, verdict_of
+
+CUT_OFF = "the record has no end: the run was cut off, or is still under way"
+
+
+def end_of(began: float, sessions: Mapping[float, int]) -> float:
+    """The step at which a session that began then ends: the first one, least of several, of those that began later.
+
+    `sessions`: when each began -> its first step. Infinite without a later one.
+    """
+    return min((step for later, step in sessions.items() if later > began), default=np.inf)
+
+
+class Outcome:
+    """Collects the texts of a recorded run, oldest first, and of its steps what a verdict says of them."""
+
+    def __init__(self) -> None:
+        self.meta: Mapping[str, Any] = {}
+        """The `meta` of the last session, see `sinks.record.run_metadata`; empty where it was not recorded."""
+        self.alerts: dict[Key, Alert] = {}
+        """As they last stood."""
+        self.spans: dict[Key, Span] = {}
+        self.finished: float | None = None
+        """When the last session ended, in seconds since the epoch; None where it was cut off."""
+        self.began = 0.0
+        """When the first session did."""
+        self.notes: tuple[str, ...] = ()
+        """What was wrong with the files, a sentence each."""
+        self.steps = self.layers = 0
+        self.losses = LossLevels()
+        self._last_verdict = Verdict((), 0, 0, 0.0, {})
+        self._overhead = 0.0
+
+    def add_text(self, kind: str, fields: Mapping[str, Any], *, end: float = np.inf) -> None:
+        """`fields`: of a text of that kind, see `sinks.record.run_metadata`. Alerts noticed from the step `end` on are
+        left out: a later session has it.
+        """
+        if kind == "meta":  # again where a run was resumed or layers were adopted
+            self.meta, self.finished = fields, None
+            return
+        if kind == "verdict":
+            self.finished, self._last_verdict = float(fields["finished"]), verdict_of(fields)
+        for own in fields["alerts" if kind == "alerts" else "incidents"]:
+            alert, key = alert_of(own), (own["rule"], own["step"])
+            if alert.noticed < end:
+                known = self.spans.get(key, Span())  # an earlier session may know where it began
+                begin = known.begin if own["axis"] is None else own["axis"]
+                self.alerts[key], self.spans[key] = alert, Span(begin, own["closed_axis"], own["noticed_axis"])
+
+    def add_block(self, block: Block) -> None:
+        self.steps += len(block)
+        self.layers = len(block.layout.layers)
+        self.losses.extend(block)
+        overhead = block.scalars.get("overhead", np.empty(0))
+        known = overhead[~np.isnan(overhead)]
+        self._overhead = float(known[-1]) if len(known) else self._overhead
+
+    @property
+    def verdict(self) -> Verdict:
+        """The verdict of the run; without one, the incidents as last recorded."""
+        alerts, steps, layers, levels = ranked(self.alerts.values()), self.steps, self.layers, self.losses.levels
+        if self.finished is None:
+            return Verdict(alerts, steps, layers, self._overhead, {}, (CUT_OFF,), loss=levels, ended=False)
+        last = replace(self._last_verdict, incidents=alerts)
+        if steps > last.steps:  # it knows nothing of the sessions before
+            last = replace(last, steps=steps, layers=layers, loss=levels, run_steps=None)
+        return last
+
+    @property
+    def loss_levels(self) -> tuple[float, float] | None:
+        """As `LossLevels.shown` has them."""
+        return self.losses.shown(self.verdict.loss)
