@@ -1,4 +1,4 @@
-"""The level of the loss at the start of a run and at its end, and which steps stand for it with several optimizers."""
+"""The level of the loss at the start of a run and at its end, and which steps stand for it, and for the rate."""
 
 from __future__ import annotations
 
@@ -46,6 +46,17 @@ class LeadingOptimizer:
         return np.asarray(optimizers == leading)
 
 
+def known_numbers(name: str, numbers: Mapping[str, Floats], steps: int) -> tuple[Floats, Mask]:
+    """One of the `numbers` of whole steps, NaN where there is none, and at which steps it was measured, also as NaN."""
+    values, measured_nan = (numbers.get(one, np.full(steps, np.nan)) for one in (name, f"{name}_nan"))
+    return values, ~np.isnan(values) | (measured_nan == 1)
+
+
+def ends_of(numbers: NDArray[Any]) -> tuple[float, float, float] | None:
+    """The first, the highest and the last, of learning rates; None without any."""
+    return (float(numbers[0]), float(numbers.max()), float(numbers[-1])) if len(numbers) else None
+
+
 class LossLevels:
     """Collects the losses of a run, of several optimizers those of the `LeadingOptimizer`."""
 
@@ -61,11 +72,10 @@ class LossLevels:
 
     def add(self, numbers: Mapping[str, Floats], optimizers: NDArray[np.int64]) -> None:
         """`numbers`: of whole steps, by name, as a block has them: shape [k]; `optimizers`: of each."""
-        own, nowhere = self._leading.rows(optimizers), np.full(len(optimizers), np.nan)
+        own = self._leading.rows(optimizers)
         self._several |= not own.all()
-        losses = numbers.get("loss", nowhere)
-        # NaN also stands for a loss that was not recorded
-        known = losses[own & (~np.isnan(losses) | (numbers.get("loss_nan", nowhere) == 1))]
+        losses, measured = known_numbers("loss", numbers, len(optimizers))
+        known = losses[own & measured]
         if not len(known):
             return
         self._ended_nonfinite = not np.isfinite(known[-1])

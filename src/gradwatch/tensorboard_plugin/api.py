@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from gradwatch.core.loss_levels import ends_of
 from gradwatch.core.record import MEASURED, Missing
 from gradwatch.core.statistics import CATALOGUE, GROUPS
 from gradwatch.sinks.incident_line import health_of
@@ -31,7 +32,7 @@ from gradwatch.tensorboard_plugin.matrix import (
     window,
 )
 from gradwatch.tensorboard_plugin.record_data import RecordCache, RunRecord
-from gradwatch.tensorboard_plugin.run_text import onsets_of, outcome_of, said
+from gradwatch.tensorboard_plugin.run_text import alerts_of, onsets_of, outcome_of, said
 from gradwatch.tensorboard_plugin.runs import RunTags, TensorBoardData
 
 MAX_COLUMNS = 4096
@@ -113,7 +114,7 @@ class Api:
         if losses.records:
             small["loss"], found = _drawn(losses, THUMBNAIL[1], "loss ")
             arrays |= found
-        text, levels = said(outcome), outcome.loss_levels
+        verdict, levels = outcome.verdict, outcome.loss_levels
         about = {
             "run": run,
             "layers": len(layers),
@@ -121,12 +122,12 @@ class Api:
             "last": listing.last,
             "updated": listing.updated,
             "began": min(record.sessions, default=0.0),
-            "ended": outcome.finished is not None,
-            "stuck": outcome.verdict.stuck if outcome.finished is not None else "",
-            "health": text["health"],
-            "alerts": text["alerts"],
+            "ended": verdict.ended,
+            "stuck": verdict.stuck if verdict.ended else "",
+            "health": health_of(verdict),
+            "alerts": alerts_of(outcome),
             "loss": levels and [level if isfinite(level) else None for level in levels],
-            "lr": _ends(rates),
+            "lr": ends_of(rates.low[rates.states == MEASURED]),
             "settings": {**outcome.meta.get("about", {}), **outcome.meta.get("environment", {})},
             "small": small,
         }
@@ -302,12 +303,6 @@ def _places(text: str, most: int) -> list[int]:
     if not found:
         raise RequestError(f"layers={text}: give places of layers, such as 3-10,15")
     return sorted(found)
-
-
-def _ends(rates: Matrix) -> list[float] | None:
-    """The first, the highest and the last."""
-    known = rates.low[rates.states == MEASURED]
-    return [float(known[0]), float(known.max()), float(known[-1])] if len(known) else None
 
 
 def _described(statistic: str, label: str) -> dict[str, Any]:

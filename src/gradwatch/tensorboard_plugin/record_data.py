@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from itertools import pairwise
 from threading import Lock
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from gradwatch.core.loss_levels import LeadingOptimizer, LossLevels
-from gradwatch.core.record import MEASURED, ROOT, as_float32
+from gradwatch.core.loss_levels import LeadingOptimizer, LossLevels, known_numbers
+from gradwatch.core.record import MEASURED, ROOT, Floats, as_float32
 from gradwatch.sinks.record.outcome import end_of
 from gradwatch.sinks.record.record_format import PARAMETERS, RecordedBlock, TagDescription, unpack
 from gradwatch.sinks.record.schema import NAMES_MAX, PARAMETERS_MAX, InvalidError, RunLimits
@@ -63,13 +65,15 @@ class RunRecord:
         self._parts = sorted(parts, key=lambda part: (part.block.session, part.block.row))
         self.sessions = {part.block.session: part.block.began for part in self._parts}
         """When each session began, in seconds since 1970, and its first step."""
-        self.rows = sum(len(part.block) for part in self._parts)
-        blocks = [part.block for part in self._parts]
-        self.lost = (_lost_rows(blocks[:1]) if blocks else 0) + sum(map(_lost_rows, pairwise(blocks)))
+        self._blocks = [part.block for part in self._parts]
+        self.lost = (_lost_rows(self._blocks[:1]) if self._blocks else 0) + sum(map(_lost_rows, pairwise(self._blocks)))
         """Rows that are not there."""
-        self.steps = self.rows + self.lost
         tags = {id(part.about): part.about for part in self._parts}.values()
-        optimizers = sorted({number for part in self._parts for number in set(part.block.optimizers.tolist())})
+        self._axis = _joined(block.axis for block in self._blocks)
+        self.rows = len(self._axis)
+        self.steps = self.rows + self.lost
+        self._optimizers = _joined(block.optimizers for block in self._blocks)
+        optimizers = np.unique(self._optimizers).tolist()
         self._totals = {
             number: f"(total, optimizer {number})" if len(optimizers) > 1 else "(total)" for number in optimizers
         }
@@ -102,32 +106,28 @@ class RunRecord:
 
     def number(self, name: str) -> Matrix:
         """A number of the whole step as the matrix of one name; of several optimizers the leading one's."""
-        nan = f"{name}_nan"  # 1 where it was measured and is NaN
-
-        def has(block: RecordedBlock) -> bool:
-            return name in block.numbers or nan in block.numbers
-
-        parts = [part.block for part in self._parts if has(part.block)]
-        steps = np.concatenate([block.axis for block in parts] or [np.empty(0, dtype=np.int64)])
-        numbers, nans = (
-            np.concatenate([block.numbers.get(one, np.full(len(block), np.nan)) for block in parts] or [np.empty(0)])
-            for one in (name, nan)
-        )
-        optimizers = np.concatenate([block.optimizers for block in parts] or [np.empty(0, dtype=np.int64)])
-        known = np.flatnonzero(LeadingOptimizer().rows(optimizers) & (~np.isnan(numbers) | (nans == 1)))
-        steps, first = np.unique(steps[known], return_index=True)
+        columns = self._columns(name)
+        numbers, measured = known_numbers(name, columns, len(self._axis))
+        known = np.flatnonzero(LeadingOptimizer().rows(self._optimizers) & measured)
+        steps, first = np.unique(self._axis[known], return_index=True)
         values = as_float32(numbers[known][first])[:, None]
-        holes = _holes([part.block for part in self._parts], has)
-        measured = states_of(values, np.zeros(values.shape, dtype=np.int8))
-        states = np.concatenate([measured, np.full((len(holes), 1), LOST, dtype=np.uint8)])
+        holes = _holes(self._blocks, lambda block: not block.numbers.keys().isdisjoint(columns))
+        states = states_of(values, np.zeros(values.shape, dtype=np.int8))
+        states = np.concatenate([states, np.full((len(holes), 1), LOST, dtype=np.uint8)])
         values = np.where(states == MEASURED, np.pad(values, ((0, len(holes)), (0, 0))), np.float32(np.nan))
         return matrix_of((name,), np.append(steps, np.array(holes, dtype=np.int64)), values, states)
 
     def losses(self) -> LossLevels:
         losses = LossLevels()
-        for part in self._parts:
-            losses.add(part.block.numbers, part.block.optimizers)
+        losses.add(self._columns("loss"), self._optimizers)
         return losses
+
+    def _columns(self, name: str) -> dict[str, Floats]:
+        """A number of the whole step, and where it is NaN: shape [rows] each."""
+        return {
+            one: _joined(block.numbers.get(one, np.full(len(block), np.nan)) for block in self._blocks)
+            for one in (name, f"{name}_nan")
+        }
 
     def parameters_of(self, layer: str) -> list[tuple[str, tuple[int, ...]]]:
         """Names and shapes of the parameters that `layer` owns: those of which it is the nearest in name."""
@@ -138,7 +138,7 @@ class RunRecord:
         names = tuple(self._parameters) if statistic == PARAMETERS else self.names
         column_of = {name: column for column, name in enumerate(names)}
         rows = sum(len(part.block.values[statistic][0]) for part in self._parts if statistic in part.block.values)
-        holes = _holes([part.block for part in self._parts], lambda block: statistic in block.values)
+        holes = _holes(self._blocks, lambda block: statistic in block.values)
         steps = np.array([*np.zeros(rows), *holes], dtype=np.int64)
         numbers = np.full((len(steps), len(names)), np.nan, dtype=np.float32)
         states = np.full(numbers.shape, LOST, dtype=np.uint8)
@@ -165,6 +165,10 @@ class RunRecord:
             states[here[:, None], columns] = states_of(found, codes)
         numbers[~np.isfinite(numbers)] = np.nan
         return matrix_of(names, steps, numbers, states)
+
+
+def _joined(columns: Iterable[NDArray[Any]]) -> NDArray[Any]:
+    return np.concatenate([*columns] or [np.empty(0, dtype=np.int64)])
 
 
 def _read(source: TensorBoardData, run: str, listing: RunTags) -> RunRecord:

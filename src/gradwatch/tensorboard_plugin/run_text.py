@@ -44,9 +44,14 @@ def said(outcome: Outcome) -> dict[str, Any]:
     return {
         "meta": outcome.meta or None,
         "verdict": {**run_metadata.verdict_fields(verdict), "stuck": verdict.stuck} if verdict.ended else None,
-        "alerts": [run_metadata.fields_of(alert, outcome.spans) for alert in verdict.incidents],
+        "alerts": alerts_of(outcome),
         "health": health_of(verdict),
     }
+
+
+def alerts_of(outcome: Outcome) -> list[dict[str, Any]]:
+    """The alerts as the page gets them, worst first."""
+    return [run_metadata.fields_of(alert, outcome.spans) for alert in outcome.verdict.incidents]
 
 
 def onsets_of(outcome: Outcome, names: Sequence[str]) -> dict[int, int]:

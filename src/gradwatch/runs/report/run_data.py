@@ -11,7 +11,7 @@ import numpy as np
 
 from gradwatch.core.alert import Alert, Severity, Verdict
 from gradwatch.core.block import Block
-from gradwatch.core.loss_levels import LeadingOptimizer
+from gradwatch.core.loss_levels import LeadingOptimizer, ends_of, known_numbers
 from gradwatch.runs.names import with_short_names
 from gradwatch.runs.reader import Progress, read_run
 from gradwatch.sinks.downsampling import Downsampling
@@ -39,15 +39,11 @@ class RunData:
 
     def block(self, block: Block) -> None:
         self.summary.block(block)
-        nowhere = np.full(len(block), np.nan)
         leading = self._leading.rows(block.optimizers)
-        rates = block.scalars.get("lr", nowhere)
-        if len(rates := rates[leading & ~np.isnan(rates)]):
-            first, highest, _ = self.rates or (float(rates[0]), -np.inf, 0.0)
-            self.rates = first, max(highest, float(rates.max())), float(rates[-1])
-        loss = block.scalars.get("loss", nowhere)
-        # NaN also stands for a loss that was not recorded
-        known = leading & (~np.isnan(loss) | (block.scalars.get("loss_nan", nowhere) == 1))
+        rates, known = known_numbers("lr", block.scalars, len(block))
+        self.rates = ends_of(np.concatenate([self.rates or (), rates[leading & known]]))
+        loss, known = known_numbers("loss", block.scalars, len(block))
+        known &= leading
         if known.any():
             self.loss.extend(
                 block.axis[known], loss[known, None], np.ones((np.count_nonzero(known), 1), dtype=np.bool_)
