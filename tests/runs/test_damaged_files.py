@@ -9,6 +9,7 @@ import time
 import tracemalloc
 import zipfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,9 @@ from gradwatch.runs.reader import read_run
 from gradwatch.runs.report.page import page
 from gradwatch.runs.report.run_data import read_run_data
 from gradwatch.sinks.record.event_file import OwnEventFile
-from gradwatch.sinks.record.record_format import RecordedBlock, pack
+from gradwatch.sinks.record.record_format import RecordedBlock, RunLimits, pack
 from gradwatch.sinks.record.recorder import Recorder
+from gradwatch.sinks.record.schema import STATISTICS_MAX, InvalidError
 from gradwatch.sinks.record.tfrecord import framed
 from sink_inputs import alert_of, feed, layout_of, record_of
 
@@ -139,6 +141,27 @@ def test_few_bytes_do_not_become_gigabytes(tmp_path: Path, wide_first: bool) -> 
     else:
         assert steps[0] == 1
         assert run.values["grad_norm"].every > 1
+
+
+def test_ever_new_numbers_of_whole_steps_are_left_out() -> None:
+    """Each would be a column of the whole run."""
+    block = RecordedBlock(
+        1e9,
+        0,
+        0,
+        *np.zeros((3, 1), dtype=np.int64),
+        {},
+        np.zeros(0, dtype=np.intp),
+        np.zeros((0, 1), dtype=np.int8),
+        {},
+    )
+    limits = RunLimits()
+    for number in range(STATISTICS_MAX):
+        limits.check(replace(block, numbers={f"n{number}": np.zeros(1)}), 1, 1)
+    for numbers in ({"n": np.zeros(1)}, {"n": np.zeros(1)}):
+        with pytest.raises(InvalidError, match="over 128 statistics in one run"):
+            limits.check(replace(block, numbers=numbers), 1, 1)
+    limits.check(replace(block, numbers={"n0": np.zeros(1)}), 1, 1)
 
 
 def test_other_event_files_are_passed_over_fast(tmp_path: Path) -> None:

@@ -22,11 +22,12 @@ from gradwatch.sinks.record.record_format import (
     RECORD_TAG_PREFIX,
     RecordedBlock,
     Rows,
+    RunLimits,
     TagDescription,
     parse_metadata,
     unpack,
 )
-from gradwatch.sinks.record.schema import NAMES_MAX, InvalidError, OtherVersionError, RunLimits, event_of, string_of
+from gradwatch.sinks.record.schema import NAMES_MAX, InvalidError, OtherVersionError, event_of, string_of
 from gradwatch.sinks.record.tfrecord import Damaged, frames
 
 OURS = f"{PLUGIN}/".encode()
@@ -229,8 +230,7 @@ class _Session:
             if tag not in self._places:
                 self._places[tag] = self._layouts.places(self._tags[tag])
             places, layout = self._places[tag], self._layouts.layout
-            self._limits.check_statistics(recorded.values)
-            self._limits.check_filled(len(recorded) * (1 + len(recorded.values)), len(places), len(layout))
+            self._limits.check(recorded, len(places), len(layout))
         except InvalidError as error:
             self._note_damage(str(error))
             return None

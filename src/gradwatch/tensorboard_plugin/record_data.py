@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from threading import Lock
@@ -15,8 +16,8 @@ from numpy.typing import NDArray
 from gradwatch.core.loss_levels import LeadingOptimizer, LossLevels, known_numbers
 from gradwatch.core.record import MEASURED, ROOT, Floats, as_float32
 from gradwatch.sinks.record.outcome import end_of
-from gradwatch.sinks.record.record_format import PARAMETERS, RecordedBlock, TagDescription, unpack
-from gradwatch.sinks.record.schema import NAMES_MAX, PARAMETERS_MAX, InvalidError, RunLimits
+from gradwatch.sinks.record.record_format import PARAMETERS, RecordedBlock, RunLimits, TagDescription, unpack
+from gradwatch.sinks.record.schema import NAMES_MAX, PARAMETERS_MAX, InvalidError
 from gradwatch.tensorboard_plugin.matrix import LOST, Matrix, matrix_of, states_of
 from gradwatch.tensorboard_plugin.runs import RunTags, TensorBoardData
 
@@ -193,16 +194,14 @@ def _within_limits(parts: Sequence[_Part]) -> Iterator[_Part]:
     tags = {id(part.about): part.about for part in parts}.values()
     names = len({name for about in tags for name in about.names})
     parameters = len({name for about in tags for name in about.parameters})
+    if names > NAMES_MAX or parameters > PARAMETERS_MAX:
+        return
     for part in parts:
         about, values = part.about, part.block.values
-        try:
-            limits.check_statistics(values)
-            limits.check_filled(len(part.block) * (1 + len(values)), len(about.names), names)
+        with suppress(InvalidError):
+            limits.check(part.block, len(about.names), names)
             if PARAMETERS in values:
                 limits.check_filled(len(values[PARAMETERS][0]), len(about.parameters), parameters)
-        except InvalidError:
-            continue
-        if names <= NAMES_MAX and parameters <= PARAMETERS_MAX:
             yield part
 
 

@@ -189,6 +189,29 @@ class RecordedBlock:
         return found
 
 
+class RunLimits:
+    """What may come together from all blocks of a run."""
+
+    def __init__(self) -> None:
+        self._statistics: set[str] = set()
+        self._own = self._filled = 0
+
+    def check(self, block: RecordedBlock, names: int, all_names: int) -> None:
+        """`block`, with numbers for so many `names` of the run's, is the next. Raises InvalidError."""
+        statistics = self._statistics.union(block.values, block.numbers)
+        if len(statistics) > schema.STATISTICS_MAX:
+            raise InvalidError(f"over {schema.STATISTICS_MAX} statistics in one run")
+        self.check_filled(len(block) * (1 + len(block.values)), names, all_names)
+        self._statistics = statistics
+
+    def check_filled(self, numbers: int, names: int, all_names: int) -> None:
+        """So many `numbers` of each of its `names` are to be filled up to those of `all_names`."""
+        own, filled = numbers * names, numbers * all_names
+        if self._filled + filled > schema.FILLED_MAX + schema.FILLED_SHARE * (self._own + own):
+            raise InvalidError(f"{names:,} of {all_names:,} names, too often")
+        self._own, self._filled = self._own + own, self._filled + filled
+
+
 def changes_of(codes: Codes, optimizers: NDArray[np.int64]) -> Rows:
     """The rows of `codes` (shape [k, names]) at which they change for their optimizer, from all measured."""
     changed = np.zeros(len(codes), dtype=bool)

@@ -227,25 +227,3 @@ def in_words(value: Any) -> str:
 
 def _unexpected(value: Any, where: str, expected: str) -> InvalidError:
     return InvalidError(f"{where} is {in_words(value)}; {expected} was expected")
-
-
-class RunLimits:
-    """What may come together from all events of a run."""
-
-    def __init__(self) -> None:
-        self._statistics: set[str] = set()
-        self._own = self._filled = 0
-
-    def check_statistics(self, names: Mapping[str, object]) -> None:
-        """A block has these."""
-        if not names.keys() <= self._statistics:
-            self._statistics.update(names)
-            if len(self._statistics) > STATISTICS_MAX:
-                raise InvalidError(f"over {STATISTICS_MAX} statistics in one run")
-
-    def check_filled(self, numbers: int, names: int, all_names: int) -> None:
-        """So many `numbers` of each of its `names` are to be filled up to those of `all_names`."""
-        own, filled = numbers * names, numbers * all_names
-        if self._filled + filled > FILLED_MAX + FILLED_SHARE * (self._own + own):
-            raise InvalidError(f"{names:,} of {all_names:,} names, too often")
-        self._own, self._filled = self._own + own, self._filled + filled
