@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from gradwatch.core.alert import Alert, Severity, Verdict
 from gradwatch.core.record import Layout, Missing, Record, Run, Site
 from gradwatch.sinks import BlockSink, Sink
-from gradwatch.sinks.record.record_format import RecordedBlock, unpack
+from gradwatch.sinks.record.record_format import RecordedBlock, parse_metadata, unpack
 from models import module_of
 from synthetic_records import block_of, record_at
 from training import quiet_trainer
@@ -165,9 +165,8 @@ def blocks_in(log_dir: Any) -> list[tuple[dict[str, Any], list[RecordedBlock]]]:
     for tag, content in events.PluginTagToContent("gradwatch").items():
         if tag.startswith("gradwatch/record/"):
             about = json.loads(content)
-            sizes = len(about["names"]), len(about["parameters"])
             strings = [make_ndarray(event.tensor_proto).tolist() for event in events.Tensors(tag)]
-            found.append((about, [unpack(each, *sizes) for each in strings]))
+            found.append((about, [unpack(each, parse_metadata(content)) for each in strings]))
     return found
 
 

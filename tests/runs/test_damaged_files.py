@@ -26,7 +26,7 @@ from gradwatch.runs.reader import read_run
 from gradwatch.runs.report.page import page
 from gradwatch.runs.report.run_data import read_run_data
 from gradwatch.sinks.record.event_file import OwnEventFile
-from gradwatch.sinks.record.record_format import RecordedBlock, RunLimits, pack
+from gradwatch.sinks.record.record_format import RecordedBlock, RunLimits, TagDescription, pack
 from gradwatch.sinks.record.recorder import Recorder
 from gradwatch.sinks.record.schema import STATISTICS_MAX, InvalidError
 from gradwatch.sinks.record.tfrecord import framed
@@ -106,11 +106,13 @@ def narrow_rows_of_a_wide_run(folder: Path, names: int, rows: int, *, wide_first
     events = file.events()
 
     def write(tag: str, called: list[str], step: int) -> None:
-        about = {"version": 2, "names": called, "modules": called, "parameters": [], "shapes": []}
+        about = TagDescription(tuple(called), tuple(called), (), ())
         one, numbers = np.array([step]), np.ones((1, len(called)), dtype=np.float32)
         none = np.zeros(0, dtype=np.intp), np.zeros((0, len(called)), dtype=np.int8)
-        block = RecordedBlock(1e9, 0, step, one, one, one * 0, {}, *none, {"grad_norm": (np.array([0]), numbers)})
-        events.strings(f"gradwatch/record/{tag}", json.dumps(about).encode(), pack(block), step, shape=[5])
+        block = RecordedBlock(
+            about, 1e9, 0, step, one, one, one * 0, {}, *none, {"grad_norm": (np.array([0]), numbers)}
+        )
+        events.strings(f"gradwatch/record/{tag}", about.metadata(), pack(block), step, shape=[5])
 
     wide = ["total", *(f"layer{number}" for number in range(names))]
     if wide_first:
@@ -146,6 +148,7 @@ def test_few_bytes_do_not_become_gigabytes(tmp_path: Path, wide_first: bool) -> 
 def test_ever_new_numbers_of_whole_steps_are_left_out() -> None:
     """Each would be a column of the whole run."""
     block = RecordedBlock(
+        TagDescription(("total",), ("Net",), (), ()),
         1e9,
         0,
         0,
@@ -157,11 +160,11 @@ def test_ever_new_numbers_of_whole_steps_are_left_out() -> None:
     )
     limits = RunLimits()
     for number in range(STATISTICS_MAX):
-        limits.check(replace(block, numbers={f"n{number}": np.zeros(1)}), 1, 1)
+        limits.check(replace(block, numbers={f"n{number}": np.zeros(1)}), 1)
     for numbers in ({"n": np.zeros(1)}, {"n": np.zeros(1)}):
         with pytest.raises(InvalidError, match="over 128 statistics in one run"):
-            limits.check(replace(block, numbers=numbers), 1, 1)
-    limits.check(replace(block, numbers={"n0": np.zeros(1)}), 1, 1)
+            limits.check(replace(block, numbers=numbers), 1)
+    limits.check(replace(block, numbers={"n0": np.zeros(1)}), 1)
 
 
 def test_other_event_files_are_passed_over_fast(tmp_path: Path) -> None:

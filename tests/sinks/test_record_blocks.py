@@ -20,6 +20,7 @@ from gradwatch.sinks.record.record_format import (
     EVENT_BYTES,
     PARAMETERS,
     RecordedBlock,
+    TagDescription,
     changes_of,
     pack,
     parse_metadata,
@@ -214,8 +215,11 @@ def test_a_session_that_goes_on_in_another_file_is_one(tmp_path: Path) -> None:
     assert (run.values["grad_norm"].steps.tolist(), run.notes) == ([0, 1, 2, 3], ())
 
 
+ABOUT = TagDescription(("total", "a", "b"), ("Net", "Linear", "Linear"), ("a.weight", "b.weight"), ((2, 3), (2, 3)))
+
+
 def blocks(draw: Any) -> RecordedBlock:
-    names, parameters = 3, 2
+    names, parameters = len(ABOUT.names), len(ABOUT.parameters)
     k = draw(st.integers(1, 9))
     optimizers = np.array(draw(st.lists(st.integers(0, 2), min_size=k, max_size=k)), dtype=np.int64)
     codes = np.array(
@@ -229,7 +233,7 @@ def blocks(draw: Any) -> RecordedBlock:
             values[statistic] = rows, np.arange(len(rows) * width, dtype=np.float32).reshape(-1, width)
     steps = np.cumsum(draw(st.lists(st.integers(1, 3), min_size=k, max_size=k)))
     numbers = {"loss": np.arange(k) / 7}
-    return RecordedBlock(1.5, 0, 3, steps * 2, steps, optimizers, numbers, changes, codes[changes], values)
+    return RecordedBlock(ABOUT, 1.5, 0, 3, steps * 2, steps, optimizers, numbers, changes, codes[changes], values)
 
 
 def same(one: RecordedBlock, other: RecordedBlock) -> None:
@@ -247,7 +251,7 @@ def same(one: RecordedBlock, other: RecordedBlock) -> None:
 
 @given(st.composite(blocks)())
 def test_an_event_comes_back(block: RecordedBlock) -> None:
-    same(unpack(pack(block), 3, 2), block)
+    same(unpack(pack(block), ABOUT), block)
 
 
 @given(st.composite(blocks)(), st.integers(0, 9), st.integers(0, 9))
@@ -305,4 +309,4 @@ def test_a_metadata_of_another_version_is_distinguished_from_nonsense() -> None:
 @given(st.lists(st.binary(max_size=40), max_size=6))
 def test_strings_that_no_one_wrote_are_an_error_that_readers_know(strings: list[bytes]) -> None:
     with pytest.raises(InvalidError):
-        unpack(strings, 3, 2)
+        unpack(strings, ABOUT)

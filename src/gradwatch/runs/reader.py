@@ -137,12 +137,12 @@ class _Session:
         """Rows from there on."""
         self._layouts, self._limits = layouts, limits
         self._tags: dict[str, TagDescription] = {}
-        self._places: dict[str, Rows] = {}
-        """Tag -> site indices of its names."""
+        self._places: dict[int, Rows] = {}
+        """`id` of a description -> site indices of its names."""
         self._damaged, self._why = 0, ""
         """Events that cannot be read, and why the first cannot."""
         for event in self._events(RECORD_MARK):
-            if (block := next((block for _, block in self._blocks(event)), None)) is not None:
+            if (block := next(self._blocks(event), None)) is not None:
                 self.first, self.began = block.began, block.session
                 break
 
@@ -155,10 +155,10 @@ class _Session:
         unread_texts: dict[str, str] = {}
         for event in self._events(OURS, progress):
             self.written = event.wall_time
-            for tag, recorded in self._blocks(event):
+            for recorded in self._blocks(event):
                 kept = recorded.before(self.end)
                 self.left_out += len(recorded) - len(kept)
-                if len(kept) and (block := self._block(tag, kept, of_sites=receive is not None)) is not None:
+                if len(kept) and (block := self._block(kept, of_sites=receive is not None)) is not None:
                     outcome.add_block(block)
                     if receive is not None:
                         receive(block)
@@ -205,8 +205,8 @@ class _Session:
                 )
                 self.notes.append(f"{self.file.name} {what}: its last {rest:,} bytes are left out")
 
-    def _blocks(self, event: Any) -> Iterator[tuple[str, RecordedBlock]]:
-        """The tag of each block in `event`, and the block. Raises Unreadable for those of another version."""
+    def _blocks(self, event: Any) -> Iterator[RecordedBlock]:
+        """Those in `event`. Raises Unreadable for those of another version."""
         for value in event.summary.value:
             tag = value.tag
             if not tag.startswith(RECORD_TAG_PREFIX):
@@ -214,23 +214,23 @@ class _Session:
             try:
                 if tag not in self._tags:
                     self._tags[tag] = parse_metadata(value.metadata.plugin_data.content)
-                own = self._tags[tag]
-                yield tag, unpack(value.tensor.string_val, len(own.names), len(own.parameters))
+                yield unpack(value.tensor.string_val, self._tags[tag])
             except OtherVersionError as error:
                 raise Unreadable(f"{self.file} {error}") from error
             except InvalidError as error:
                 self._note_damage(str(error))
 
-    def _block(self, tag: str, recorded: RecordedBlock, *, of_sites: bool) -> Block | None:
+    def _block(self, recorded: RecordedBlock, *, of_sites: bool) -> Block | None:
         """The rows with all sites of their layout, or with the numbers of whole steps alone, which takes less time.
 
         Of single parameters it has none. None where the run would have too many numbers.
         """
         try:
+            tag = id(recorded.about)
             if tag not in self._places:
-                self._places[tag] = self._layouts.places(self._tags[tag])
+                self._places[tag] = self._layouts.places(recorded.about)
             places, layout = self._places[tag], self._layouts.layout
-            self._limits.check(recorded, len(places), len(layout))
+            self._limits.check(recorded, len(layout))
         except InvalidError as error:
             self._note_damage(str(error))
             return None

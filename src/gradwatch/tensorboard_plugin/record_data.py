@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import pairwise
 from threading import Lock
 from typing import Any
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 from gradwatch.core.loss_levels import LeadingOptimizer, LossLevels, known_numbers
 from gradwatch.core.record import MEASURED, ROOT, Floats, as_float32
 from gradwatch.sinks.record.outcome import end_of
-from gradwatch.sinks.record.record_format import PARAMETERS, RecordedBlock, RunLimits, TagDescription, unpack
+from gradwatch.sinks.record.record_format import PARAMETERS, RecordedBlock, RunLimits, unpack
 from gradwatch.sinks.record.schema import NAMES_MAX, PARAMETERS_MAX, InvalidError
 from gradwatch.tensorboard_plugin.matrix import LOST, Matrix, matrix_of, states_of
 from gradwatch.tensorboard_plugin.runs import RunTags, TensorBoardData
@@ -51,25 +50,16 @@ class RecordCache:
         return record
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Part:
-    """A block, and what its numbers are of."""
-
-    about: TagDescription
-    block: RecordedBlock
-
-
 class RunRecord:
     """The blocks of a run, in order. Rows that a later session has too are left out."""
 
-    def __init__(self, parts: Iterable[_Part]) -> None:
-        self._parts = sorted(parts, key=lambda part: (part.block.session, part.block.row))
-        self.sessions = {part.block.session: part.block.began for part in self._parts}
+    def __init__(self, blocks: Iterable[RecordedBlock]) -> None:
+        self._blocks = sorted(blocks, key=lambda block: (block.session, block.row))
+        self.sessions = {block.session: block.began for block in self._blocks}
         """When each session began, in seconds since 1970, and its first step."""
-        self._blocks = [part.block for part in self._parts]
         self.lost = (_lost_rows(self._blocks[:1]) if self._blocks else 0) + sum(map(_lost_rows, pairwise(self._blocks)))
         """Rows that are not there."""
-        tags = {id(part.about): part.about for part in self._parts}.values()
+        tags = {id(block.about): block.about for block in self._blocks}.values()
         self._axis = _joined(block.axis for block in self._blocks)
         self.rows = len(self._axis)
         self.steps = self.rows + self.lost
@@ -88,7 +78,7 @@ class RunRecord:
         self.modules = tuple(modules.values())
         """Their classes."""
         self.totals = tuple(self.names.index(total) for total in self._totals.values())
-        self.statistics = tuple(dict.fromkeys(name for part in self._parts for name in part.block.values))
+        self.statistics = tuple(dict.fromkeys(name for block in self._blocks for name in block.values))
         self._parameters = {
             name: shape for about in tags for name, shape in zip(about.parameters, about.shapes, strict=True)
         }
@@ -96,7 +86,7 @@ class RunRecord:
 
     @property
     def nbytes(self) -> int:
-        blocks = sum(part.block.nbytes for part in self._parts)
+        blocks = sum(block.nbytes for block in self._blocks)
         return blocks + sum(matrix.nbytes for matrix in tuple(self._matrices.values()))
 
     def matrix(self, statistic: str) -> Matrix:
@@ -138,30 +128,29 @@ class RunRecord:
     def _made(self, statistic: str) -> Matrix:
         names = tuple(self._parameters) if statistic == PARAMETERS else self.names
         column_of = {name: column for column, name in enumerate(names)}
-        rows = sum(len(part.block.values[statistic][0]) for part in self._parts if statistic in part.block.values)
+        measured = [block for block in self._blocks if statistic in block.values]
+        rows = sum(len(block.values[statistic][0]) for block in measured)
         holes = _holes(self._blocks, lambda block: statistic in block.values)
         steps = np.array([*np.zeros(rows), *holes], dtype=np.int64)
         numbers = np.full((len(steps), len(names)), np.nan, dtype=np.float32)
         states = np.full(numbers.shape, LOST, dtype=np.uint8)
         states[:rows] = states_of(numbers[:rows])
         first = 0
-        for part in self._parts:
-            if statistic not in part.block.values:
-                continue
-            own, found = part.block.values[statistic]
+        for block in measured:
+            own, found = block.values[statistic]
             here = np.arange(first, first + len(own))
             first += len(own)
-            steps[here] = part.block.axis[own]
+            steps[here] = block.axis[own]
             codes = None
             if statistic == PARAMETERS:
-                columns = np.array([[column_of[name] for name in part.about.parameters]], dtype=np.intp)
+                columns = np.array([[column_of[name] for name in block.about.parameters]], dtype=np.intp)
                 codes = np.where(found < 0, -found, 0).astype(np.int8)
                 found = np.where(found < 0, np.float32(np.nan), found)
             else:
-                columns = np.empty((len(own), len(part.about.names)), dtype=np.intp)
-                columns[:, 0] = [column_of[self._totals[number]] for number in part.block.optimizers[own].tolist()]
-                columns[:, 1:] = [column_of[name] for name in part.about.names[1:]]
-                codes = part.block.codes_of_rows()[own] if statistic == STATISTIC_WITH_CODES else None
+                columns = np.empty((len(own), len(block.about.names)), dtype=np.intp)
+                columns[:, 0] = [column_of[self._totals[number]] for number in block.optimizers[own].tolist()]
+                columns[:, 1:] = [column_of[name] for name in block.about.names[1:]]
+                codes = block.codes_of_rows()[own] if statistic == STATISTIC_WITH_CODES else None
             numbers[here[:, None], columns] = found
             states[here[:, None], columns] = states_of(found, codes)
         numbers[~np.isfinite(numbers)] = np.nan
@@ -174,35 +163,30 @@ def _joined(columns: Iterable[NDArray[Any]]) -> NDArray[Any]:
 
 def _read(source: TensorBoardData, run: str, listing: RunTags) -> RunRecord:
     data = source.read(run, [tag.tag for tag in listing.tags])
-    parts = []
+    blocks = []
     for tag in listing.tags:
-        about = tag.description
         for datum in data.get(tag.tag, ()):
-            try:
-                block = unpack(datum.numpy.ravel().tolist(), len(about.names), len(about.parameters))
-            except InvalidError:
-                continue
-            parts.append(_Part(about, block))
-    sessions = {part.block.session: part.block.began for part in parts}
-    cut = (_Part(part.about, part.block.before(end_of(part.block.session, sessions))) for part in parts)
-    return RunRecord(_within_limits([part for part in cut if len(part.block)]))
+            with suppress(InvalidError):
+                blocks.append(unpack(datum.numpy.ravel().tolist(), tag.description))
+    sessions = {block.session: block.began for block in blocks}
+    cut = (block.before(end_of(block.session, sessions)) for block in blocks)
+    return RunRecord(_within_limits([block for block in cut if len(block)]))
 
 
-def _within_limits(parts: Sequence[_Part]) -> Iterator[_Part]:
-    """Those of `parts` whose matrices together are within the limits."""
+def _within_limits(blocks: Sequence[RecordedBlock]) -> Iterator[RecordedBlock]:
+    """Those of `blocks` whose matrices together are within the limits."""
     limits = RunLimits()
-    tags = {id(part.about): part.about for part in parts}.values()
+    tags = {id(block.about): block.about for block in blocks}.values()
     names = len({name for about in tags for name in about.names})
     parameters = len({name for about in tags for name in about.parameters})
     if names > NAMES_MAX or parameters > PARAMETERS_MAX:
         return
-    for part in parts:
-        about, values = part.about, part.block.values
+    for block in blocks:
         with suppress(InvalidError):
-            limits.check(part.block, len(about.names), names)
-            if PARAMETERS in values:
-                limits.check_filled(len(values[PARAMETERS][0]), len(about.parameters), parameters)
-            yield part
+            limits.check(block, names)
+            if PARAMETERS in block.values:
+                limits.check_filled(len(block.values[PARAMETERS][0]), len(block.about.parameters), parameters)
+            yield block
 
 
 def _holes(blocks: Sequence[RecordedBlock], has: Callable[[RecordedBlock], bool]) -> list[int]:

@@ -40,7 +40,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -76,6 +76,22 @@ Rows = NDArray[np.intp]
 """Indices of rows of a block."""
 
 
+@dataclass(frozen=True, slots=True)
+class TagDescription:
+    """The metadata of a tag: what its numbers are of."""
+
+    names: tuple[str, ...]
+    """The total, the layers, tapped tensors."""
+    modules: tuple[str, ...]
+    """Their classes."""
+    parameters: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    """Of the parameters."""
+
+    def metadata(self) -> bytes:
+        return json.dumps({"version": VERSION, **asdict(self)}).encode()
+
+
 class RecordColumns:
     """The sites of a layout whose numbers are recorded, their names and the tag."""
 
@@ -83,16 +99,15 @@ class RecordColumns:
         self.places: Rows = np.concatenate([[0], layout.layers, layout.taps]).astype(np.intp)
         self.parameters = layout.parameters
         sites, parameters = [[layout.sites[i] for i in own] for own in (self.places, self.parameters)]
-        about = {
-            "version": VERSION,
-            "names": [site.name for site in sites],
-            "modules": [site.module for site in sites],
-            "parameters": [site.name for site in parameters],
-            "shapes": [list(site.shape) for site in parameters],
-        }
-        self.metadata = json.dumps(about).encode()
-        names = "\n".join([*about["names"], "", *about["parameters"]])  # type: ignore[misc]
-        self._tag = f"{RECORD_TAG_PREFIX}{zlib.crc32(names.encode(errors='backslashreplace')):08x}"
+        names, modules = ([getattr(site, kind) for site in sites] for kind in ("name", "module"))
+        self.about = TagDescription(
+            tuple(names),
+            tuple(modules),
+            tuple(site.name for site in parameters),
+            tuple(tuple(site.shape) for site in parameters),
+        )
+        together = "\n".join([*self.about.names, "", *self.about.parameters])
+        self._tag = f"{RECORD_TAG_PREFIX}{zlib.crc32(together.encode(errors='backslashreplace')):08x}"
 
     def tag(self, same: int) -> str:
         """The tag of an event with the same x as `same` events right before it."""
@@ -120,6 +135,8 @@ class RecordColumns:
 class RecordedBlock:
     """The content of an event: k consecutive steps."""
 
+    about: TagDescription
+    """What the numbers are of."""
     session: float
     """When the file was begun, in seconds since the epoch."""
     began: int
@@ -159,17 +176,16 @@ class RecordedBlock:
             own = slice(*rows.searchsorted((first, end)))
             if own.stop > own.start:
                 values[statistic] = rows[own] - first, numbers[own]
-        return RecordedBlock(
-            self.session,
-            self.began,
-            self.row + first,
-            self.axis[part],
-            self.steps[part],
-            self.optimizers[part],
-            {name: numbers[part] for name, numbers in self.numbers.items()},
-            changes,
-            codes[changes],
-            values,
+        return replace(
+            self,
+            row=self.row + first,
+            axis=self.axis[part],
+            steps=self.steps[part],
+            optimizers=self.optimizers[part],
+            numbers={name: numbers[part] for name, numbers in self.numbers.items()},
+            changes=changes,
+            codes=codes[changes],
+            values=values,
         )
 
     def before(self, step: float) -> RecordedBlock:
@@ -196,12 +212,12 @@ class RunLimits:
         self._statistics: set[str] = set()
         self._own = self._filled = 0
 
-    def check(self, block: RecordedBlock, names: int, all_names: int) -> None:
-        """`block`, with numbers for so many `names` of the run's, is the next. Raises InvalidError."""
+    def check(self, block: RecordedBlock, all_names: int) -> None:
+        """`block`, of a run with so many names in all, is the next. Raises InvalidError."""
         statistics = self._statistics.union(block.values, block.numbers)
         if len(statistics) > schema.STATISTICS_MAX:
             raise InvalidError(f"over {schema.STATISTICS_MAX} statistics in one run")
-        self.check_filled(len(block) * (1 + len(block.values)), names, all_names)
+        self.check_filled(len(block) * (1 + len(block.values)), len(block.about.names), all_names)
         self._statistics = statistics
 
     def check_filled(self, numbers: int, names: int, all_names: int) -> None:
@@ -264,12 +280,11 @@ MAGNITUDES = ("_norm", "_norm_clipped", "_rms", "_max", "_ratio")
 LAST_CODE = int(max(Missing))
 
 
-def unpack(strings: Sequence[bytes], width: int, parameters: int) -> RecordedBlock:
-    """The block of an event's strings, with `width` names and so many `parameters`. Raises InvalidError for what `pack`
-    did not make.
-    """
+def unpack(strings: Sequence[bytes], about: TagDescription) -> RecordedBlock:
+    """The block of an event's strings, `about` those of its tag. Raises InvalidError for what `pack` did not make."""
     if not 4 <= len(strings) <= schema.STRINGS_MAX or not all(isinstance(string, bytes) for string in strings):
         raise InvalidError(f"{len(strings):,} strings; a header and three or more arrays were expected")
+    width = len(about.names)
     header = HEADER(schema.json_object(strings[0]), "")
     rows = len(strings[1]) // 24
     if not 1 <= rows <= schema.ROWS_MAX:
@@ -289,13 +304,14 @@ def unpack(strings: Sequence[bytes], width: int, parameters: int) -> RecordedBlo
     values = {}
     for (statistic, own), data in zip(header["values"].items(), strings[4:], strict=True):
         places = np.arange(rows) if own is None else _rows(own, rows, statistic)
-        wide = parameters if statistic == PARAMETERS else width
+        wide = len(about.parameters) if statistic == PARAMETERS else width
         values[statistic] = places, _array(data, "<f4", len(places), wide, statistic)
     for statistic, (_, found) in values.items():
         least = -LAST_CODE if statistic == PARAMETERS else 0
         if (found < least).any() and statistic.endswith(MAGNITUDES):
             raise InvalidError(f"{statistic} has numbers under {least}")
     return RecordedBlock(
+        about,
         header["session"],
         header["began"],
         header["row"],
@@ -325,19 +341,6 @@ def _rows(places: list[int], rows: int, what: str) -> Rows:
     if len(found) and (found[-1] >= rows or (np.diff(found) <= 0).any()):
         raise InvalidError(f"{what} has rows that are not there")
     return found
-
-
-@dataclass(frozen=True, slots=True)
-class TagDescription:
-    """The metadata of a tag: what its numbers are of."""
-
-    names: tuple[str, ...]
-    """The total, the layers, tapped tensors."""
-    modules: tuple[str, ...]
-    """Their classes."""
-    parameters: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    """Of the parameters."""
 
 
 METADATA = schema.fields(

@@ -106,6 +106,7 @@ class RecordWriter:
 
     def _adopt(self, layout: Layout) -> None:
         self._layout, self._columns = layout, RecordColumns(layout)
+        self._metadata = self._columns.about.metadata()
         self._interval = max(
             self._every_n_steps, steps_between_rows(len(self._columns.places), len(self._columns.parameters))
         )
@@ -115,6 +116,7 @@ class RecordWriter:
         codes = block.codes[:, columns.places]
         changes = changes_of(codes, block.optimizers)
         recorded = RecordedBlock(
+            columns.about,
             self._session,
             self._began,
             self._rows,
@@ -134,7 +136,7 @@ class RecordWriter:
             strings, at = pack(part), int(part.axis[-1])
             self._same, self._at = (self._same + 1 if at == self._at else 0), at
             for file in self.files:
-                file.strings(columns.tag(self._same), columns.metadata, strings, at, shape=[len(strings)])
+                file.strings(columns.tag(self._same), self._metadata, strings, at, shape=[len(strings)])
 
     def _due(self, block: Block) -> dict[str, Rows]:
         """Statistic -> the rows at which it is written."""
