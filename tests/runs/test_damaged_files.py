@@ -21,6 +21,7 @@ from damaged_files import IncidentTrial, RecordTrial, TabTrial, command, damaged
 from gradwatch import load_incident
 from gradwatch.core.alert import Verdict
 from gradwatch.core.record import Run
+from gradwatch.core.typed_values import InvalidError
 from gradwatch.runs.arrays import read
 from gradwatch.runs.reader import read_run
 from gradwatch.runs.report.page import page
@@ -28,7 +29,7 @@ from gradwatch.runs.report.run_data import read_run_data
 from gradwatch.sinks.record.event_file import OwnEventFile
 from gradwatch.sinks.record.record_format import RecordedBlock, RunLimits, TagDescription, pack
 from gradwatch.sinks.record.recorder import Recorder
-from gradwatch.sinks.record.schema import STATISTICS_MAX, InvalidError
+from gradwatch.sinks.record.schema import STATISTICS_MAX
 from gradwatch.sinks.record.tfrecord import framed
 from sink_inputs import alert_of, feed, layout_of, record_of
 
@@ -62,13 +63,13 @@ def raw_in_text(key: str, raw: str) -> Callable[[dict[str, Any]], str]:
 @pytest.mark.parametrize(
     ("kind", "key", "raw", "said"),
     [
-        ("verdict", "finished", "1e999", "finished is inf; seconds since 1970 was expected"),
-        ("verdict", "finished", "1e300", "finished is 1e+300; seconds since 1970 was expected"),
+        ("verdict", "finished", "1e999", "finished=inf: expected seconds since 1970"),
+        ("verdict", "finished", "1e300", "finished=1e+300: expected seconds since 1970"),
         ("verdict", "notes", "[" * 200_000, "no JSON: maximum recursion depth exceeded"),
-        ("verdict", "steps", "1" * 400, "steps is a whole number of 400 digits; a whole number from 0 to"),
-        ("meta", "started", "1e300", "started is 1e+300"),
-        ("meta", "labels", "[]", "labels is a list of 0; an object of at most"),
-        ("alerts", "alerts", "[3]", "alerts[0] is 3; a JSON object was expected"),
+        ("verdict", "steps", "1" * 400, "steps=1.11e399: expected a whole number from 0 to"),
+        ("meta", "started", "1e300", "started=1e+300: expected"),
+        ("meta", "labels", "[]", "labels=[]: expected an object"),
+        ("alerts", "alerts", "[3]", "alerts[0]=3: expected an object"),
     ],
 )
 def test_a_text_that_no_one_wrote_costs_a_line(tmp_path: Path, kind: str, key: str, raw: str, said: str) -> None:
@@ -230,12 +231,12 @@ def test_a_damaged_incident_is_refused_or_whole(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "part", "said"),
     [
-        ("text", None, "text is None; a text was expected"),
-        ("step", 2**70, "step is a whole number of 22 digits; a whole number from 0 to 9007199254740992 was expected"),
+        ("text", None, "text=None: expected a text"),
+        ("step", 2**70, "step=1.18e21: expected a whole number from 0 to 9007199254740992"),
         ("batch", {"data": None}, "batch.notes is not there"),
         ("batch", {"data": [{None: 1}], "notes": {}}, "batch.data has a dict; plain data was expected"),
         ("batch", {"data": 1, "notes": {}}, "batch.index is not there"),
-        ("checkpoint", {"path": 3, "steps": 1, "saved_as": ""}, "checkpoint.path is 3; a text was expected"),
+        ("checkpoint", {"path": 3, "steps": 1, "saved_as": ""}, "checkpoint.path=3: expected a text"),
         ("records", {}, None),
     ],
 )
@@ -284,7 +285,14 @@ def test_a_column_that_numpy_cannot_read_is_no_column(tmp_path: Path, wrong: str
     records = trial.content["records"]
     column = WRONG_TENSORS[wrong](records["statistics"]["grad_norm"])
     torch.save({**trial.content, "records": {**records, "statistics": {"grad_norm": column}}}, trial.path)
-    with pytest.raises(ValueError, match=r"is damaged: records\.statistics\[.*\] is of type Tensor; a float32 tensor"):
+    with pytest.raises(ValueError, match=r"is damaged: records\.statistics\[.*\]=.*: expected a float32 tensor"):
+        load_incident(trial.path)
+
+
+def test_a_list_is_no_column(tmp_path: Path) -> None:
+    trial = IncidentTrial(tmp_path)
+    torch.save({**trial.content, "records": {**trial.content["records"], "scalars": {"loss": [1.0]}}}, trial.path)
+    with pytest.raises(ValueError, match=re.escape("records.scalars['loss']=[1.0]: expected a float64 tensor")):
         load_incident(trial.path)
 
 

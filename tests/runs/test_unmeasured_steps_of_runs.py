@@ -17,7 +17,7 @@ from gradwatch.runs.summary.document import document
 from gradwatch.runs.summary.markdown import markdown
 from gradwatch.runs.terminal_view import view
 from gradwatch.sinks.record.recorder import Recorder
-from gradwatch.sinks.record.run_metadata import read_text, verdict_of, verdict_text
+from gradwatch.sinks.record.run_metadata import read_text, verdict_text
 from training import train
 
 
@@ -53,6 +53,6 @@ def test_nothing_is_found_in_measured_steps() -> None:
 
 def test_a_verdict_of_an_older_version_has_no_such_number() -> None:
     fields = json.loads(verdict_text(Verdict((), 20, 3, 0.01, {}, run_steps=100), {}))
-    assert verdict_of(read_text("verdict", json.dumps(fields))).run_steps == 100
+    assert read_text("verdict", json.dumps(fields))["verdict"].run_steps == 100
     del fields["run_steps"]
-    assert verdict_of(read_text("verdict", json.dumps(fields))).run_steps is None
+    assert read_text("verdict", json.dumps(fields))["verdict"].run_steps is None

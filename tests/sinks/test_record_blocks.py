@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gradwatch.core.record import Missing, Record, Run
+from gradwatch.core.typed_values import InvalidError
 from gradwatch.runs.arrays import RunArrays, read
 from gradwatch.runs.reader import read_run
 from gradwatch.sinks.record.event_file import OwnEventFile
@@ -28,7 +29,7 @@ from gradwatch.sinks.record.record_format import (
 )
 from gradwatch.sinks.record.record_writer import RecordWriter, steps_between_rows
 from gradwatch.sinks.record.recorder import Recorder
-from gradwatch.sinks.record.schema import InvalidError, OtherVersionError
+from gradwatch.sinks.record.schema import OtherVersionError
 from gradwatch.sinks.record.tfrecord import frames
 from gradwatch.sinks.run_summary import RunSummary
 from quick import examples

@@ -214,22 +214,6 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, str) else int(value) if isinstance(value, Integral) else value
 
 
-def alert_from_dict(fields: Mapping[str, Any]) -> Alert:
-    """The alert of `alert_to_dict`. Raises LookupError, TypeError or ValueError for other fields."""
-    effects = tuple(
-        Effect(
-            str(one["rule"]),
-            tuple(map(str, one["sites"])),
-            str(one.get("layer", "")),
-            one.get("step"),
-            one.get("noticed"),
-        )
-        for one in fields["effects"]
-    )
-    severity, sites = Severity(fields["severity"]), tuple(fields["sites"])
-    return Alert(**{**fields, "severity": severity, "sites": sites, "effects": effects})
-
-
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """The ranked summary of a run. `str(verdict)` is the text that the terminal shows."""

@@ -30,19 +30,12 @@ from gradwatch.rules.rule import rows_to_call, samples_of
 from gradwatch.sinks import Sink
 from gradwatch.sinks.dispatcher import Dispatcher
 from gradwatch.sinks.flight_recorder import FlightRecorder
-from gradwatch.sinks.record import schema
-from gradwatch.sinks.record.run_metadata import ALERT_FIELDS
 from gradwatch.sinks.terminal.progress_bars import preserve_bars
 
 logger = logging.getLogger("gradwatch")
 
 STATE_VERSION = 1
 """Version of the format of `Diagnosis.state_dict()`; raised when an older GradWatch could not read a new state."""
-
-_ALERT = schema.fields(**ALERT_FIELDS, incident_file=schema.text, checkpoint=schema.text)
-"""What `alert_to_dict` makes."""
-
-_ALERTS = schema.list_of(_ALERT, schema.ALERTS_MAX)
 
 
 class Diagnosis:
@@ -139,7 +132,6 @@ class Diagnosis:
             recorded = check_whole("recorded", state["recorded"], "records", least=0)
             reached = frozenset(map(str, state["reached"]))
             losses.load_state_dict(state["losses"])
-            _ALERTS(state["incidents"]["alerts"], "alerts")
             incidents.load_state_dict(state["incidents"], rules=[rule.name for rule in self._rules])
             history.load_state_dict(saved)
         except Exception as error:  # a state may hold anything, and its values raise anything

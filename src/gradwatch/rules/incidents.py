@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from gradwatch.core.alert import CONSEQUENCES, Alert, Effect, Finding, Severity, alert_from_dict, alert_to_dict
+from gradwatch.core.alert import CONSEQUENCES, Alert, Effect, Finding, Severity, alert_to_dict
+from gradwatch.core.typed_values import typed
 
 SPIKE_EFFECTS_WITHIN = 10
 """Steps after a spike within which its effects begin. As `OVERFLOW_RECORDS`."""
@@ -133,7 +134,7 @@ class IncidentTracker:
 
         Raises LookupError, TypeError, ValueError or AttributeError for a state that `state_dict` did not make.
         """
-        alerts = [alert_from_dict(fields) for fields in state["alerts"]]
+        alerts = typed([Alert], state["alerts"], "alerts")
         causes = {int(effect): int(cause) for effect, cause in state["causes"]}
         opened = {str(rule): int(place) for rule, place in state["open"].items()}
         clean = {str(rule): int(times) for rule, times in state["clean"].items()}

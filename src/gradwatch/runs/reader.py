@@ -11,6 +11,7 @@ import numpy as np
 
 from gradwatch.core.block import Block
 from gradwatch.core.record import NOT_SAMPLED, Floats, Layout, Mask, Site
+from gradwatch.core.typed_values import InvalidError
 from gradwatch.runs.files import RECORD_MARK, Unreadable, event_files, files_of, holds_record
 from gradwatch.runs.names import counted
 from gradwatch.sinks.record import run_metadata
@@ -27,7 +28,7 @@ from gradwatch.sinks.record.record_format import (
     parse_metadata,
     unpack,
 )
-from gradwatch.sinks.record.schema import NAMES_MAX, InvalidError, OtherVersionError, event_of, string_of
+from gradwatch.sinks.record.schema import NAMES_MAX, OtherVersionError, event_of, string_of
 from gradwatch.sinks.record.tfrecord import Damaged, frames
 
 OURS = f"{PLUGIN}/".encode()

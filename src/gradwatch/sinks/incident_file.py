@@ -8,7 +8,7 @@ import pickle
 import platform
 import warnings
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,13 @@ from typing import Any
 import numpy as np
 
 from gradwatch.core import disk_space
+from gradwatch.core.alert import Alert
+from gradwatch.core.arguments import shown
 from gradwatch.core.history import History
 from gradwatch.core.record import Missing, as_float32
 from gradwatch.core.statistics import CATALOGUE
-from gradwatch.sinks.record import schema
-from gradwatch.sinks.record.run_metadata import ALERT_FIELDS, environment
+from gradwatch.core.typed_values import InvalidError, invalid, typed
+from gradwatch.sinks.record.run_metadata import environment
 
 FORMAT, FILE_VERSION = "gradwatch incident", 1
 CHECKPOINT_SUFFIX = ".ckpt"
@@ -133,11 +135,10 @@ def read_incident(path: str | os.PathLike[str]) -> dict[str, Any]:
     if not isinstance(kind, str) or kind != FORMAT:
         raise ValueError(f"{path} is no incident of GradWatch's")
     if type(version) is not int or version != FILE_VERSION:
-        shown = schema.in_words(version)
-        raise ValueError(f"{path} is of version {shown}, this GradWatch reads version {FILE_VERSION}")
+        raise ValueError(f"{path} is of version {shown(version)}, this GradWatch reads version {FILE_VERSION}")
     try:
-        CONTENT(found, "")
-    except schema.InvalidError as error:
+        typed(CONTENT, found)
+    except InvalidError as error:
         raise ValueError(f"{path} is damaged: {error}") from error
     return found
 
@@ -159,33 +160,30 @@ def _plain(value: Any, where: str) -> Any:
         item, depth = waiting.pop()
         seen += 1
         if depth > MAX_LEVELS or seen > MAX_PARTS:
-            raise schema.InvalidError(f"{where} is nested over {MAX_LEVELS} levels, or has over {MAX_PARTS:,} parts")
+            raise InvalidError(f"{where} is nested over {MAX_LEVELS} levels, or has over {MAX_PARTS:,} parts")
         if type(item) in (list, tuple):
             waiting += [(inner, depth + 1) for inner in item]
         elif type(item) is dict and all(type(key) in (str, int) for key in item):
             waiting += [(inner, depth + 1) for inner in item.values()]
         elif isinstance(item, torch.Tensor):
             if item.device.type != "cpu" or item.layout is not torch.strided:
-                raise schema.InvalidError(f"{where} has a tensor that is not on the CPU, or sparse")
+                raise InvalidError(f"{where} has a tensor that is not on the CPU, or sparse")
         elif item is not None and type(item) not in (bool, int, float, complex, str, bytes):
-            raise schema.InvalidError(f"{where} has a {type(item).__name__}; plain data was expected")
+            raise InvalidError(f"{where} has a {type(item).__name__}; plain data was expected")
     return value
 
 
-def _array(dtype: str, *, axes: int) -> schema.Check:
-    """A tensor of that dtype and number of axes, with numbers that can be read and each in the file."""
+def _array(dtype: str, *, axes: int) -> Callable[[Any, str], Any]:
+    """A check of a tensor of that dtype and number of axes, with numbers that can be read and each in the file."""
 
     def check(value: Any, where: str) -> Any:
-        import torch
-
         try:
-            on_host = value.layout is torch.strided and value.device.type == "cpu" and not value.is_nested
-            as_it_is = not (value.requires_grad or value.is_neg() or value.is_conj()) and value.is_contiguous()
-            fits = on_host and as_it_is and value.dtype is getattr(torch, dtype) and value.ndim == axes
-        except Exception:  # no tensor at all
+            array = np.asarray(value)
+            fits = array.dtype == dtype and array.ndim == axes and value.is_contiguous()
+        except Exception:  # no tensor at all, or one that is not on the CPU as it is
             fits = False
         if not fits:
-            raise schema.InvalidError(f"{where} is {schema.in_words(value)}; a {dtype} tensor was expected")
+            raise invalid(value, where, f"a {dtype} tensor")
         return value
 
     return check
@@ -193,76 +191,58 @@ def _array(dtype: str, *, axes: int) -> schema.Check:
 
 def _records(value: Any, where: str) -> Any:
     """What `record_columns` gives."""
-    if value == {}:
-        return value
-    found = RECORDS(value, where)
+    found = typed(RECORDS, value, where)
     steps, sites = len(found["step"]), len(found["sites"])
-    columns = {name: array.shape for name, array in found["scalars"].items()}
-    columns |= {name: found[name].shape for name in ("axis", "optimizer")}
-    tables = {name: array.shape for name, array in found["statistics"].items()} | {"missing": found["missing"].shape}
-    wrong = [name for name, shape in columns.items() if shape != (steps,)]
-    wrong += [name for name, shape in tables.items() if shape != (steps, sites)]
+    columns = {**found["scalars"], **{name: found[name] for name in ("axis", "optimizer")}}
+    tables = {**found["statistics"], "missing": found["missing"]}
+    wrong = [name for name, array in columns.items() if array.shape != (steps,)]
+    wrong += [name for name, array in tables.items() if array.shape != (steps, sites)]
     wrong += [name for name in ("kinds", "modules") if len(found[name]) != sites]
     if wrong:
-        raise schema.InvalidError(f"{where}.{wrong[0]} is not of {steps:,} steps and {sites:,} sites")
+        raise InvalidError(f"{where}.{wrong[0]} is not of {steps:,} steps and {sites:,} sites")
     return value
 
 
 def _batch(value: Any, where: str) -> Any:
-    found = BATCH(value, where)
+    found = typed({"data": _plain, "notes": {str: str}}, value, where)
     if found["data"] is not None or "index" in value:
-        schema.fields(index=schema.step, epoch=schema.step, rng=RNG)(value, where)
+        typed({"index": int, "epoch": int, "rng": RNG}, value, where)
     return value
 
 
-def _reasons(value: Any, where: str) -> Any:
-    if type(value) is not dict or not all(type(code) is int and type(why) is str for code, why in value.items()):
-        raise schema.InvalidError(f"{where} is {schema.in_words(value)}; texts by their codes were expected")
-    return value
+def _or(empty: Any, kind: Any) -> Callable[[Any, str], Any]:
+    """A check of what may be `empty`."""
+    return lambda value, where: value if value == empty else typed(kind, value, where)
 
 
-_TEXTS = schema.mapping_of(schema.text, schema.PARAMETERS_MAX)
-_SITE_NAMES = schema.list_of(schema.name, 2 * schema.PARAMETERS_MAX)
+RECORDS = {
+    **dict.fromkeys(("step", "axis", "optimizer"), _array("int64", axes=1)),
+    **{key: [str] for key in ("sites", "kinds", "modules")},
+    "statistics": {str: _array("float32", axes=2)},
+    "scalars": {str: _array("float64", axes=1)},
+    "missing": _array("int8", axes=2),
+    "reasons": _plain,
+}
 
-RECORDS = schema.fields(
-    step=_array("int64", axes=1),
-    axis=_array("int64", axes=1),
-    optimizer=_array("int64", axes=1),
-    sites=_SITE_NAMES,
-    kinds=_SITE_NAMES,
-    modules=_SITE_NAMES,
-    statistics=schema.mapping_of(_array("float32", axes=2), schema.STATISTICS_MAX),
-    scalars=schema.mapping_of(_array("float64", axes=1), schema.STATISTICS_MAX),
-    missing=_array("int8", axes=2),
-    reasons=_reasons,
-)
-
-RNG = schema.fields(
-    cpu=_array("uint8", axes=1),
-    devices=schema.mapping_of(_array("uint8", axes=1), 64),
-    python=schema.fields(words=_array("int64", axes=1)),
-    numpy=lambda value, where: value if value == {} else schema.fields(words=_array("int64", axes=1))(value, where),
-)
+WORDS = {"words": _array("int64", axes=1)}
+BYTES = _array("uint8", axes=1)
+RNG = {"cpu": BYTES, "devices": {str: BYTES}, "python": WORDS, "numpy": _or({}, WORDS)}
 """The form of random states; `RngState.check` asks the generators."""
 
-BATCH = schema.fields(data=_plain, notes=_TEXTS)
-
-ALERT = schema.fields(**ALERT_FIELDS)
-
-CONTENT = schema.fields(
-    text=schema.text,
-    alert=ALERT,
-    alerts=schema.list_of(ALERT, schema.ALERTS_MAX),
-    notes=schema.list_of(schema.text, schema.ALERTS_MAX),
-    step=schema.step,
-    failing=schema.mapping_of(schema.step, schema.STATISTICS_MAX),
-    batch=_batch,
-    checkpoint=schema.maybe(schema.fields(path=schema.text, steps=schema.step, saved_as=schema.text)),
-    settings=_plain,
-    environment=_TEXTS,
-    labels=_TEXTS,
-    records=_records,
-)
+CONTENT = {
+    "text": str,
+    "alert": Alert,
+    "alerts": [Alert],
+    "notes": [str],
+    "step": int,
+    "failing": {str: int},
+    "batch": _batch,
+    "checkpoint": _or(None, {"path": str, "steps": int, "saved_as": str}),
+    "settings": _plain,
+    "environment": {str: str},
+    "labels": {str: str},
+    "records": _or({}, _records),
+}
 """What a file has to be; docs/report.md describes it."""
 
 

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from gradwatch.core.loss_levels import ends_of
 from gradwatch.core.record import MEASURED, Missing
 from gradwatch.core.statistics import CATALOGUE, GROUPS
+from gradwatch.core.typed_values import STEP_MAX
 from gradwatch.sinks.incident_line import health_of
 from gradwatch.sinks.record.outcome import Outcome
 from gradwatch.sinks.record.record_format import MAGNITUDES, PARAMETERS
-from gradwatch.sinks.record.schema import STEP_MAX
 from gradwatch.tensorboard_plugin.binary_response import pack_arrays
 from gradwatch.tensorboard_plugin.matrix import (
     INFINITE,

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from gradwatch.core.typed_values import InvalidError
 from gradwatch.sinks.incident_line import health_of, loud
 from gradwatch.sinks.record import run_metadata
 from gradwatch.sinks.record.outcome import Outcome, end_of
-from gradwatch.sinks.record.schema import InvalidError, string_of
+from gradwatch.sinks.record.schema import string_of
 from gradwatch.tensorboard_plugin.record_data import RunRecord
 from gradwatch.tensorboard_plugin.runs import RunTags, TensorBoardData
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from tensorboard.data.provider import RunTagFilter  # type: ignore[import-untyped]
 
+from gradwatch.core.typed_values import InvalidError, moment
 from gradwatch.sinks.record import run_metadata, schema
 from gradwatch.sinks.record.record_format import PLUGIN, RECORD_TAG_PREFIX, TagDescription, parse_metadata
 
@@ -88,13 +89,13 @@ def _listing(series: Mapping[str, Any]) -> RunTags:
         try:
             if key.startswith(RECORD_TAG_PREFIX):
                 description = parse_metadata(data.plugin_content)
-                updated = schema.moment(data.max_wall_time, "the last event's time")
+                updated = moment(data.max_wall_time, "the last event's time")
                 tags.append(RecordTag(key, description, data.max_step, updated))
             elif key.startswith(run_metadata.RUN_TAG_PREFIX):
                 schema.document(data.plugin_content, version=run_metadata.TEXT_VERSION)
                 kinds.append(key.removeprefix(run_metadata.RUN_TAG_PREFIX))
             else:
                 foreign += 1
-        except schema.InvalidError:
+        except InvalidError:
             foreign += 1
     return RunTags(tuple(sorted(tags, key=lambda tag: len(tag.description.names))), tuple(kinds), foreign)

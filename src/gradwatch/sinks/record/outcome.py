@@ -12,7 +12,6 @@ from gradwatch.core.alert import Alert, Verdict, ranked
 from gradwatch.core.block import Block
 from gradwatch.core.loss_levels import LossLevels
 from gradwatch.sinks.record.incident_spans import Key, Span
-from gradwatch.sinks.record.run_metadata import alert_of, verdict_of
 
 CUT_OFF = "the record has no end: the run was cut off, or is still under way"
 
@@ -46,20 +45,20 @@ class Outcome:
         self._overhead = 0.0
 
     def add_text(self, kind: str, fields: Mapping[str, Any], *, end: float = np.inf) -> None:
-        """`fields`: of a text of that kind, see `sinks.record.run_metadata`. Alerts noticed from the step `end` on are
+        """`fields`: as `run_metadata.read_text` has those of that kind. Alerts noticed from the step `end` on are
         left out: a later session has it.
         """
         if kind == "meta":  # again where a run was resumed or layers were adopted
             self.meta, self.finished = fields, None
             return
         if kind == "verdict":
-            self.finished, self._last_verdict = float(fields["finished"]), verdict_of(fields)
-        for own in fields["alerts" if kind == "alerts" else "incidents"]:
-            alert, key = alert_of(own), (own["rule"], own["step"])
+            self.finished, self._last_verdict = fields["finished"], fields["verdict"]
+        for alert, span in fields["alerts"]:
             if alert.noticed < end:
-                known = self.spans.get(key, Span())  # an earlier session may know where it began
-                begin = known.begin if own["axis"] is None else own["axis"]
-                self.alerts[key], self.spans[key] = alert, Span(begin, own["closed_axis"], own["noticed_axis"])
+                key = alert.rule, alert.step
+                if span.begin is None:  # an earlier session may know
+                    span = span._replace(begin=self.spans.get(key, span).begin)
+                self.alerts[key], self.spans[key] = alert, span
 
     def add_block(self, block: Block) -> None:
         self.steps += len(block)

@@ -48,8 +48,8 @@ from numpy.typing import NDArray
 
 from gradwatch.core.block import Block
 from gradwatch.core.record import MEASURED, Codes, Floats, Layout, Missing, as_float32
+from gradwatch.core.typed_values import STEP_MAX, InvalidError, moment, typed
 from gradwatch.sinks.record import schema
-from gradwatch.sinks.record.schema import InvalidError
 
 PLUGIN = "gradwatch"
 VERSION = 2
@@ -262,16 +262,14 @@ def pack(block: RecordedBlock) -> list[bytes]:
     ]
 
 
-HEADER = schema.fields(
-    session=schema.moment,
-    began=schema.step,
-    row=schema.step,
-    numbers=schema.list_of(schema.name, schema.STATISTICS_MAX),
-    codes=schema.list_of(schema.whole(0, schema.ROWS_MAX), schema.ROWS_MAX),
-    values=schema.mapping_of(
-        schema.maybe(schema.list_of(schema.whole(0, schema.ROWS_MAX), schema.ROWS_MAX)), schema.STATISTICS_MAX
-    ),
-)
+HEADER = {
+    "session": moment,
+    "began": int,
+    "row": int,
+    "numbers": [str],
+    "codes": [int],
+    "values": {str: list[int] | None},
+}
 """The first string of an event."""
 
 MAGNITUDES = ("_norm", "_norm_clipped", "_rms", "_max", "_ratio")
@@ -285,13 +283,13 @@ def unpack(strings: Sequence[bytes], about: TagDescription) -> RecordedBlock:
     if not 4 <= len(strings) <= schema.STRINGS_MAX or not all(isinstance(string, bytes) for string in strings):
         raise InvalidError(f"{len(strings):,} strings; a header and three or more arrays were expected")
     width = len(about.names)
-    header = HEADER(schema.json_object(strings[0]), "")
+    header = typed(HEADER, schema.json_of(strings[0]))
     rows = len(strings[1]) // 24
     if not 1 <= rows <= schema.ROWS_MAX:
         raise InvalidError(f"{rows:,} rows; 1 to {schema.ROWS_MAX:,} were expected")
     heads = _array(strings[1], "<i8", 3, rows, "the heads of the rows")
     axis, steps, optimizers = heads
-    limits = (schema.STEP_MAX, schema.STEP_MAX, schema.OPTIMIZERS_MAX)
+    limits = (STEP_MAX, STEP_MAX, schema.OPTIMIZERS_MAX)
     if (heads < 0).any() or (heads.max(axis=1) > limits).any() or (np.diff(steps) < 0).any():
         raise InvalidError("rows at steps, places or optimizers that there are not")
     numbers = _array(strings[2], "<f8", len(header["numbers"]), rows, "numbers of the whole step")
@@ -343,18 +341,13 @@ def _rows(places: list[int], rows: int, what: str) -> Rows:
     return found
 
 
-METADATA = schema.fields(
-    names=schema.list_of(schema.name, schema.NAMES_MAX),
-    modules=schema.list_of(schema.name, schema.NAMES_MAX),
-    parameters=schema.list_of(schema.name, schema.PARAMETERS_MAX),
-    shapes=schema.list_of(schema.list_of(schema.step, 64), schema.PARAMETERS_MAX),
-)
-
-
 def parse_metadata(metadata: bytes) -> TagDescription:
     """The metadata of a tag. Raises OtherVersionError for another version, and InvalidError where it is damaged."""
-    found = METADATA(schema.document(metadata, version=VERSION), "")
-    names, modules, parameters, shapes = (tuple(found[key]) for key in ("names", "modules", "parameters", "shapes"))
-    if not names or len(names) != len(modules) or len(parameters) != len(shapes):
+    found: TagDescription = typed(TagDescription, schema.document(metadata, version=VERSION))
+    if not found.names or len(found.names) != len(found.modules) or len(found.parameters) != len(found.shapes):
         raise InvalidError("names without modules, or parameters without shapes")
-    return TagDescription(names, modules, parameters, tuple(map(tuple, shapes)))
+    if len(found.names) > schema.NAMES_MAX or len(found.parameters) > schema.PARAMETERS_MAX:
+        raise InvalidError(f"over {schema.NAMES_MAX:,} layers or {schema.PARAMETERS_MAX:,} parameters")
+    if max(map(len, found.names + found.parameters)) > schema.NAME_MAX:
+        raise InvalidError(f"a name of over {schema.NAME_MAX:,} characters")
+    return found

@@ -32,11 +32,12 @@ from collections.abc import Iterable, Mapping
 from time import time
 from typing import Any, Literal
 
-from gradwatch.core.alert import Alert, Severity, Verdict, alert_from_dict, alert_to_dict
+from gradwatch.core.alert import Alert, Verdict, alert_to_dict
 from gradwatch.core.record import Run
+from gradwatch.core.typed_values import InvalidError, moment, typed
 from gradwatch.core.versions import versions_of
-from gradwatch.sinks.record import schema
 from gradwatch.sinks.record.incident_spans import Key, Span
+from gradwatch.sinks.record.schema import ALERTS_MAX, document
 
 TEXT_VERSION = 1
 """Version of these texts: increased when an older GradWatch can no longer read them."""
@@ -105,115 +106,56 @@ def verdict_fields(verdict: Verdict) -> dict[str, Any]:
 
 
 def fields_of(alert: Alert, axes: Axes) -> dict[str, Any]:
-    """An alert as values that JSON can hold, and where it lies on the x-axis; `alert_of` reads them."""
+    """An alert as values that JSON can hold, and where it lies on the x-axis; `read_text` reads them."""
     span = axes.get((alert.rule, alert.step), Span())
     fields = {name: value for name, value in alert_to_dict(alert).items() if name not in NOT_RECORDED}
     numbers = {name: _json_number(getattr(alert, name)) for name in ("value", "threshold")}
     return {**fields, **numbers, "axis": span.begin, "noticed_axis": span.noticed, "closed_axis": span.end}
 
 
-def alert_of(fields: Mapping[str, Any]) -> Alert:
-    """The alert of `fields_of`, as `read_text` gives it."""
-    numbers = {name: float(fields[name]) for name in ("value", "threshold")}
-    own = {name: value for name, value in fields.items() if not name.endswith("axis")}
-    return alert_from_dict({**own, **numbers})
-
-
-def verdict_of(fields: Mapping[str, Any]) -> Verdict:
-    """The verdict of `verdict_text`, as `read_text` gives it."""
-    return Verdict(
-        tuple(map(alert_of, fields["incidents"])),
-        fields["steps"],
-        fields["layers"],
-        float(fields["overhead"]),
-        fields["untrained"],
-        tuple(fields["notes"]),
-        tuple(fields["interventions"]),
-        loss=None if fields["loss"] is None else (float(fields["loss"]["first"]), float(fields["loss"]["last"])),
-        run_steps=fields["run_steps"],
-    )
-
-
-def _checked_number(value: Any, where: str) -> float | str:
-    return _json_number(schema.number(value, where))
-
-
-_SITES = schema.list_of(schema.name, schema.PARAMETERS_MAX)
-
-_EFFECT = schema.with_defaults(
-    schema.fields(
-        rule=schema.name,
-        sites=_SITES,
-        layer=schema.text,
-        step=schema.maybe(schema.step),
-        noticed=schema.maybe(schema.step),
-    ),
-    layer="",
-    step=None,
-    noticed=None,
-)
-
-ALERT_FIELDS: Mapping[str, schema.Check] = {
-    "rule": schema.name,
-    "severity": schema.one_of(*(severity.value for severity in Severity)),
-    "layer": schema.name,
-    "sites": _SITES,
-    "step": schema.step,
-    "noticed": schema.step,
-    "value": _checked_number,
-    "threshold": _checked_number,
-    "message": schema.text,
-    "remedy": schema.text,
-    "closed_step": schema.maybe(schema.step),
-    "times": schema.whole(1),
-    "headline": schema.text,
-    "effects": schema.list_of(_EFFECT, schema.STATISTICS_MAX),
+META = {
+    "gradwatch": str,
+    "started": moment,
+    "description": str,
+    "labels": {str: str},
+    "log_every_n_steps": int,
+    "layers": int,
+    "parameters": int,
+    "about": {str: str},
+    "environment": {str: str},
 }
-"""What an alert is in any file."""
 
-ALERT = schema.fields(
-    **ALERT_FIELDS, **dict.fromkeys(("axis", "noticed_axis", "closed_axis"), schema.maybe(schema.step))
-)
+AXES = dict.fromkeys(("axis", "closed_axis", "noticed_axis"), int | None)
 
-TEXTS: Mapping[str, schema.Check] = {
-    "meta": schema.fields(
-        gradwatch=schema.text,
-        started=schema.moment,
-        description=schema.text,
-        labels=schema.mapping_of(schema.text, schema.STATISTICS_MAX),
-        log_every_n_steps=schema.whole(1),
-        layers=schema.step,
-        parameters=schema.step,
-        about=schema.mapping_of(schema.text, schema.STATISTICS_MAX),
-        environment=schema.mapping_of(schema.text, schema.STATISTICS_MAX),
-    ),
-    "alerts": schema.fields(alerts=schema.list_of(ALERT, schema.ALERTS_MAX)),
-    "verdict": schema.with_defaults(
-        schema.fields(
-            finished=schema.moment,
-            healthy=schema.of_type(bool, "true or false"),
-            steps=schema.step,
-            layers=schema.step,
-            overhead=_checked_number,
-            untrained=schema.mapping_of(schema.text, schema.PARAMETERS_MAX),
-            notes=schema.list_of(schema.text, schema.ALERTS_MAX),
-            interventions=schema.list_of(schema.text, schema.ALERTS_MAX),
-            incidents=schema.list_of(ALERT, schema.ALERTS_MAX),
-            loss=schema.maybe(schema.fields(first=_checked_number, last=_checked_number)),
-            run_steps=schema.maybe(schema.step),
-        ),
-        run_steps=None,
-    ),
-}
-"""Kind -> what its text has to be."""
+
+def _alert(value: Any, where: str) -> tuple[Alert, Span]:
+    return typed(Alert, value, where), Span(*typed(AXES, value, where).values())
+
+
+def _levels(value: Any, where: str) -> list[float] | None:
+    return None if value is None else [*typed({"first": float, "last": float}, value, where).values()]
 
 
 def read_text(kind: str, text: str | bytes) -> dict[str, Any]:
-    """The fields of a text of that kind, checked; values that JSON can hold. Raises InvalidError."""
-    if kind not in TEXTS:
-        raise schema.InvalidError(f"there is no {kind[:60]!r} of a run")
-    found: dict[str, Any] = TEXTS[kind](schema.document(text, version=TEXT_VERSION), "")
-    return found
+    """What a text of that kind says. Raises InvalidError.
+
+    "meta": as above. "alerts": `alerts`, each with its span. "verdict": these, `finished`, and the `verdict` without
+    them.
+    """
+    found = document(text, version=TEXT_VERSION)
+    if kind == "meta":
+        return typed(META, found)  # type: ignore[no-any-return]
+    if kind == "alerts":
+        read = typed({"alerts": [_alert]}, found)
+    elif kind == "verdict":
+        read = typed({"finished": moment, "incidents": [_alert], "loss": _levels}, found)
+        verdict = typed(Verdict, {**found, "incidents": [], "loss": read["loss"]})
+        read = {"finished": read["finished"], "verdict": verdict, "alerts": read["incidents"]}
+    else:
+        raise InvalidError(f"there is no {kind[:60]!r} of a run")
+    if len(read["alerts"]) > ALERTS_MAX:
+        raise InvalidError(f"{len(read['alerts']):,} alerts; {ALERTS_MAX:,} were expected at most")
+    return read  # type: ignore[no-any-return]
 
 
 def environment() -> dict[str, str]:
