@@ -158,7 +158,7 @@ def test_a_resumed_schedule_goes_on_with_the_same_steps(every: Any, stop: int) -
 def test_a_damaged_state_changes_nothing(change: dict[str, Any]) -> None:
     schedule = schedule_for(50, 10**6)
     before = schedule.state_dict()
-    with pytest.raises(ValueError, match="the sampling schedule in the state is damaged"):
+    with pytest.raises((TypeError, ValueError), match=f"{next(iter(change))}="):
         schedule.load_state_dict({**before, **change})
     assert schedule.state_dict() == before
 

@@ -257,7 +257,7 @@ DECLINED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     ),
     "damaged schedule": (
         lambda callbacks: callbacks["GradWatch"]["schedule"].update(interval=None),
-        "the sampling schedule in the state is damaged",
+        "the state is damaged: TypeError: interval=None: expected steps",
     ),
 }
 

@@ -257,7 +257,7 @@ def test_it_goes_on_from_a_state(steps: int) -> None:
 def test_a_damaged_state_is_declined(damaged: Any) -> None:
     noise = scale_of([(2.0, 1.0)] * 3, 4, 4)
     before = noise.state_dict()
-    with pytest.raises(ValueError, match="the state is damaged"):
+    with pytest.raises(ValueError, match=r"samples|unpack"):
         noise.load_state_dict(damaged)
     assert noise.state_dict() == before
 

@@ -116,15 +116,10 @@ class SamplingSchedule:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue the schedule of a `state_dict`, for optimizers that continue their step count.
 
-        Raises ValueError, and changes nothing, for a state that `state_dict` did not make.
+        Raises LookupError, TypeError or ValueError, and changes nothing, for a state that `state_dict` did not make.
         """
-        try:
-            interval, measure = (check_whole(key, state[key], "steps") for key in ("interval", "measure_interval"))
-            dense = check_whole("dense_from", state["dense_from"], "a step", least=-MOST)
-        except (LookupError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"the sampling schedule in the state is damaged: {type(error).__name__}: {error}"
-            ) from error
+        interval, measure = (check_whole(key, state[key], "steps") for key in ("interval", "measure_interval"))
+        dense = check_whole("dense_from", state["dense_from"], "a step", least=-MOST)
         self.interval, self._measure_interval, self._dense_from = interval, measure, dense
 
 

@@ -17,6 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from gradwatch.core.typed_values import typed
+
 MAX_SAMPLES = 100
 """The number of latest samples that the noise scale is computed from: enough for an error of 10 to 20 % where the scale
 is a few of the run's own batches (measured), few enough to follow its growth during a training. Judgement."""
@@ -92,10 +94,7 @@ class NoiseScale:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a `state_dict`. Raises ValueError, and changes nothing, where the state is damaged."""
-        try:
-            samples = [(float(noise), float(signal)) for noise, signal in state["samples"]]
-        except (LookupError, TypeError, ValueError) as error:
-            raise ValueError(f"the state is damaged: {type(error).__name__}: {error}") from error
+        samples = [(noise, signal) for noise, signal in typed({"samples": [[float]]}, state)["samples"]]
         if not all(math.isfinite(number) for sample in samples for number in sample):
-            raise ValueError("the state is damaged: the samples of a noise scale are finite numbers")
+            raise ValueError("the samples of a noise scale are finite numbers")
         self._samples = deque(samples, maxlen=MAX_SAMPLES)

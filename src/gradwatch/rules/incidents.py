@@ -136,13 +136,11 @@ class IncidentTracker:
         """
         alerts = typed([Alert], state["alerts"], "alerts")
         causes = {int(effect): int(cause) for effect, cause in state["causes"]}
-        opened = {str(rule): int(place) for rule, place in state["open"].items()}
-        clean = {str(rule): int(times) for rule, times in state["clean"].items()}
-        last_seen = {str(rule): int(step) for rule, step in state["last_seen"].items()}
+        opened, clean, last_seen = (typed({str: int}, state[key], key) for key in ("open", "clean", "last_seen"))
         if not all(0 <= cause < len(alerts) and cause not in causes for cause in causes.values()):
             raise ValueError("the cause of an effect is not among its incidents")
         for rule, place in opened.items():
-            if place < 0 or alerts[place].rule != rule or alerts[place].closed_step is not None or rule not in clean:
+            if alerts[place].rule != rule or alerts[place].closed_step is not None or rule not in clean:
                 raise ValueError(f"its open incident of {rule} is not among its alerts")
         for rule in opened.keys() - set(opened if rules is None else rules):
             place = opened.pop(rule)
