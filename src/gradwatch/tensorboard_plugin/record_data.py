@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from threading import Lock
@@ -123,8 +123,8 @@ class RunRecord:
 
     def parameters_of(self, layer: str) -> list[tuple[str, tuple[int, ...]]]:
         """Names and shapes of the parameters that `layer` owns: those of which it is the nearest in name."""
-        layers = set(self.names)
-        return [(name, shape) for name, shape in self._parameters.items() if _owner(name, layers) == layer]
+        layers, every = set(self.names), self._parameters.items()
+        return [one for one in every if (nearest(one[0].rpartition(".")[0], layers) or ROOT) == layer]
 
     def _made(self, statistic: str) -> Matrix:
         names = tuple(self._parameters) if statistic == PARAMETERS else self.names
@@ -212,10 +212,8 @@ def _lost_rows(blocks: Sequence[RecordedBlock]) -> int:
     return max(0, after.row - known)
 
 
-def _owner(parameter: str, layers: Set[str]) -> str:
-    name = parameter
-    while "." in name:
+def nearest(name: str, known: Collection[str]) -> str:
+    """The longest beginning of a dotted name, up to a dot or whole, that is `known`; empty without one."""
+    while name and name not in known:
         name = name.rpartition(".")[0]
-        if name in layers:
-            return name
-    return ROOT
+    return name

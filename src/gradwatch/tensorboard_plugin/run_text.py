@@ -10,7 +10,7 @@ from gradwatch.sinks.incident_line import health_of, loud
 from gradwatch.sinks.record import run_metadata
 from gradwatch.sinks.record.outcome import Outcome, end_of
 from gradwatch.sinks.record.schema import string_of
-from gradwatch.tensorboard_plugin.record_data import RunRecord
+from gradwatch.tensorboard_plugin.record_data import RunRecord, nearest
 from gradwatch.tensorboard_plugin.runs import RunTags, TensorBoardData
 
 KINDS: tuple[run_metadata.Kind, ...] = ("meta", "alerts", "verdict")
@@ -65,12 +65,10 @@ def onsets_of(outcome: Outcome, names: Sequence[str]) -> dict[int, int]:
     for alert, site in [(each, each.layer) for each in alerts] + [
         (each, site) for each in alerts for site in each.sites
     ]:
-        while site and site not in places:
-            site = site.rpartition(".")[0]
-        if site:
+        if layer := nearest(site, places):
             begin = outcome.spans[alert.rule, alert.step].begin
             began = alert.step if begin is None else begin
-            found[places[site]] = min(began, found.get(places[site], began))
+            found[places[layer]] = min(began, found.get(places[layer], began))
     return found
 
 
