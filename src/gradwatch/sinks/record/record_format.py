@@ -100,13 +100,9 @@ class RecordColumns:
         self.parameters = layout.parameters
         sites, parameters = [[layout.sites[i] for i in own] for own in (self.places, self.parameters)]
         names, modules = ([getattr(site, kind) for site in sites] for kind in ("name", "module"))
-        self.about = TagDescription(
-            tuple(names),
-            tuple(modules),
-            tuple(site.name for site in parameters),
-            tuple(tuple(site.shape) for site in parameters),
-        )
-        together = "\n".join([*self.about.names, "", *self.about.parameters])
+        owned, shapes = ([getattr(site, kind) for site in parameters] for kind in ("name", "shape"))
+        self.about = TagDescription(tuple(names), tuple(modules), tuple(owned), tuple(shapes))
+        together = "\n".join([*names, "", *owned])
         self._tag = f"{RECORD_TAG_PREFIX}{zlib.crc32(together.encode(errors='backslashreplace')):08x}"
 
     def tag(self, same: int) -> str:
