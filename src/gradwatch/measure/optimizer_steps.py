@@ -5,13 +5,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import torch
 from torch.optim import LBFGS, Optimizer
 
-from gradwatch.core.arguments import attribute, check_whole
+from gradwatch.core.arguments import attribute
+from gradwatch.core.typed_values import typed
 from gradwatch.hooks.hook_set import HookSet
 
 
@@ -120,11 +120,9 @@ class OptimizerSteps:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a `state_dict`. Raises, and changes nothing, for a state that it did not make."""
-        whole = partial(check_whole, "optimizer steps", expected="steps or an optimizer's number", least=0)
-        begun = [whole(steps) for steps in state["begun"]]
-        latest, in_a_row = map(whole, state["latest"])
-        turns = {number: (steps, after) for number, steps, after in (map(whole, turn) for turn in state["turns"])}
-        self.begun, self._latest, self._in_a_row, self._turns = begun, latest, in_a_row, turns
+        begun, (latest, in_a_row), turns = typed({"begun": [int], "latest": [int], "turns": [[int]]}, state).values()
+        self._turns = {number: (steps, after) for number, steps, after in turns}
+        self.begun, self._latest, self._in_a_row = begun, latest, in_a_row
 
     def has_begun(self, optimizer: Any) -> bool:
         """Whether `optimizer` has begun a step."""
