@@ -244,7 +244,7 @@ class Api:
         return run, listing, self._cache.record(self._source, run, listing)
 
     def _outcome(self, run: str, listing: RunTags, record: RunRecord | None = None) -> Outcome:
-        return outcome_of(self._source, run, listing, record, lambda: self._cache.record(self._source, run, listing))
+        return outcome_of(self._source, self._cache, run, listing, record)
 
 
 def _asked_matrix(record: RunRecord, query: Mapping[str, str]) -> Matrix:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from gradwatch.core.typed_values import InvalidError
@@ -10,23 +10,23 @@ from gradwatch.sinks.incident_line import health_of, loud
 from gradwatch.sinks.record import run_metadata
 from gradwatch.sinks.record.outcome import Outcome, end_of
 from gradwatch.sinks.record.schema import string_of
-from gradwatch.tensorboard_plugin.record_data import RunRecord, nearest
+from gradwatch.tensorboard_plugin.record_data import RecordCache, RunRecord, nearest
 from gradwatch.tensorboard_plugin.runs import RunTags, TensorBoardData
 
 KINDS: tuple[run_metadata.Kind, ...] = ("meta", "alerts", "verdict")
 
 
 def outcome_of(
-    source: TensorBoardData, run: str, listing: RunTags, record: RunRecord | None, read: Callable[[], RunRecord]
+    source: TensorBoardData, cache: RecordCache, run: str, listing: RunTags, record: RunRecord | None = None
 ) -> Outcome:
     """What the texts of a run say together, and its `record`.
 
-    Without a `record` it is `read` only where the texts are of several sessions: it knows where each began.
+    Without a `record` it is read only where the texts are of several sessions: it knows where each began.
     """
     texts = _texts(source, run, listing)
     started = max((fields["started"] for _, kind, fields in texts if kind == "meta"), default=0.0)
     if record is None and any(written < started for written, kind, _ in texts if kind != "meta"):
-        record = read()
+        record = cache.record(source, run, listing)
     outcome, sessions = Outcome(), record.sessions if record else {}
     for written, kind, fields in texts:
         outcome.add_text(kind, fields, end=end_of(written, sessions))
