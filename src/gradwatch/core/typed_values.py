@@ -42,6 +42,8 @@ def typed(kind: Any, value: Any, where: str = "") -> Any:
     object with any keys; `{"a": X, "b": Y}`: one with these, whose others are left out. A function: what it returns for
     `value` and `where`.
     """
+    if type(kind) is type and kind in SINGLE:  # first: a header of the record has many
+        return SINGLE[kind](value, where)
     if isinstance(kind, list):
         if not isinstance(value, list) or len(value) > ITEMS_MAX:
             raise invalid(value, where, f"a list of at most {ITEMS_MAX:,}")
@@ -50,14 +52,12 @@ def typed(kind: Any, value: Any, where: str = "") -> Any:
         if not isinstance(value, Mapping) or len(value) > ITEMS_MAX:
             raise invalid(value, where, "an object")
         if str in kind:
-            return {typed(str, key, where): typed(kind[str], value[key], f"{where}[{key!r:.60}]") for key in value}
+            return {_str(key, where): typed(kind[str], value[key], f"{where}[{key!r:.60}]") for key in value}
         prefix = f"{where}." if where else ""
         for key in kind:
             if key not in value:
                 raise InvalidError(f"{prefix}{key} is not there")
         return {key: typed(inner, value[key], prefix + key) for key, inner in kind.items()}
-    if kind in SINGLE:
-        return SINGLE[kind](value, where)
     inner = get_args(kind)
     if NoneType in inner:
         return None if value is None else typed(inner[0], value, where)

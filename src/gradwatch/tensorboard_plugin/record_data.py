@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import cached_property
 from itertools import pairwise
 from threading import Lock
 from typing import Any
@@ -109,16 +110,18 @@ class RunRecord:
         values = np.where(states == MEASURED, np.pad(values, ((0, len(holes)), (0, 0))), np.float32(np.nan))
         return matrix_of((name,), np.append(steps, np.array(holes, dtype=np.int64)), values, states)
 
+    @cached_property
     def losses(self) -> LossLevels:
         losses = LossLevels()
         losses.add(self._columns("loss"), self._optimizers)
         return losses
 
     def _columns(self, name: str) -> dict[str, Floats]:
-        """A number of the whole step, and where it is NaN: shape [rows] each."""
+        """A number of the whole step, and where it is NaN, those that there are: shape [rows] each."""
         return {
             one: _joined(block.numbers.get(one, np.full(len(block), np.nan)) for block in self._blocks)
             for one in (name, f"{name}_nan")
+            if any(one in block.numbers for block in self._blocks)
         }
 
     def parameters_of(self, layer: str) -> list[tuple[str, tuple[int, ...]]]:

@@ -32,7 +32,7 @@ def outcome_of(
         outcome.add_text(kind, fields, end=end_of(written, sessions))
     if record is not None:
         outcome.steps, outcome.layers = record.steps, len(record.names) - len(record.totals)
-        outcome.losses = record.losses()
+        outcome.losses = record.losses
     return outcome
 
 
