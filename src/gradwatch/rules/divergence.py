@@ -435,7 +435,7 @@ def _shift(history: History, onset: int) -> GradientJump | None:
 
 
 def _learns_anew(history: History, onset: int) -> bool:
-    """Whether the loss has not risen since the record `onset` from the end, nor stayed, as far as that can be told."""
+    """Whether the loss has not risen since the record `onset` from the end, nor stayed, as far as that is known."""
     losses = own_losses(history, onset)
     if np.median(losses[-LEVEL_RECORDS:]) > SHIFT_RISE * losses[0]:
         return False

@@ -207,7 +207,7 @@ class Stalled(CheckedRule):
 
 def _warm_up(history: History, own: Sites, most: float) -> float:
     """Steps until a step moves the weights by a usual update, if the rate goes on to rise as it does. 1 where it rises
-    and that cannot be told, 0 where it does not rise. `most`: as of `_cause`.
+    and that is not known, 0 where it does not rise. `most`: as of `_cause`.
     """
     rates = history.scalar("lr", RECENT_RECORDS)[-own]
     lately = rates[-RISING_RATE_RECORDS:]
