@@ -251,8 +251,7 @@ def _less_decay(history: History, lost: float, rate: float) -> str:
         return (
             f"torch.optim.AdamW in configure_optimizers: this optimizer adds weight_decay={number_text(decay, 3)} to "
             "the gradient and divides by its size, which moves a weight with no other gradient by about lr in each "
-            "step. "
-            "If the loss has a penalty on the weights, a smaller factor of it."
+            "step. If the loss has a penalty on the weights, a smaller factor of it."
         )
     if not lost > 0:
         return "a smaller weight_decay in configure_optimizers, or a smaller factor of a penalty on the weights."
