@@ -516,28 +516,9 @@ def test_a_schedule_that_decays_too_fast() -> None:
     assert found.message.endswith("The learning rate has fallen from 0.1 to 1e-9: its schedule decays too fast.")
 
 
-def warming(count: int, *, over: float) -> list[dict[str, Any]]:
-    """A rate on its straight way to 1e-3, at which a step moves the weights by a thousandth, in `over` steps."""
-    return [{"loss": 1.0, "lr": 1e-3 * i / over, "updates": 1e-3 * i / over} for i in range(1, count + 1)]
-
-
-def test_a_warm_up_that_takes_too_long() -> None:
-    outcome = judge_steps(Stalled(), net(2), warming(200, over=1e6))
-    assert silent(outcome[:149])
-    found = findings(outcome)[0]
-    assert found.message.endswith(
-        "The learning rate rises, but so slowly that it takes some 1e6 steps until a step moves the weights by a "
-        "thousandth."
-    )
-    assert found.remedy == "a shorter warm-up, to lr=0.001."
-
-
 @pytest.mark.parametrize(
     "rows",
     [
-        warming(400, over=40_000),
-        [{**row, "loss": 1.0 - 1e-3 * i} for i, row in enumerate(warming(400, over=1e6))],  # it learns all the same
-        [{"loss": 1.0, "lr": 1e-9 * 1.02**i, "updates": 1e-7 * 1.02**i} for i in range(200)],  # a search for the rate
         [*steps(100), *still(90)],  # the end of a cosine
         [{**row, "lr": 1e-9 * i} for i, row in enumerate(still(60))],  # warm-up
         [*steps(15), *still(60, gradients=1e-3)],  # converged

@@ -27,13 +27,6 @@ ROUNDING_STEPS = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 RISING_RATE_RECORDS = 10
 """Records within which a learning rate that rises has risen. Judgement."""
 
-LONGEST_WARM_UP = 50_000
-"""Steps to a usual update, at the pace at which a rate rises, from which it is no warm-up if the loss is stuck, too.
-Judgement: the longest in use are of some 10,000."""
-
-STEADY_SHARE = 0.5
-"""Steps from 0 to the present rate, at its present pace, over all steps so far, at which it rises steadily: straight
-from 0 they are as many. Judgement."""
 
 LOW_RATE = 1e-6
 """Learning rate that is too low for any usual optimizer. Judgement: fine-tuning goes down to 1e-6."""
@@ -125,9 +118,6 @@ class Stalled(CheckedRule):
         # in large models parameters take turns: each layer has to have been seen
         if np.isnan(moved).all(axis=0).any() or self._excused(history, own, moved_before=len(moving) > 0):
             return []
-        warm_up = _warm_up(history, own, float(np.nanmax(moved)))
-        if warm_up and not (warm_up > LONGEST_WARM_UP and is_stuck(history)):
-            return []
         most, limits = np.nanmax(moved, axis=0), self._limits(layout, update)[pulled]
         stand = most < limits  # a small share of narrow weights may move
         largest, limit = float(most[stand].max()), float(limits[stand].max())
@@ -135,7 +125,7 @@ class Stalled(CheckedRule):
         if movers := layout.names(layout.layers[pulled][~stand]):
             no_layer, no_weights = f"any layer but {name_text(movers)}", f"no weights but those of {name_text(movers)}"
         what = f"by more than {number_text(largest, 1)} of their size" if largest > 0 else "at all"
-        cause, remedy = _cause(history, own, int(still[-1]), largest, warm_up)
+        cause, remedy = _cause(history, own, int(still[-1]), largest)
         for_long = steps_text(history, steps)
         none = "none" if len(still) >= steps else f"none of the {len(still)} that were sampled"
         message = (
@@ -195,7 +185,10 @@ class Stalled(CheckedRule):
         return np.asarray(np.maximum(update, _grids(layout) * self.changed_share**0.5))
 
     def _excused(self, history: History, own: Sites, *, moved_before: bool) -> bool:
-        """Whether the gradient is gone, or all was learnt before."""
+        """Whether the rate is on its way up, the gradient is gone, or all was learnt before."""
+        rates = history.scalar("lr", RECENT_RECORDS)
+        if rates[-own[-1]] > np.fmin.reduce(rates[-own[-RISING_RATE_RECORDS:]]):
+            return True
         gradient, losses = _levels(history.at("grad_norm", own)[:, 0]), history.scalar("loss", RECENT_RECORDS)
         if not gradient[1] > self.gradient_share * gradient[0]:
             return True
@@ -205,25 +198,8 @@ class Stalled(CheckedRule):
         return bool(loss[1] < self.loss_share * loss[0])
 
 
-def _warm_up(history: History, own: Sites, most: float) -> float:
-    """Steps until a step moves the weights by a usual update, if the rate goes on to rise as it does. 1 where it rises
-    and that is not known, 0 where it does not rise. `most`: as of `_cause`.
-    """
-    rates = history.scalar("lr", RECENT_RECORDS)[-own]
-    lately = rates[-RISING_RATE_RECORDS:]
-    rise = float(lately[-1] - np.fmin.reduce(lately))
-    if not rise > 0:
-        return 0.0
-    steps = float(rates[-1]) * (len(lately) - 1) / rise  # from 0 to the present rate
-    # a rise that gets steeper gets there sooner
-    steady = steps >= STEADY_SHARE * len(own)
-    return steps * (USUAL_UPDATE / most - 1) if steady and most >= RELIABLE_UPDATE else 1.0
-
-
-def _cause(history: History, own: Sites, back: int, most: float, warm_up: float) -> tuple[str, str]:
-    """Why the steps are so short, and what to change. `most`: the largest update over the size of the weights;
-    `warm_up`: as `_warm_up` gives it.
-    """
+def _cause(history: History, own: Sites, back: int, most: float) -> tuple[str, str]:
+    """Why the steps are so short, and what to change. `most`: the largest update over the size of the weights."""
     rates = history.scalar("lr", RECENT_RECORDS)
     rate, highest = float(rates[-back]), float(np.fmax.reduce(rates[-own]))
     norm, left = (float(history.row(name, back=back)[0]) for name in ("grad_norm", "grad_norm_clipped"))
@@ -231,12 +207,6 @@ def _cause(history: History, own: Sites, back: int, most: float, warm_up: float)
     if most >= RELIABLE_UPDATE and rate > 0:
         better = rate * USUAL_UPDATE / most
         usual = f"lr={number_text(better, 1)} in configure_optimizers: a step would move the weights by a thousandth."
-    if warm_up:
-        cause = (
-            f"The learning rate rises, but so slowly that it takes some {number_text(warm_up, 1)} steps until a step "
-            "moves the weights by a thousandth."
-        )
-        return cause, f"a shorter warm-up, to lr={number_text(rate * USUAL_UPDATE / most, 1)}."
     if rate < 1e-3 * highest:
         cause = (
             f"The learning rate has fallen from {number_text(highest)} to {number_text(rate)}: its schedule decays "
