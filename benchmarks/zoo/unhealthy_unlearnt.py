@@ -157,21 +157,6 @@ def critic_never_cleared(fixed: bool) -> Fit:
 
 
 @unhealthy("stalled")
-def warm_up_of_a_million_steps(fixed: bool) -> Fit:
-    """LinearLR(total_iters=1_000_000), meant to be 100: after 400 steps the rate is a two-thousandth of what it should
-    be.
-    """
-
-    def optimizers(module: nn.Module) -> Any:
-        optimizer = torch.optim.Adam(module.parameters(), lr=1e-3)
-        steps = 100 if fixed else 1_000_000
-        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1e-6, total_iters=steps)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-    return reads_digits(mlp(3), optimizers, steps=400)
-
-
-@unhealthy("stalled")
 def clipped_to_a_thousandth(fixed: bool) -> Fit:
     """gradient_clip_val=1e-3 under SGD: every step is clipped to a hundredth, and the loss does not move."""
     return reads_digits(mlp(2, 32), sgd(0.1), steps=300, gradient_clip_val=1.0 if fixed else 1e-3)
