@@ -48,8 +48,9 @@ class LeadingOptimizer:
 
 def known_numbers(name: str, numbers: Mapping[str, Floats], steps: int) -> tuple[Floats, Mask]:
     """One of the `numbers` of whole steps, NaN where there is none, and at which steps it was measured, also as NaN."""
-    values, measured_nan = (numbers.get(one, np.full(steps, np.nan)) for one in (name, f"{name}_nan"))
-    return values, ~np.isnan(values) | (measured_nan == 1)
+    nowhere = np.full(steps, np.nan)
+    values = numbers.get(name, nowhere)
+    return values, ~np.isnan(values) | (numbers.get(f"{name}_nan", nowhere) == 1)
 
 
 def ends_of(numbers: NDArray[Any]) -> tuple[float, float, float] | None:
