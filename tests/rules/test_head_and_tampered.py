@@ -141,6 +141,19 @@ NO_LOGARITHM = {
     "sequences": lambda z: nn.NLLLoss()(nn.Softmax(-1)(z.view(2, 3, -1)).view(-1, CLASSES), Y),
 }
 
+
+class LogSoftmax(torch.autograd.Function):
+    """One of a user's own, called as torch's."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor) -> Tensor:
+        return z.log_softmax(1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
 SOUND: dict[str, Callable[[Tensor], Tensor]] = {
     "logits": lambda z: F.cross_entropy(z, Y),
     "log probabilities": lambda z: F.nll_loss(z.softmax(1).clamp_min(1e-9).log(), Y),
@@ -154,6 +167,10 @@ SOUND: dict[str, Callable[[Tensor], Tensor]] = {
     "squared error": lambda z: F.mse_loss(z.softmax(1), SOFT),
     "distillation": lambda z: F.kl_div(F.log_softmax(z / 4, 1), (z.detach() / 4).softmax(1), reduction="batchmean"),
     "taught by one that learns": lambda z: F.cross_entropy(z, (z / 2).softmax(1)),
+    "both ways": lambda z: F.nll_loss(F.log_softmax(z @ z.T, 0), torch.arange(6)),
+    "of one's own": lambda z: F.nll_loss(LogSoftmax.apply(z), Y),
+    "focal, of probabilities": lambda z: -(F.nll_loss(z.softmax(1), Y, reduction="none") + 1).square().mean(),
+    "its logarithm": lambda z: -(-F.nll_loss(z.softmax(1), Y, reduction="none")).log().mean(),
     "focal": lambda z: ((1 - z.softmax(1)[:, :1]) * F.cross_entropy(z, Y, reduction="none")).mean(),
     "policy": lambda z: -torch.distributions.Categorical(probs=z.softmax(1)).log_prob(Y).mean(),
     "attention": lambda z: F.cross_entropy(z.softmax(1) @ torch.randn(CLASSES, CLASSES), Y),
@@ -201,6 +218,8 @@ UNBOUNDED: dict[str, Callable[[Tensor], Tensor]] = {
     "sum": lambda z: F.mse_loss(z.tanh(), Z, reduction="sum"),
     "mean of a sum": lambda z: F.mse_loss(z.tanh(), Z, reduction="sum").mean(),
     "multiplied": lambda z: 10 * F.mse_loss(z.tanh(), Z),
+    "divided": lambda z: F.mse_loss(z.tanh(), Z) / 0.01,
+    "nine times the targets": lambda z: torch.sub(z.tanh(), Z, alpha=9).square().mean(),
     "scaled": lambda z: F.mse_loss(100 * z.tanh(), Z),
     "linear": lambda z: F.mse_loss(z, Z),
     "two terms": lambda z: F.mse_loss(z.tanh(), Z) + z.square().mean(),
@@ -215,13 +234,15 @@ UNBOUNDED: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("loss", BOUNDED)
 def test_a_bounded_output_before_a_loss_is_seen_in_the_graph(loss: str) -> None:
     most, of = BOUNDED[loss]
-    (found,) = bounded_output(of(head()))
-    assert (found.statistic, found.value, len(found.parameters)) == ("bounded_head", most, 2)
+    for found in (bounded_output(of(head())), bounded_output(of(head()) / 4, divided=True)):
+        assert found is not None
+        assert (found[0], len(found[1])) == (most, 2)
 
 
 @pytest.mark.parametrize("loss", UNBOUNDED)
 def test_losses_that_are_not_of_a_bounded_output_alone(loss: str) -> None:
-    assert bounded_output(UNBOUNDED[loss](head())) == []
+    assert bounded_output(UNBOUNDED[loss](head())) is None
+    assert bounded_output(UNBOUNDED[loss](head()) / 4, divided=True) is None
 
 
 @pytest.mark.parametrize("loss", BAD_SIGMOIDS)
@@ -299,12 +320,15 @@ def test_targets_out_of_reach_of_a_tanh() -> None:
     alert = only(fitted(Tail(torch.tanh, 1), distance(20.0)))
     assert (alert.rule, alert.layer, alert.step) == ("bad_head", "net.head", 0)
     assert alert.message.startswith(
-        "The output of layer net.head goes through a function whose values lie between -1 and 1, and the loss, a mean "
-        "of squares or distances, is "
+        "The output of layer net.head goes through a tanh, sigmoid or softmax, and the loss, a mean of squares or "
+        "distances from the targets, is "
     )
-    assert alert.message.endswith(" It could be 4 at most if the targets lay there, too: not all of them do.")
+    assert alert.message.endswith(
+        " times the most that it could be if they lay in the range of that, too: not all of them do."
+    )
+    assert alert.value == pytest.approx(100, rel=0.1)
     assert alert.remedy == (
-        "the output of layer net.head as it is for the loss, or targets that are scaled to between -1 and 1."
+        "the output of layer net.head as it is for the loss, or targets that are scaled to the range of its function."
     )
     assert fitted(Tail(torch.tanh, 1), distance(0.8)) == ()
     assert fitted(Tail(lambda z: 20 * z.tanh(), 1), distance(20.0)) == ()

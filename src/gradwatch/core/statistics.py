@@ -185,8 +185,8 @@ _BY_GROUP: dict[str, tuple[Statistic, ...]] = {
         Statistic(
             "bounded_head",
             "bounded output",
-            "the most that the loss of a tanh, sigmoid or softmax can be while targets lie in its range, too; 0 for "
-            "the total where it is of none",
+            "the loss of a tanh, sigmoid or softmax over the most that it can be while targets lie in its range, too; "
+            "0 for the total where it is of none",
         ),
     ),
 }

@@ -74,7 +74,9 @@ class BatchReplay:
         """
         self._early: NonfiniteOrigin | None = None
         self._rng_states = BatchRngStates()
-        self._runs, self._accumulate = 0, 1
+        self._runs = 0
+        self.accumulate = 1
+        """Batches per step, by which the loop divides each loss."""
 
     def open(self, devices: tuple[torch.device, ...], *, steps_waiting: int) -> None:
         """The run begins. `devices`: the CUDA devices of the model; `steps_waiting`: steps that may wait for others."""
@@ -87,7 +89,7 @@ class BatchReplay:
 
     def begin(self, data: object, index: int, epoch: int, accumulate: int) -> None:
         """A batch begins; `data` is None where it need not be kept. `accumulate`: batches per step."""
-        self.batch, self._accumulate = None, accumulate
+        self.batch, self.accumulate = None, accumulate
         if data is None:
             return
         self.batch = Batch(index, epoch, data, self._rng_states.before_batch(self.devices), version_counters(data))
@@ -144,7 +146,7 @@ class BatchReplay:
                 warnings.simplefilter("ignore")
                 found = run_again(self._copy(), batch, factor, self.loss)
                 # the gradients of other batches, and those times a scale, may not be finite
-                alone = self._accumulate == 1 and factor == 1
+                alone = self.accumulate == 1 and factor == 1
                 return found if alone or found is None or found.source != "gradients" else None
         except Exception as error:
             logger.debug("the batch cannot be run again: %s", error, exc_info=error)

@@ -303,7 +303,8 @@ class Engine:
         self.replay.loss, self._announced = copy, True
         if self._sampling and isinstance(loss, Tensor):
             sharded = self._reader is None or self._reader.shards is not None
-            self._samples.on_loss(loss, None if sharded else self._model)
+            divisor = self.replay.accumulate if self._mode.loop == "automatic" else 0
+            self._samples.on_loss(loss, None if sharded else self._model, divisor=divisor)
 
     def end(self) -> None:
         """A batch is over, whether the optimizer stepped or not."""

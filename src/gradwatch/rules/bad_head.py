@@ -16,7 +16,6 @@ from gradwatch.core.number_text import number_text
 from gradwatch.core.record import Mask
 from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.samples import (
-    RECENT_RECORDS,
     in_a_row,
     in_run_order,
     layer_before,
@@ -25,6 +24,9 @@ from gradwatch.rules.evidence.samples import (
     throughout,
 )
 from gradwatch.rules.rule import CheckedRule
+
+BEYOND = 1.001
+"""Times the most that a loss can be with targets in reach, rounding left aside, above which not all are."""
 
 LOSS_NAMES = {1: "a cross entropy", 2: "a binary cross entropy with logits"}
 """Value of `softmax_head` and `sigmoid_head` -> the loss it stands for."""
@@ -87,18 +89,19 @@ class BadHead(CheckedRule):
         found = [finding for finding in seen if finding is not None]
         return found[:1] if found else [] if 1 in map(history.newest, ("softmax_head", "logit_misfit")) else None
 
-    def _in_graph(self, history: History, statistic: str) -> tuple[int, float, int] | None:
-        """The site of the head, the value, and the onset."""
+    def _in_graph(self, history: History, statistic: str, *, over: float = 0.0) -> tuple[int, float, int] | None:
+        """The site of the head, the value, `over` that, and the onset."""
         found = samples(history, statistic)
         if found is None:
             return None
         (values, backs), layers = found, history.layout.layers
-        if in_a_row(values[:, 0] > 0) < self.graphs:
+        there = values[:, 0] > over
+        if in_a_row(there) < self.graphs:
             return None
-        near = in_run_order(history, layers[values[-1, layers] > 0])
+        near = in_run_order(history, layers[values[-1, layers] > over])
         # without a name for the parameters (sharded ones), the last layer that ran
         layer = int((near if len(near) else in_run_order(history, layers))[-1])
-        return layer, float(values[-1, 0]), int(onset_of(values[:, 0] > 0, backs))
+        return layer, float(values[-1, layer if len(near) else 0]), int(onset_of(there, backs))
 
     def _doubled(self, history: History, squash: str) -> Finding | None:
         found = self._in_graph(history, f"{squash}_head")
@@ -127,25 +130,21 @@ class BadHead(CheckedRule):
         return Finding(self.name, Severity.WARNING, layer, (layer,), batch, 1.0, message, remedy, onset, headline)
 
     def _out_of_reach(self, history: History) -> Finding | None:
-        seen, found = self._in_graph(history, "bounded_head"), samples(history, "bounded_head")
-        if seen is None or found is None:
+        found = self._in_graph(history, "bounded_head", over=BEYOND)
+        if found is None:
             return None
-        (values, backs), (layer, most, _) = found, seen
-        losses = history.scalar("loss", RECENT_RECORDS)[-backs]
-        far, now = (values[:, 0] > 0) & (losses > values[:, 0]), float(losses[-1])
-        if in_a_row(far) < self.graphs:
-            return None
+        layer, share, onset = found
         name, whose = _named(history, layer)
-        ends = "0 and 1" if most == 1 else "-1 and 1"
         message = (
-            f"The output of {whose} goes through a function whose values lie between {ends}, and the loss, a mean of "
-            f"squares or distances, is {number_text(now, 3)}. It could be {number_text(most)} at most if the targets "
-            "lay there, too: not all of them do."
+            f"The output of {whose} goes through a tanh, sigmoid or softmax, and the loss, a mean of squares or "
+            f"distances from the targets, is {number_text(share, 3)} times the most that it could be if they lay in "
+            "the range of that, too: not all of them do."
         )
-        remedy = f"the output of {whose} as it is for the loss, or targets that are scaled to between {ends}."
-        headline = f"the targets do not lie between {ends}, as its outputs do"
-        onset = int(onset_of(far, backs))
-        return Finding(self.name, Severity.WARNING, name, (name,), now, most, message, remedy, onset, headline)
+        remedy = (
+            f"the output of {whose} as it is for the loss, or targets that are scaled to the range of its function."
+        )
+        headline = "not all targets lie in the range of its tanh, sigmoid or softmax"
+        return Finding(self.name, Severity.WARNING, name, (name,), share, 1.0, message, remedy, onset, headline)
 
     def _by_numbers(self, history: History) -> Finding | None:
         found = samples(history, "logit_misfit")

@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, repeat
 from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
 
-from gradwatch.core.record import Layout
+from gradwatch.core.record import Floats, Layout
 from gradwatch.hooks.graph_release import LEAF, MAX_UNPREPARED, release_in_a_loop
 from gradwatch.measure.modules import ModuleReading, ModuleStatistic
 from gradwatch.measure.modules.autograd_graph import MAX_VIEWS, VIEWS, kind_of, leaf_of, parents
+from gradwatch.measure.reductions import gathered
 
 MAX_LOSS_NODES = 512
 """Nodes visited from the loss on: a loss of a few terms has ten, one summed over a hundred time steps three hundred.
@@ -42,6 +45,11 @@ LAYER_KINDS = frozenset({"Addmm", "Baddbmm", "Bmm", "Convolution", "Embedding", 
 ELEMENTWISE_LOSSES = frozenset({"HuberLoss", "L1Loss", "MseLoss", "SmoothL1Loss"})
 """Kinds of nodes of the losses that broadcast their arguments, and warn of it."""
 
+LINEAR = VIEWS | {"Add", "Cat", "Div", "Mean", "Mul", "Neg", "Select", "Slice", "Stack", "Sub", "Sum"}
+"""Kinds of nodes between a negative log-likelihood and a loss that is one: behind others, as in a focal loss,
+`F.nll_loss` only chooses the probability of each class.
+"""
+
 REORDERING = frozenset({"AsStrided", "Expand", "Permute", "T", "Transpose"})
 """Kinds of views after which a dimension may stand for something else."""
 
@@ -63,13 +71,13 @@ softmax.
 @dataclass(frozen=True, slots=True)
 class HeadFault:
     """A softmax or sigmoid whose output a loss takes as logits, and so applies another one to; one that is no
-    log-softmax over the classes where there should be one; an output that is broadcast; or a bounded one.
+    log-softmax over the classes where there should be one; or an output that is broadcast.
     """
 
     statistic: str
     value: float
     """`CROSS_ENTROPY` or one of those after it; of an output that is broadcast, the number of targets that each entry
-    is compared with; of a bounded one, the most that its loss can be, as `bounded_output` says.
+    is compared with.
     """
     parameters: frozenset[int]
     """`id` of the nearest parameters before it."""
@@ -86,6 +94,12 @@ class LossHead(ModuleStatistic):
         """Sites and their modules."""
         self._found: dict[str, dict[int, float]] | None = None
         """Statistic -> site -> value."""
+        self._bounded: list[tuple[Tensor, set[int]]] = []
+        """Losses of bounded outputs, 0-d, over the most that they can be while the targets lie in their range, too; and
+        the sites of these outputs.
+        """
+        self.divisor = 0
+        """What the training loop divides each loss by before it gets here; 0 where it does not."""
 
     def on_output(self, site: int, module: nn.Module, kind: str) -> None:
         if not kind:
@@ -95,20 +109,20 @@ class LossHead(ModuleStatistic):
         if loss.grad_fn is None:
             return
         if self._found is None:
-            self._found = {"softmax_head": {}, "sigmoid_head": {}, "loss_broadcast": {}, "bounded_head": {}}
-        for fault in (*head_faults(loss), *bounded_output(loss)):
+            self._found = {"softmax_head": {}, "sigmoid_head": {}, "loss_broadcast": {}}
+        for fault in head_faults(loss):
             self._found[fault.statistic] |= dict.fromkeys(self._owners(fault.parameters) or {0}, fault.value)
+        if loss.numel() == 1 and (bounded := bounded_output(loss, divided=self.divisor > 0)) is not None:
+            most, parameters = bounded
+            share = loss.detach().reshape(()) * (max(1, self.divisor) / most)
+            self._bounded.append((share, self._owners(parameters) or {0}))
 
     def collect(self, layout: Layout) -> ModuleReading | None:
-        found, self._found = self._found, None
+        (found, self._found), (bounded, self._bounded) = (self._found, None), (self._bounded, [])
         if found is None:
             return None
-        values = {}
-        for statistic, sites in found.items():
-            values[statistic] = np.full(len(layout), np.nan)
-            values[statistic][0] = max(sites.values(), default=0.0)
-            values[statistic][[*sites]] = [*sites.values()]
-        return ModuleReading({}, lambda numbers: values)
+        tensors = {"bounded_losses": gathered([share for share, _ in bounded])} if bounded else {}
+        return ModuleReading(tensors, partial(_values, len(layout), found, [sites for _, sites in bounded]))
 
     def _owners(self, parameters: frozenset[int]) -> set[int]:
         """Sites of the layers that own `parameters`."""
@@ -120,14 +134,34 @@ class LossHead(ModuleStatistic):
         }
 
 
+def _values(
+    n: int,
+    found: Mapping[str, Mapping[int, float]],
+    bounded: Sequence[set[int]],
+    numbers: Mapping[str, Floats],
+) -> dict[str, Floats]:
+    """Statistic -> one number for each of `n` sites; of the total the largest. `bounded`: the sites of each loss of
+    bounded outputs.
+    """
+    shares: dict[int, float] = {}
+    for sites, share in zip(bounded, numbers.get("bounded_losses", ()), strict=True):
+        shares |= {site: max(shares.get(site, 0.0), float(share)) for site in sites}  # the largest; NaN is none
+    values = {}
+    for statistic, of_sites in (*found.items(), ("bounded_head", shares)):
+        values[statistic] = np.full(n, np.nan)
+        values[statistic][0] = max(of_sites.values(), default=0.0)
+        values[statistic][[*of_sites]] = [*of_sites.values()]
+    return values
+
+
 def head_faults(loss: Tensor) -> list[HeadFault]:
     """The doubled activations and broadcast outputs close to `loss`."""
     found: list[HeadFault] = []
     # the nodes are held while this runs: otherwise torch frees their Python objects, and ids are reused
     seen: dict[int, Any] = {}
-    queue: deque[tuple[Any, bool]] = deque([(loss.grad_fn, False)])
+    queue: deque[tuple[Any, bool, bool]] = deque([(loss.grad_fn, False, True)])
     while queue and len(seen) < MAX_LOSS_NODES:
-        node, classes = queue.popleft()
+        node, classes, linear = queue.popleft()
         if node is None or id(node) in seen:
             continue
         seen[id(node)] = node
@@ -136,7 +170,7 @@ def head_faults(loss: Tensor) -> list[HeadFault]:
         kind, before = kind_of(node), parents(node)
         if kind.startswith("NllLoss"):
             classes = True
-            found += _no_log_probabilities(before[0])
+            found += _no_log_probabilities(before[0]) if linear else []
         if kind == "LogSoftmax":
             found += _activations_before(before[0], CROSS_ENTROPY, sigmoids=classes)
         elif kind == "BinaryCrossEntropyWithLogits":
@@ -144,47 +178,50 @@ def head_faults(loss: Tensor) -> list[HeadFault]:
         elif (kind in ELEMENTWISE_LOSSES or kind == "Sub") and (broadcast := _broadcast(node, kind)) is not None:
             found.append(broadcast)
         elif kind not in LAYER_KINDS and LEAF not in map(kind_of, filter(None, before)):
-            queue.extend(zip(before, repeat(classes), strict=False))
+            queue.extend(zip(before, repeat(classes), repeat(linear and kind in LINEAR), strict=False))
     return found
 
 
-def bounded_output(loss: Tensor) -> list[HeadFault]:
-    """The tanh, sigmoid or softmax whose values `loss` compares with targets, if it is a mean of squares or distances
-    and nothing else; and the most that this can be while the targets lie in its range, too.
+def bounded_output(loss: Tensor, *, divided: bool = False) -> tuple[float, frozenset[int]] | None:
+    """Of a `loss` that is a mean of squares or distances, and nothing else, between targets and the values of a tanh,
+    sigmoid or softmax: the most that it can be while the targets lie in their range, too; and the `id` of the nearest
+    parameters before that. `divided`: whether the loss was divided by a number, which is left out.
     """
     node: Any = loss.grad_fn
-    if kind_of(node) == "Div":  # Lightning divides by the number of micro-batches, be it 1
+    if divided:
+        if _builtin_kind(node) != "Div":
+            return None
         node = parents(node)[0]
-    mean = node is not None and kind_of(node) == "Mean"
+    mean = _builtin_kind(node) == "Mean"
     node = parents(node)[0] if mean else node
     # of a loss of torch's: 0 is none, 1 the mean, 2 the sum
     if node is None or getattr(node, "_saved_reduction", 0) not in ((0, 1) if mean else (1,)):
-        return []
-    kind, power = kind_of(node), 1
-    if kind == "MseLoss" or (node.name() == "PowBackward0" and node._saved_exponent == 2):
+        return None
+    kind, power = _builtin_kind(node), 1
+    if kind == "MseLoss" or (kind == "Pow" and getattr(node, "_saved_exponent", 0) == 2):
         power = 2
     elif kind not in ELEMENTWISE_LOSSES | {"Abs"}:
-        return []
+        return None
     if kind in ("Pow", "Abs"):
         node = parents(node)[0]
-        if kind_of(node) != "Sub":
-            return []
+        if _builtin_kind(node) != "Sub" or getattr(node, "_saved_alpha", 1) != 1:
+            return None
     outputs = [parent for parent in parents(node) if parent is not None]
-    while len(outputs) == 1 and kind_of(outputs[0]) in VIEWS:
+    while len(outputs) == 1 and _builtin_kind(outputs[0]) in VIEWS:
         outputs = parents(outputs[0])
-    if len(outputs) != 1 or outputs[0] is None or kind_of(outputs[0]) not in RANGES:
-        return []
-    near = frozenset(_parameters_near(parents(outputs[0])[0]))
-    return [HeadFault("bounded_head", RANGES[kind_of(outputs[0])] ** power, near)]
+    if len(outputs) != 1 or (kind := _builtin_kind(outputs[0])) not in RANGES:
+        return None
+    return RANGES[kind] ** power, frozenset(_parameters_near(parents(outputs[0])[0]))
 
 
 def _no_log_probabilities(node: Any) -> list[HeadFault]:
     """The softmax that a negative log-likelihood gets from `node`, or the log-softmax if not over the classes, the
-    second dimension of [N, classes, ...] and the last of what was [..., classes].
+    second dimension of [N, classes, ...] and the last of what was [..., classes]. None of N numbers for each of N: both
+    may be classes, as in a contrastive loss.
     """
     wanted, kind = _shape_of(node), ""
     for _ in range(MAX_VIEWS):
-        kind = "" if node is None else kind_of(node)
+        kind = _builtin_kind(node)
         if kind not in VIEWS - REORDERING:
             break
         node = parents(node)[0]
@@ -192,13 +229,19 @@ def _no_log_probabilities(node: Any) -> list[HeadFault]:
     if kind == "LogSoftmax":
         given, fault = _shape_of(node), OTHER_DIMENSION
         last = len(given) - 1
-        classes = min(1, last) if given[:2] == wanted[:2] else last if given[-1:] == wanted[1:] else None
+        classes = min(1, last) if given[:2] == wanted[:2] else last if given[-1:] == wanted[1:] else -1
         # not a public name of torch: tests/rules/test_head_and_tampered.py fails if it moves; -1 is 2 ** 64 - 1
-        if classes is None or (int(node._saved_dim) + len(given)) % 2**64 % len(given) == classes:
+        over = (int(node._saved_dim) + len(given)) % 2**64 % max(1, len(given))
+        if classes < 0 or over == classes or given[over] == given[classes]:
             return []
     elif kind != "Softmax":
         return []
     return [HeadFault("softmax_head", fault, frozenset(_parameters_near(parents(node)[0])))]
+
+
+def _builtin_kind(node: Any) -> str:
+    """The kind of a node of torch's own; empty for None, and for functions of others, which may be called the same."""
+    return kind_of(node) if node is not None and node.name()[-1].isdigit() else ""
 
 
 def _broadcast(node: Any, kind: str) -> HeadFault | None:

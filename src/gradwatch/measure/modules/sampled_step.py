@@ -97,10 +97,12 @@ class SampledStep:
         self._refusal_reported = True
         return FULL_HOOKS_REFUSED
 
-    def on_loss(self, loss: Tensor, model: nn.Module | None = None) -> None:
+    def on_loss(self, loss: Tensor, model: nn.Module | None = None, *, divisor: int = 0) -> None:
         """A backward pass begins at `loss`, or has ended, in training loops that do not report where it begins.
         `model`: where the graph still exists; None where its parameters are in shards, whose leaves are others.
+        `divisor`: what the loop has divided the loss by; 0 where it does not divide.
         """
+        self._head.divisor = divisor
         self._module_hooks.on_loss(loss)
         if self.hooks_modules and model is not None:
             self._unowned.look(loss, model)
