@@ -31,6 +31,7 @@ from gradwatch.rules.stale_grad import StaleGrad
 from gradwatch.rules.underflow import SMALLEST_FLOAT16, Underflow
 from models import mlp
 from quick import examples
+from reference import hooks_on
 from synthetic_history import INF, NAN, append, only
 from synthetic_history import layout as made_up_layout
 from training import quiet_trainer
@@ -450,6 +451,22 @@ def test_momentum_by_hand() -> None:
                 parameter.grad.mul_(0.5)
 
     assert loop(fade) == ()
+
+
+def test_optimizers_that_are_gone_leave_no_hooks() -> None:
+    """A new one every three steps, whose gradients are filled with zeros."""
+    model, counts = mlp(), list[int]()
+    with Watch(model, sinks=[]) as watch:
+        for _ in range(12):
+            optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+            for _ in range(3):
+                optimizer.zero_grad(set_to_none=False)
+                model(torch.randn(8, 8)).square().mean().backward()
+                watch.step(optimizer)
+                optimizer.step()
+            counts.append(len(hooks_on(model)))
+    assert max(counts[4:]) <= counts[3] + 8
+    assert not watch.alerts
 
 
 def test_cleared_once_an_epoch() -> None:

@@ -183,7 +183,10 @@ class GradientReader:
         self.tensor_taps.armed = True
         if self.shards is None:
             for held in self._by_optimizer.values():
-                held.stale_gradients.arm(held.parameters)
+                if held.optimizer_ref() is None:
+                    held.stale_gradients.disarm()
+                else:
+                    held.stale_gradients.arm(held.parameters)
 
     def disarm(self) -> None:
         """Take the hooks off; twice does nothing."""
