@@ -119,7 +119,8 @@ def test_a_scaled_layer_is_named(runs: dict[str, Path], seed: int) -> None:
         assert first_of(result) == ("2", 0, "weight_norm")
         low, high = result.divergence_points[0].values
         assert sign * (high - low) == pytest.approx(np.log10(6), abs=0.1)
-        assert result.headline.startswith("The runs diverge at step 0, in 2: weight norm ")
+        said = r"The runs diverge at step 0, in 2: weight norm \S+ in A, \S+ in B \(x\S+; noise less than 1 %\)\."
+        assert re.fullmatch(said, result.headline)
     first = between(runs, "seed 0", "scaled 0").first_difference.first
     assert first == Difference(0, "weight_norm", (1,), 3, None, 0)
 
@@ -178,6 +179,7 @@ def test_a_layer_that_another_optimizer_steps_is_not_called_the_same(tmp_path: P
         sink.close(HEALTHY)
         runs.append(read(tmp_path / name))
     assert compare_runs(*runs).sentences == ("At step 0 the weight norm of gen differs.",)
+    assert compare_runs(runs[0], runs[0]).first_difference.identical
 
 
 def normalised(folder: Path, seed: int, scaled: float = 1.0) -> Path:
@@ -478,12 +480,17 @@ def test_layers_that_do_not_diverge_are_folded_away(tmp_path: Path) -> None:
         for step in range(80):
             norms = np.random.default_rng(step).lognormal(0, 0.1, 60)
             norms[7] *= factor if step >= 40 else 1.0
+            norms[8] *= factor if step >= 60 else 1.0
             feed(sink, record_of(layout, step, norms))
         sink.close(HEALTHY)
-    html = page(compare_runs(read(tmp_path / "a"), read(tmp_path / "b")))
+    result = compare_runs(read(tmp_path / "a"), read(tmp_path / "b"))
+    assert result.headline.endswith("(x10; medians of 5 steps; noise 10 %).")
+    assert result.sentences[0] == "Later in 1 more of 60 layers."
+    html = page(result)
     shown, folded = html.partition('<details class="healthy-layers">')[::2]
-    assert "<summary>59 more layers, which do not diverge</summary>" in folded
-    assert re.findall(r'<td><span title="(\w+)">', shown.partition("<h2>Layers</h2>")[2]) == ["total", "layer7"]
+    assert "<summary>58 more layers, which do not diverge</summary>" in folded
+    names = re.findall(r'<td><span title="(\w+)">', shown.partition("<h2>Layers</h2>")[2])
+    assert names == ["total", "layer7", "layer8"]
 
 
 def test_the_colours_have_a_middle_and_a_direction(tmp_path: Path) -> None:
