@@ -35,7 +35,7 @@ def batch_text(history: History, *, back: int = 1) -> str:
     said = ""
     for name, words in (("batch", "at batch"), ("epoch", "of epoch"), ("rank", "on rank")):
         number = history.number(name, back=back)
-        if math.isfinite(number) and (said or name != "epoch"):
+        if math.isfinite(number):
             said += f" {words} {number:.0f}"
     return said
 
