@@ -194,6 +194,7 @@ def test_the_learning_rate_is_described_by_its_past() -> None:
     assert after(0.1, 0.1) == " (lr=0.1)"
     assert after(1e-3, 2e-3, 4e-3, 8e-3, 16e-3) == " (lr=0.016, 16 times that of 4 steps before)"
     assert after(0.001, 3.0, 0.01) == " (lr=0.01, after lr=3, 3000 times the rate before it)"
+    assert after(0.0, 0.0, 0.1) == " (lr=0.1)"
     assert "adds up the gradients of 100 steps" in after(0.1, 0.1, momentum=0.99)
     assert "adds up" not in after(0.1, 0.1, momentum=0.9)
     assert rate_text(played({"loss": 1.0})) == ""
@@ -209,6 +210,8 @@ def test_the_better_rate_says_where_it_comes_from() -> None:
     assert thrown == "lr=0.005 in configure_optimizers: step 0 would have moved the weights by 0.03 of their size."
     lower = after(steps(30, updates=0.01, lr=0.01), steps(20, updates=0.6, lr=0.04), steps(1, lr=0.04))
     assert lower == "lr=0.01 in configure_optimizers, as at step 29, which moved the weights by 0.01."
+    warmed = after(steps(1, updates=0.0, lr=0.0), steps(20, updates=0.6, lr=0.04))
+    assert warmed == "lr=0.002 in configure_optimizers: step 1 would have moved the weights by 0.03 of their size."
     sane = after(steps(30, updates=0.01, lr=0.1))
     assert "moved the weights" not in sane
     assert "step" not in sane
@@ -222,6 +225,15 @@ def test_momentum_is_to_blame_where_it_is_long() -> None:
 
     assert with_momentum(0.99) == "momentum=0.9 in configure_optimizers."
     assert "momentum" not in with_momentum(0.9)
+
+
+def test_passes_that_are_summed_are_to_blame_where_nothing_else_adds_up_gradients() -> None:
+    def after(**more: float) -> str:
+        return better_rate(sampled(played((30, {"gradients": 2.0, "lr": 0.1, **more})), arrived_norm=1.0))
+
+    assert "N is 24 at least." in after()
+    assert "N is" not in after(accumulate=4.0)
+    assert "N is" not in after(stale=1.0)
 
 
 def test_the_first_steps_are_its_first_only_while_they_are_known() -> None:

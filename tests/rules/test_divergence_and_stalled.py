@@ -279,7 +279,7 @@ def test_remedies_go_by_what_was_measured(rows: list[dict[str, Any]], remedy: st
 
 
 def test_backward_passes_that_are_summed() -> None:
-    """Each of 32 passes is small, their sum is not; where the loss is divided, or there are two, nothing is said."""
+    """Each of 32 passes is small, their sum is not; the loss may have been divided. Of two nothing is said."""
 
     def watched(passes: int, *, mean: bool, every_n_steps: int = 1) -> str:
         torch.manual_seed(0)
@@ -299,7 +299,11 @@ def test_backward_passes_that_are_summed() -> None:
     summed = watched(32, mean=False)
     (least,) = map(int, re.findall(r"each step adds up the gradients of (\d+) backward passes or more", summed.lower()))
     assert 3 <= least <= 32
-    assert f"loss / N before each of a step's N backward passes, which are added up: N is {least} at least." in summed
+    assert summed.endswith(
+        f"loss / N before each of a step's N backward passes, which are added up: N is {least} at least. Where it is "
+        "divided already, a smaller lr."
+    )
+    assert "backward passes" not in watched(2, mean=False)
     assert "backward passes" not in watched(1, mean=True)
 
 

@@ -148,14 +148,17 @@ def measured_remedy(history: History, back: int) -> str:
     sane, or at which the first would have been; empty where nothing is known.
     """
     if (passes := summed_passes(history)) is not None:
-        return f"loss / N before each of a step's N backward passes, which are added up: N is {passes} at least."
+        return (
+            f"loss / N before each of a step's N backward passes, which are added up: N is {passes} at least. Where it "
+            "is divided already, a smaller lr."
+        )
     if history.number("momentum") >= LONG_MOMENTUM:
         return "momentum=0.9 in configure_optimizers."
     rates, backs = history.scalar("lr", RECENT_RECORDS), update_samples(history)
     if not len(backs) or not is_own(history, RECENT_RECORDS)[-backs[-1]]:
         return ""
     backs = backs[backs >= back]
-    if not len(backs) or not rates[-back] > 0:
+    if not len(backs):
         return ""
     known, moved = rates[-backs], np.fmax.reduce(relative_updates(history, backs), axis=1, initial=np.nan)
     lower = (known > 0) & (known < LOWER_RATE_SHARE * rates[-back]) & (moved <= SANE_SHARE)
@@ -202,7 +205,8 @@ def usual_norm(history: History, *, back: int) -> float | None:
 
 
 def summed_passes(history: History) -> int | None:
-    """Of how many backward passes, at least, a step's gradient is the sum; None where it is of few, or a mean.
+    """Of how many backward passes, at least, a step's gradient is the sum; None where it is of few, or of losses that
+    the Trainer has divided. Whether a loop of the user's own has divided them is not known.
 
     The norm of a sum of N vectors is at most sqrt(N) times the root of the sum of their squared norms, which is the
     norm of what has arrived (Cauchy and Schwarz).
