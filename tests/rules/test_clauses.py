@@ -26,7 +26,7 @@ from gradwatch.rules import (
 from gradwatch.rules.dead import Death, death_of, unlearnt
 from gradwatch.rules.evidence.baseline import first_steps, median_and_spread, was_learnt
 from gradwatch.rules.evidence.jumps import began_text, beginning, gradient_jump
-from gradwatch.rules.evidence.layer_levels import bias_text, factor_text
+from gradwatch.rules.evidence.layer_levels import bias_text, factor_text, gives_its_bias_alone
 from gradwatch.rules.evidence.learning_rates import better_rate, rate_text
 from synthetic_history import INF, NAN, USUAL, judge_rows, judge_steps, layout, net, only, record, steps
 
@@ -159,8 +159,7 @@ def test_large_weights_or_a_factor_behind_an_abrupt_growth() -> None:
 
 def test_a_factor_is_told_by_outputs_and_usual_weights() -> None:
     def factor(outputs: float, weight: float) -> str:
-        history = net()
-        record(history)
+        history = played({}, {})
         sampled(history, output_rms=[1, 1, 1, outputs, 1, 1], weight=weight * 500**0.25)
         return factor_text(history, "fc2", "fc3")
 
@@ -170,12 +169,28 @@ def test_a_factor_is_told_by_outputs_and_usual_weights() -> None:
     assert factor(1e-4, 10.0) == ""
 
 
+def with_fc3(module: str, *, names: int) -> History:
+    shape = net(names).layout
+    return History(
+        replace(shape, sites=tuple(s._replace(module=module) if s.name == "fc3" else s for s in shape.sites))
+    )
+
+
+def test_a_norm_gives_its_bias_alone_where_its_outputs_are_no_larger() -> None:
+    def alone(bias: float, module: str = "LayerNorm") -> bool:
+        history = with_fc3(module, names=6)
+        record(history)
+        sampled(history, output_rms=2.0, weight=500**0.5, bias=[bias] * 6)
+        return gives_its_bias_alone(history, "fc3")
+
+    assert alone(2.0)
+    assert not alone(0.1)
+    assert not alone(2.0, "Linear")
+
+
 def test_growth_through_a_recurrent_layer() -> None:
     def through(module: str) -> str:
-        history = net(8)
-        shape = history.layout
-        sites = tuple(s._replace(module=module) if s.name == "fc3" else s for s in shape.sites)
-        history = History(replace(shape, sites=sites))
+        history = with_fc3(module, names=8)
         for _ in range(3):
             record(history, signals=ABRUPT)
         return said(only(Exploding()(history)))
@@ -285,6 +300,9 @@ def test_a_gradient_that_was_growing_is_no_jump() -> None:
     steep = [{"gradients": 3.0**k, "loss": 1.0} for k in range(25)]
     assert gradient_jump(played(*steep)) is None
     assert gradient_jump(played((30, {"loss": 1.0}), {"gradients": 100.0, "loss": 1.0})) is not None
+    early = gradient_jump(played((12, {}), {"gradients": 100.0}))
+    assert early is not None
+    assert early.before == "12 steps"
 
 
 def test_a_jump_counts_in_the_steps_just_before() -> None:
@@ -294,10 +312,12 @@ def test_a_jump_counts_in_the_steps_just_before() -> None:
     rate = before(8, lr=3.0)
     assert rate.sentence == " At step 40, the learning rate jumped 30 times, to 3."
     assert before(2, lr=3.0).sentence == "", "long before"
+    assert before(11, lr=3.0).sentence == "", "not before it"
     gradient = before(9, gradients=100.0)
     assert gradient.sentence == " At step 40, the gradient was 100 times the highest of the 20 steps before."
     assert gradient.headline == ": the gradient was 100 times the highest of the 20 steps before"
     assert before(2, gradients=100.0).sentence == "", "long before"
+    assert before(11, gradients=100.0).sentence == "", "not before it"
     assert before(9).sentence == ""
 
 

@@ -192,8 +192,8 @@ def test_one_batch_that_throws_the_weights() -> None:
 
 
 def test_a_loss_whose_scale_changes_is_said_to_grow_as_all_gradients_do() -> None:
-    summed = {"loss": 32.0, "gradients": 40.0, "lr": 0.1, "batch": 30.0}
-    found = only(judge_steps(Divergence(), net(2), [*steps(30), *[summed] * 5])[-1])
+    usual, summed = steps(30, gradients=10.0), {"loss": 32.0, "gradients": 400.0, "lr": 0.1, "batch": 30.0}
+    found = only(judge_steps(Divergence(), net(2), [*usual, *[summed] * 5])[-1])
     assert found.message.endswith(
         "times the highest of the 20 steps until then, and the loss and the gradients of all layers grew by about the "
         "same factor there, as where a sum replaces a mean in the loss or a weight of it changes."
@@ -201,7 +201,7 @@ def test_a_loss_whose_scale_changes_is_said_to_grow_as_all_gradients_do() -> Non
     assert found.remedy.startswith(
         "the reduction and weights of the loss as before that batch, or Trainer(gradient_clip"
     )
-    uneven = [summed | {"gradients": [40.0, 400.0]}] * 5
+    uneven = [summed | {"gradients": [400.0, 4000.0]}] * 5
     large = steps(30, updates=0.2)
     assert "same factor" not in only(judge_steps(Divergence(), net(2), [*large, *uneven])[-1]).message
 
