@@ -205,6 +205,18 @@ def test_layers_that_begin_with_constants_do_not_tell_of_a_seed(tmp_path: Path) 
     assert any("the weight norm of 3 differs, that of 3 others is the same: they began" in s for s in same.sentences)
 
 
+def test_layers_that_share_a_norm_begin_with_constants(tmp_path: Path) -> None:
+    layout, runs = layout_of("one", "two", "zero", "drawn"), []
+    for drawn in (1.0, 1.5):
+        sink = Recorder(folder=tmp_path / str(drawn))
+        sink.open(Run(layout, "run"))
+        for step in range(20):
+            feed(sink, record_of(layout, step, [1.0] * 4, weight_norm=np.array([2.0, 2.0, 0.0, drawn])))
+        sink.close(HEALTHY)
+        runs.append(read(tmp_path / str(drawn)))
+    assert compare_runs(*runs).first_difference.first == Difference(0, "weight_norm", (3,), 0, None, 3)
+
+
 @pytest.mark.parametrize("seed", [0, 7])
 def test_a_changed_rate_is_named(runs: dict[str, Path], seed: int) -> None:
     for name, rate, headline in (
@@ -334,12 +346,21 @@ def test_runs_that_are_the_same_at_first_diverge_after_that(tmp_path: Path) -> N
         assert compare_runs(*map(read, pair)).headline.startswith("The runs diverge at step 2, in fc: ")
 
 
-def test_a_loss_that_is_infinite_in_one_run_differs(tmp_path: Path) -> None:
-    a, b = (
-        of_one_layer(tmp_path / name, [1.0] * 40, [*[0.5] * 39, last]) for name, last in (("a", 0.5), ("b", np.inf))
-    )
+@pytest.mark.parametrize("wrong", [np.inf, np.nan])
+def test_a_loss_that_is_not_finite_in_one_run_differs(tmp_path: Path, wrong: float) -> None:
+    a, b = (of_one_layer(tmp_path / name, [1.0] * 40, [*[0.5] * 39, last]) for name, last in (("a", 0.5), ("b", wrong)))
     for pair in ((a, b), (b, a)):
         assert "at step 39 the losses differ" in compare_runs(*map(read, pair)).sentences[0]
+
+
+def test_a_difference_of_rounding_is_none(tmp_path: Path) -> None:
+    exact, rounded, other = (
+        read(of_one_layer(tmp_path / str(share), [1.0 + share] * 40, [0.5 * (1.0 + share)] * 40))
+        for share in (0.0, 3e-6, 3e-5)
+    )
+    headline = compare_runs(exact, rounded).headline
+    assert headline == "The runs are the same but for rounding, over all 40 steps that both have."
+    assert compare_runs(exact, other).first_difference.first is not None
 
 
 # ---- the command
