@@ -510,8 +510,14 @@ def test_layers_that_do_not_diverge_are_folded_away(tmp_path: Path) -> None:
     html = page(result)
     shown, folded = html.partition('<details class="healthy-layers">')[::2]
     assert "<summary>58 more layers, which do not diverge</summary>" in folded
-    names = re.findall(r'<td><span title="(\w+)">', shown.partition("<h2>Layers</h2>")[2])
-    assert names == ["total", "layer7", "layer8"]
+    before, _, after = shown.partition("<h2>Layers</h2>")
+    assert re.findall(r'<td><span title="(\w+)">', after) == ["total", "layer7", "layer8"]
+    assert [re.findall(r"<td[^>]*>(?:<span[^>]*>)?([^<]+)", row) for row in before.split("<tr id=")[1:]] == [
+        ["1. layer7", "gradient norm", "40", "0.955", "9.55", "x10", "x1.1"],
+        ["2. layer8", "gradient norm", "60", "0.895", "8.95", "x10", "x1.11"],
+    ]
+    assert "a column is one step. Marks: " in before
+    assert "<dt>steps of both</dt><dd>80</dd>" in before
 
 
 def test_the_colours_have_a_middle_and_a_direction(tmp_path: Path) -> None:
