@@ -100,6 +100,10 @@ def test_notices_about_other_layers_are_no_part_of_what_is_louder() -> None:
     first, second = tracker.alerts
     assert (first.sites, first.closed_step) == (("a",), 2)
     assert (second.sites, second.severity, second.closed_step) == (("b",), Severity.NOTICE, None)
+    tracker = IncidentTracker()
+    run(tracker, range(1), loud)
+    run(tracker, range(1, 2), replace(quiet, sites=("a", "b")))
+    assert [alert.sites for alert in tracker.alerts] == [("a", "b")]
 
 
 def test_layers_that_join_are_named_in_the_models_order() -> None:
@@ -274,6 +278,7 @@ def test_a_notice_does_not_silence_what_is_louder_in_the_same_rule(open_until: i
     run(tracker, range(41, 70))
     assert not tracker.open_faults
     assert [alert.severity for alert in tracker.alerts] == [Severity.NOTICE, Severity.WARNING]
+    assert tracker.alerts[0].closed_step == (1 if open_until == 2 else 40)
 
 
 def test_a_notice_explains_nothing_that_is_louder() -> None:
@@ -292,6 +297,15 @@ def test_a_spike_long_after_its_cause_is_its_own_incident() -> None:
     run(tracker, range(3, 60), rules=rules)
     opened = run(tracker, range(60, 61), SPIKE, rules=rules)
     assert [(alert.rule, alert.step, alert.severity) for alert in opened] == [("spike", 60, Severity.WARNING)]
+
+
+def test_other_effects_that_come_back_still_follow_from_their_cause() -> None:
+    tracker, rules = IncidentTracker(close_after=5, effects_within=50), ("divergence", "vanishing")
+    run(tracker, range(1), DIVERGENCE, rules=rules)
+    run(tracker, range(1, 3), DIVERGENCE, VANISHING, rules=rules)
+    run(tracker, range(3, 60), rules=rules)
+    assert not run(tracker, range(60, 61), VANISHING, rules=rules)
+    assert [alert.rule for alert in tracker.alerts] == ["divergence"]
 
 
 def test_an_effect_of_an_effect_belongs_to_the_first_cause() -> None:
@@ -318,6 +332,13 @@ def test_an_onset_lies_behind_the_end_of_the_incident_before() -> None:
     run(tracker, range(5, 30))
     tracker.update(30, {"vanishing": [VANISHING]}, onset=lambda finding: 0)
     assert [(alert.step, alert.noticed) for alert in tracker.alerts] == [(0, 0), (5, 30)]
+
+
+def test_the_onset_is_that_of_the_first_finding() -> None:
+    tracker = IncidentTracker()
+    other = replace(VANISHING, layer="fc3")
+    tracker.update(9, {"vanishing": [VANISHING, other]}, onset=lambda finding: 3 if finding is VANISHING else 4)
+    assert tracker.alerts[0].step == 3
 
 
 def test_its_state_survives_json_and_goes_on_as_if_uninterrupted() -> None:
