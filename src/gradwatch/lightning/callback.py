@@ -32,7 +32,6 @@ from gradwatch.lightning.trainer_context import TrainerContext, on_disk
 from gradwatch.lightning.trainer_info import (
     examples_in,
     folder_of,
-    is_trial,
     rank_0_answer,
     refusal,
     run_description,
@@ -231,8 +230,7 @@ class GradWatch(PackageAware, Callback):
             sinks = (Log(),)  # two watches that write to the same tags would make one illegible line of two
         else:
             sinks = default_sinks()
-        if not is_trial(trainer):
-            sinks = (*sinks, *process_report.requested_reports())
+        sinks = (*sinks, *process_report.requested_reports())
         if not trainer.is_global_zero:
             # EarlyStopping and ModelCheckpoint look at the numbers on every rank, and a batch is where it failed
             sinks = tuple(sink for sink in sinks if isinstance(sink, Scalars | FlightRecorder))

@@ -156,7 +156,7 @@ def folder_of(trainer: Any, log_dir: str | None) -> str | None:
     ModelCheckpoint. Without a logger it is the Trainer's `default_root_dir` if the user chose one; nothing is written
     to the working directory.
     """
-    if trainer.fast_dev_run or is_trial(trainer):
+    if trainer.fast_dev_run:
         return None
     if not trainer.loggers:
         root = trainer.default_root_dir
@@ -169,11 +169,6 @@ def folder_of(trainer: Any, log_dir: str | None) -> str | None:
         return log_dir
     version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
     return os.path.join(logger.save_dir or trainer.default_root_dir, str(logger.name), version)
-
-
-def is_trial(trainer: Any) -> bool:
-    """Whether this fit is a trial of the Tuner, which searches a learning rate or a batch size and may fail."""
-    return type(trainer.logger).__name__ == "DummyLogger" and not trainer.fast_dev_run
 
 
 def run_description(trainer: Any, mode: TrainingMode) -> dict[str, str]:
