@@ -130,7 +130,7 @@ class FeatureMaps(PackageAware, Callback):
     @guard
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         fit = self._fit_of(trainer)
-        if fit and fit.images is None and batch_idx == 0 and not trainer.enable_validation:
+        if fit and fit.images is None and not trainer.enable_validation:
             self._keep_images(fit, batch)
 
     @guard
@@ -138,7 +138,7 @@ class FeatureMaps(PackageAware, Callback):
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         fit = self._fit_of(trainer)
-        if fit and fit.images is None and batch_idx == 0 and not trainer.sanity_checking:
+        if fit and fit.images is None and not trainer.sanity_checking:
             self._keep_images(fit, batch)
 
     @guard
