@@ -10,7 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler
+from lightning.pytorch.callbacks import Callback, EarlyStopping, GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch.utils.data import DataLoader
 
@@ -21,6 +21,7 @@ from gradwatch.lightning.trainer_info import (
     MAX_VALUES,
     clip_algorithm_of,
     examples_in,
+    is_monitored,
     run_description,
     training_mode_of,
 )
@@ -128,6 +129,18 @@ def test_early_stopping_can_monitor_our_numbers() -> None:
     reported = stopped(several=False)
     assert reported["epochs"] == 3
     assert {"gradwatch/alerts", "gradwatch/grad_norm_log10_total"} <= set(reported["seen"])
+
+
+@pytest.mark.parametrize(
+    ("callback", "monitored"),
+    [
+        (EarlyStopping("gradwatch/alerts"), True),
+        (ModelCheckpoint(filename="{gradwatch/alerts}"), True),
+        (ModelCheckpoint(monitor="val_loss", filename="{val_loss}"), False),
+    ],
+)
+def test_which_callbacks_need_our_numbers_at_every_step(callback: Callback, monitored: bool) -> None:
+    assert is_monitored(quiet_trainer(callback, enable_checkpointing=True)) is monitored
 
 
 @pytest.mark.slow
