@@ -16,7 +16,15 @@ from torch import Tensor, nn
 
 from gradwatch.hooks import garbage_collector
 from gradwatch.hooks.garbage_collector import no_collections
-from gradwatch.hooks.hook_set import HookCosts, HookSet, OutputHook, after_backward, is_hooked_by_others, tensors_in
+from gradwatch.hooks.hook_set import (
+    MAX_DEPTH,
+    HookCosts,
+    HookSet,
+    OutputHook,
+    after_backward,
+    is_hooked_by_others,
+    tensors_in,
+)
 from models import STRUCTURES, TwoOutputs
 from quick import examples
 from reference import hooks_on
@@ -268,6 +276,15 @@ def test_every_tensor_of_any_nest_is_found(nest: Any) -> None:
 
     found = list(tensors_in(fill(nest)))
     assert [id(tensor) for tensor in found] == [id(tensor) for tensor in made]
+
+
+def test_a_nest_that_holds_itself_is_searched_so_far() -> None:
+    sequence: list[Any] = [torch.zeros(1)]
+    mapping: dict[str, Any] = {"tensor": torch.zeros(1)}
+    sequence.append(sequence)
+    mapping["self"] = mapping
+    for nest in (sequence, mapping):
+        assert len(list(tensors_in(nest))) == MAX_DEPTH
 
 
 @pytest.mark.parametrize("accumulated", [False, True])
