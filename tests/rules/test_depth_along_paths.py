@@ -580,6 +580,10 @@ def test_up_and_down_stream_against_a_slow_reference(seed: int) -> None:
             assert way[-1] == place[i]
     assert flow.ends.tolist() == [not after for after in flow.after]
     assert flow.starts.tolist() == (reach.sum(axis=0) == 1).tolist()
+    starts = np.flatnonzero(flow.starts)
+    alone = [np.flatnonzero(reach[start] & (reach[starts].sum(axis=0) == 1)).tolist() for start in starts]
+    expected = [branch for branch in alone if len(branch) >= 2] if len(starts) > 1 else []
+    assert [branch.tolist() for branch in flow.branches(2)] == expected
 
 
 def test_an_unknown_flow_is_a_chain() -> None:

@@ -94,7 +94,7 @@ class Paths:
             found = {origins[j] for j in before}
             origins[i] = i if not before else found.pop() if len(found) == 1 else -1
         own = np.array(origins)
-        sizes = np.bincount(own[own >= 0], minlength=len(self))
+        sizes = np.bincount(own[own >= 0])
         return [np.flatnonzero(own == i) for i in starts if sizes[i] >= least] if len(starts) > 1 else []
 
     def near_loss(self, layers: int) -> Mask:
