@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -171,7 +171,9 @@ def compare_runs(a: RunArrays, b: RunArrays) -> Comparison:
     for name, (mine, other) in pair.sides.items():
         if name in COMPARED:
             found += divergence_points(name, (mine.steps, mine.logs), (other.steps, other.logs), edges)
-    block = int(np.diff(edges)[0])
+    block, like = int(np.diff(edges)[0]), first_difference(pair)
+    if like.first is not None:  # what lies far off before it does so in both runs
+        found = [replace(point, step=max(point.step, like.first.step)) for point in found]
     found.sort(key=lambda point: point.step)
     # what came within a block of the first came with it: there, causes and strong ones are named first
     begun = found[0].step if found else 0
@@ -181,7 +183,7 @@ def compare_runs(a: RunArrays, b: RunArrays) -> Comparison:
         firsts.setdefault(point.layer, point)
     named = list(firsts.values())
     points = (*named[:1], *sorted(named[1:], key=lambda p: p.step))
-    return Comparison((a, b), pair, last, block, first_difference(pair), points)
+    return Comparison((a, b), pair, last, block, like, points)
 
 
 def format_ratio(decades: float) -> str:

@@ -69,7 +69,7 @@ class DivergencePoint:
 def blocks_of(first: int, last: int) -> NDArray[np.int64]:
     """The steps at which blocks begin, and the end of the last."""
     span = max(1, last - first + 1)
-    size = max(min(BLOCK_STEPS, span // MIN_BLOCKS), -(-span // MAX_BLOCKS), 1)
+    size = max(min(BLOCK_STEPS, span // MIN_BLOCKS), -(-span // MAX_BLOCKS))
     return np.arange(first, last + 1 + size, size, dtype=np.int64)
 
 
@@ -105,10 +105,10 @@ def divergence_points(
         # where the block before was not measured, nothing is known of the other's range there
         since = before if before == block - 1 else block
         # at the beginning either may have moved: the later onset is that of the one that did
-        step = max(
+        onsets = [
             _onset(run, layer, edges, since, block, *_range(other[:, layer], block), way)
             for run, other, way in ((a, courses[1], -sign), (b, courses[0], sign))
-        )
+        ]
         settled = int(seen[min(place + blocks, len(seen)) - 1])  # the first block may be half before it
         values = [_nearest(run.median[:, layer], settled) for run in runs]
         if np.isnan(runs[mover].median[settled, layer]):
@@ -117,7 +117,7 @@ def divergence_points(
             DivergencePoint(
                 statistic,
                 layer,
-                step,
+                max((onset for onset in onsets if onset is not None), default=int(edges[block])),
                 int(edges[block + 1]) - 1,
                 (float(values[0]), float(values[1])),
                 float(noise[settled, layer]),
@@ -215,8 +215,10 @@ def _onset(
     low: Floats,
     high: Floats,
     sign: float,
-) -> int:
-    """The first step of the blocks from `before` to `block` from which on most numbers are out of the other's range."""
+) -> int | None:
+    """The first step of the blocks from `before` to `block` from which on most numbers are out of the other's range;
+    None where they are not.
+    """
     steps, logs = run
     rows = slice(*np.searchsorted(steps, [edges[before], edges[block + 1]]))
     numbers, when = logs[rows, layer], steps[rows]
@@ -226,7 +228,7 @@ def _onset(
     for place in range(len(out)):
         if out[place] and out[place:].mean() >= ONSET_SHARE:
             return int(when[place])
-    return int(edges[block])
+    return None
 
 
 ONSET_SHARE = 0.75
