@@ -75,7 +75,6 @@ def _side(run: RunArrays, statistic: str, layers: list[str]) -> Side:
     if statistic == "grad_norm":  # here a NaN may be what was measured
         measured = run.codes[:, places] == MEASURED
         logs[measured & np.isnan(numbers)] = HIGHEST
-        logs[~measured] = np.nan
     return _sorted(series.steps, series.optimizers, logs)
 
 
