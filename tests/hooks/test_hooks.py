@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from gradwatch.hooks import garbage_collector
 from gradwatch.hooks.garbage_collector import no_collections
@@ -25,6 +26,7 @@ from gradwatch.hooks.hook_set import (
     is_hooked_by_others,
     tensors_in,
 )
+from gradwatch.hooks.view_gradients import register_value_hook
 from models import STRUCTURES, TwoOutputs
 from quick import examples
 from reference import hooks_on
@@ -169,6 +171,16 @@ class GivesParts(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         whole = x @ self.weight
         return whole[..., :2], whole[..., 2:].transpose(-2, -1)
+
+
+def test_a_hook_on_a_view_does_not_hold_its_memory() -> None:
+    view = nn.Linear(3, 3)(torch.ones(2, 2, 3))
+    assert view._base is not None
+    memory, total = StorageWeakRef(view.untyped_storage()), view.sum()
+    register_value_hook(view, lambda gradient: None)
+    del view
+    assert memory.expired()
+    total.backward()
 
 
 def test_views_used_before_and_after_an_edit_in_place() -> None:
