@@ -352,12 +352,15 @@ class RootOfZero(TurnsNan):
         return loss + torch.sqrt(loss - loss.detach()) if index == 7 else loss
 
 
-@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed", "64-true"])
+@pytest.mark.parametrize(
+    "options",
+    [*({"precision": name} for name in ("bf16-true", "bf16-mixed", "64-true")), {"accumulate_grad_batches": 2}],
+)
 @pytest.mark.parametrize(("kind", "operation"), [(TurnsNan, "torch.log"), (RootOfZero, "torch.sqrt")])
-def test_in_other_precisions(kind: type[TurnsNan], operation: str, precision: Any) -> None:
+def test_in_other_precisions_and_when_accumulating(kind: type[TurnsNan], operation: str, options: Any) -> None:
     torch.manual_seed(0)
     watch = GradWatch(sinks=[], budget=None)
-    trainer = quiet_trainer(watch, precision=precision)
+    trainer = quiet_trainer(watch, **options)
     trainer.fit(kind(), DataLoader(TensorDataset(torch.randn(40, 3)), batch_size=4))
     (alert,) = [alert for alert in watch.alerts if alert.rule == "nonfinite"]
     assert operation in alert.message

@@ -83,7 +83,8 @@ def survive(watch: GradWatch | None, *, fp16: bool) -> list[Any]:
     np.random.seed(0)
     torch.manual_seed(0)
     inputs, classes = torch.randn(80, 6), torch.randint(0, 3, (80,))
-    model = Survivor()
+    model, calls = Survivor(), []
+    model.body.register_forward_hook(lambda *_: calls.append(None))
     half = [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=64.0))] if fp16 else []
     trainer = quiet_trainer(*([watch] if watch else []), plugins=half)
     trainer.fit(model, DataLoader(TensorDataset(inputs, classes), batch_size=8))
@@ -99,7 +100,8 @@ def survive(watch: GradWatch | None, *, fp16: bool) -> list[Any]:
         {name: float(value) for name, value in trainer.callback_metrics.items() if "gradwatch" not in name},
         [p.grad is None or p.grad.tolist() for p in model.parameters()],
         torch.is_anomaly_enabled(),
-        hooks_on(model),
+        len(hooks_on(model)),
+        len(calls),
     ]
 
 
