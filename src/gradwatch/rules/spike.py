@@ -136,13 +136,11 @@ class Spike(CheckedRule):
         last = usable & _newest(usable, self.patience)
         settled = (last.sum(axis=0) >= self.patience) & ~(last & trusted).any(axis=0)
         ceiling = np.where(base, past, 0.0).max(axis=0, initial=0.0)
-        height = now[candidates]
         new = candidates[~usable.any(axis=0) & (candidates > 0)]
-        if len(new) and candidates[0] == 0:
-            height[0] = max(0.0, now[0] ** 2 - np.square(now[new]).sum()) ** 0.5
+        height, later = (_total_without(new, row)[candidates] for row in (now, after))
         high = (height >= ceiling * 10.0**self.over_max_dex) & (base.sum(axis=0) >= self.warm_up) & ~settled
         if returned:
-            high &= after[candidates] <= ceiling * 10.0**self.back_dex
+            high &= later <= ceiling * 10.0**self.back_dex
         if not high.any():
             return []
         median, sigma = median_and_spread(np.log10(np.where(base, past, np.nan)[:, high]))
@@ -215,6 +213,14 @@ def _loss_stays(history: History, back: int, window: int) -> bool:
     before = losses[:-back][np.isfinite(losses[:-back])]
     then, now, highest = losses[-back], losses[-1], before.max()
     return bool(then > highest and not now <= max(highest, (then + np.median(before)) / 2))
+
+
+def _total_without(layers: Sites, norms: Floats) -> Floats:
+    """`norms`, shape [sites], whose total is without that of `layers`."""
+    norms = norms.copy()
+    if len(layers) and np.isfinite(norms[0]):
+        norms[0] = max(0.0, norms[0] ** 2 - np.nansum(np.square(norms[layers]))) ** 0.5
+    return norms
 
 
 def _newest(mask: Mask, n: int) -> Mask:
