@@ -29,7 +29,7 @@ HEAD_RMS = 1.0
 """Root mean square that outputs of the trained layer that runs last count as having begun with, at least: they grow to
 what the targets are, as values do to what rewards add up to. What weights are made for."""
 
-GROWN_RATIO = 1.5
+GROWN_WEIGHTS_RATIO = 1.5
 """Times by which the weights have grown to be named. Judgement."""
 
 
@@ -173,7 +173,7 @@ def _growth(history: History, site: int, onset: int) -> tuple[str, str]:
     weights = weights[~np.isnan(weights)]
     norms = has_norm_layers(history.layout)
     cause = how.sentence
-    if len(weights) and weights[-1] >= GROWN_RATIO * weights[0] > 0:
+    if len(weights) and weights[-1] >= GROWN_WEIGHTS_RATIO * weights[0] > 0:
         cause += f" Its weights grew {ratio_text(float(np.log10(weights[-1] / weights[0])))} times meanwhile."
     if history.layout.modules and not norms:
         cause += " The model has no norm."

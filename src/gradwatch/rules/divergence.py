@@ -72,7 +72,7 @@ SHIFT_RISE = 3.0
 ANEW_RECORDS = 20
 """Losses after a shift by which the later half is lower than the earlier, if they are learnt anew. Judgement."""
 
-LEARNT_SHARE = 0.5
+STILL_LEARNT_SHARE = 0.5
 """Below this share of its first level the loss still counts as learnt. Judgement."""
 
 
@@ -231,7 +231,7 @@ class Divergence(CheckedRule):
         if not (history.number("momentum") >= LONG_MOMENTUM or may_be_large(history)):
             return None
         levels = _levels(history)
-        if levels is None or not levels[2] > max(UNLEARNT_RATIO * levels[1], LEARNT_SHARE * levels[0]) > 0:
+        if levels is None or not levels[2] > max(UNLEARNT_RATIO * levels[1], STILL_LEARNT_SHARE * levels[0]) > 0:
             return None
         # the first layer to grow so far began it; the first sample is not over itself
         onset = int(backs[np.flatnonzero(~far.any(axis=1))[-1] + 1])

@@ -47,7 +47,7 @@ PRESERVING_RATIO = 1.1
 with 1 a signal keeps its size through linear layers (Glorot and Bengio 2010), with 1.4 through ReLUs (He et al. 2015).
 """
 
-GROWN_RATIO = 1.1
+UNGROWN_WEIGHTS_RATIO = 1.1
 """Ratio of the weights of these layers to their first ones, in the median, under which they have not grown.
 Judgement."""
 
@@ -350,7 +350,7 @@ def _gradual(
         return cause, "a normalisation layer between the layers, and no constant factor there."
     often = "most often " * bool(np.isnan(over_usual))
     change = median_weight_change(history, strong, onset)
-    if not from_start and not change < GROWN_RATIO:  # also where it is not known
+    if not from_start and not change < UNGROWN_WEIGHTS_RATIO:  # also where it is not known
         return f"{grows}: {often}the weights have become too large, and there is no norm.", ""
     which = "initial weights" if from_start else "weights"
     cause = f"{grows}: {often}the {which} are too large, and there is no norm."

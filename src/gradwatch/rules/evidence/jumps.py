@@ -25,7 +25,7 @@ COMMON_RATIO = 3.0
 """Ratio up to which the growth of a layer's gradient is that of the loss, and from which the loss has jumped.
 Judgement: the norms of single batches differ by 2."""
 
-GROWN_RATIO = 2.0
+GROWING_RATIO = 2.0
 """Times the median before it from which a gradient that is the highest so far is growing already. Judgement."""
 
 LARGE_UPDATE = 0.3
@@ -105,7 +105,7 @@ def gradient_jump(history: History, *, back: int = 1) -> GradientJump | None:
         highest = float(earlier.max())
         median = float(np.median(earlier))
         # a gradient that was growing before is no jump
-        growing = highest > median * JUMP_RATIO or (earlier[-1] == highest and highest > median * GROWN_RATIO)
+        growing = highest > median * JUMP_RATIO or (earlier[-1] == highest and highest > median * GROWING_RATIO)
         last, moved = (largest_update(history, int(backs[at])) for at in (place - 1, place))
         if 0 < highest * JUMP_RATIO <= totals[place] and not growing and not last >= LARGE_UPDATE:
             threw = moved >= LARGE_UPDATE > last

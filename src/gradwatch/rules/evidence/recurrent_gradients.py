@@ -17,7 +17,7 @@ from gradwatch.rules.evidence.records import own_losses
 from gradwatch.rules.evidence.samples import RECENT_RECORDS, onset_of, own_samples
 from gradwatch.rules.evidence.wording import ratio_text
 
-STUCK_RECORDS = 100
+UNIMPROVED_RECORDS = 100
 """Records after which a loss that has not improved is stuck. Judgement: a plateau at the start passes."""
 
 FALLEN_SHARE = 0.05
@@ -66,7 +66,7 @@ def fades_are_due(records: Sites, sampled: Mask) -> Mask:
     """Whether `faded_through_time` looks: at samples, and every few records, as the loss may have got stuck. Of any
     shape: the number of records, and whether the latest of them is a sample.
     """
-    return np.asarray((records >= STUCK_RECORDS) & (sampled | (records % LOSS_CHECK_INTERVAL == 0)))
+    return np.asarray((records >= UNIMPROVED_RECORDS) & (sampled | (records % LOSS_CHECK_INTERVAL == 0)))
 
 
 def faded_through_time(history: History, *, dex: float, records: int) -> Finding | None:
@@ -112,13 +112,13 @@ def _is_steep(history: History, backs: Sites, dex: float) -> Mask:
 
 def _stuck(history: History) -> tuple[float, float] | None:
     """The loss at the start and now, where it has not improved in between; None where it has, or is not known."""
-    levels = first_and_last_loss(history, STUCK_RECORDS // 5)
+    levels = first_and_last_loss(history, UNIMPROVED_RECORDS // 5)
     if levels is None:
         return None
     first, now = levels
     own = own_losses(history, len(history))
     third = len(own) // 3
-    if third < STUCK_RECORDS // 4 or not now > first - FALLEN_SHARE * abs(first):
+    if third < UNIMPROVED_RECORDS // 4 or not now > first - FALLEN_SHARE * abs(first):
         return None
     (early, spread), (late, spread_late) = _level(own[:third]), _level(own[-third:])
     margin = FALL_STANDARD_ERRORS * hypot(spread, spread_late) / third**0.5
