@@ -40,7 +40,7 @@ an absolute penalty has them. Judgement: for normal numbers it is 0.8."""
 FEWEST_ELEMENTS = 4
 """With fewer elements a direction is easily chance: that of a single one is only its sign. Judgement."""
 
-SEARCHED_SAMPLES = 64
+PAST_SAMPLES = 64
 """Samples in which the first of those in a row is searched; no more than five of them go by unnoticed. Judgement."""
 
 
@@ -177,7 +177,7 @@ class Tampered(CheckedRule):
         message = f"The gradient of {name} is not what flows back through layer {layer}: something {done}. {cause}"
         value = cosine if severity is Severity.ERROR else dex
         threshold = -self.cosine if severity is Severity.ERROR else float(np.copysign(self.dex, dex))
-        onset = self._onset(history, np.flatnonzero(which), backs[-SEARCHED_SAMPLES:], turned=severity is Severity.ERROR)
+        onset = self._onset(history, np.flatnonzero(which), backs[-PAST_SAMPLES:], turned=severity is Severity.ERROR)
         headline = f"the gradient of {name}: something {done}"
         return Finding(self.name, severity, layer, layers, value, threshold, message, remedy, onset, headline)
 
