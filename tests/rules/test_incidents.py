@@ -150,6 +150,19 @@ def test_within_the_cooldown_the_fault_of_other_layers_is_another_incident() -> 
     assert not run(spikes, range(30, 31), replace(SPIKE, layer="z", sites=("z",)), rules=("spike",)), "over at once"
 
 
+@pytest.mark.parametrize(
+    ("finding", "incidents"), [(VANISHING, 2), (NONFINITE, 1), (replace(VANISHING, rule="spike"), 1)]
+)
+def test_a_fault_that_wanders_from_layer_to_layer_is_not_reported_each_time(finding: Finding, incidents: int) -> None:
+    """Of sixteen experts one after the other, every 30 steps."""
+    tracker, opened = IncidentTracker(), list[Alert]()
+    for step in range(900):
+        layer = f"experts.{step // 30 % 16}"
+        found = [replace(finding, layer=layer, sites=(layer,))] * (step % 30 == 0)
+        opened += run(tracker, range(step, step + 1), *found, rules=(finding.rule,))
+    assert len(opened) == incidents
+
+
 def test_after_the_cooldown_it_is_a_new_incident() -> None:
     tracker = IncidentTracker(close_after=20, reopen_within=200)
     run(tracker, range(1), VANISHING)
@@ -332,6 +345,21 @@ def test_an_onset_lies_behind_the_end_of_the_incident_before() -> None:
     run(tracker, range(5, 30))
     tracker.update(30, {"vanishing": [VANISHING]}, onset=lambda finding: 0)
     assert [(alert.step, alert.noticed) for alert in tracker.alerts] == [(0, 0), (5, 30)]
+
+
+def test_the_onset_of_a_fault_in_other_layers_is_its_own() -> None:
+    tracker, other = IncidentTracker(close_after=2), replace(VANISHING, layer="z", sites=("z",))
+    tracker.update(3, {"vanishing": [VANISHING]}, onset=lambda finding: 1)
+    run(tracker, range(4, 30))
+    tracker.update(30, {"vanishing": [other]}, onset=lambda finding: 2)
+    run(tracker, range(31, 40))
+    tracker.update(40, {"vanishing": [replace(other, layer="y", sites=("y",))]}, onset=lambda finding: 2)
+    assert [(alert.layer, alert.step) for alert in tracker.alerts] == [(VANISHING.layer, 1), ("z", 2)]
+    late = IncidentTracker(close_after=2)
+    late.update(3, {"vanishing": [VANISHING]}, onset=lambda finding: 2)
+    run(late, range(4, 30))
+    late.update(30, {"vanishing": [other]}, onset=lambda finding: 2)
+    assert [alert.step for alert in late.alerts] == [2, 3], "rule and step tell incidents apart"
 
 
 def test_the_onset_is_that_of_the_first_finding() -> None:

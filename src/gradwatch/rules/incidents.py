@@ -10,6 +10,12 @@ from typing import Any
 from gradwatch.core.alert import CONSEQUENCES, Alert, Effect, Finding, Severity, alert_to_dict
 from gradwatch.core.typed_values import typed
 
+OVER_AT_ONCE = ("nonfinite", "spike")
+"""Rules whose fault has no place that it stays in: the next one, in another layer, belongs to the same incident."""
+
+MOST_APART = 2
+"""Incidents of a rule from which on one that returns soon, in other layers, is none of its own. Judgement."""
+
 SPIKE_EFFECTS_WITHIN = 10
 """Steps after a spike within which its effects begin. As `OVERFLOW_RECORDS`."""
 
@@ -37,9 +43,9 @@ class IncidentTracker:
     """Keeps the incidents of a run: at most one open incident per rule.
 
     Layers in which a fault is found later join the open incident. A fault that returns within `reopen_within` steps of
-    the incident's end, in one of its layers, reopens it. A fault that follows from another one, which is open or
-    recent, is no incident of its own but an effect of that one, even if its own rule found it first, where it began
-    later. The incident is as severe as the worst of its effects.
+    the incident's end, in one of its layers, reopens it; one that wanders, in any layer. A fault that follows from
+    another one, which is open or recent, is no incident of its own but an effect of that one, even if its own rule
+    found it first, where it began later. The incident is as severe as the worst of its effects.
     """
 
     def __init__(self, *, close_after: int = 20, reopen_within: int = 200, effects_within: int = 50) -> None:
@@ -171,16 +177,15 @@ class IncidentTracker:
         return True
 
     def _recent(self, rule: str, step: int, found: Sequence[Finding]) -> int | None:
-        """The index of the rule's last incident, closed lately, that these findings are about: one of a layer of
-        theirs, as its words are of its layers, or any where it is over at once.
+        """The index of the rule's incident, closed lately, that goes on: one of a layer of these findings, as its words
+        are of its layers; or the last, where it is over at once or the fault wanders from layer to layer.
         """
-        for place in reversed(range(len(self._faults))):
-            fault = self._faults[place]
-            if fault.rule == rule and step - (fault.closed_step or 0) <= self.reopen_within:
-                sites = _sites(found)
-                if rule == "spike" or sites == fault.sites or not set(sites).isdisjoint(fault.sites):
-                    return place
-        return None
+        own = [place for place, fault in enumerate(self._faults) if fault.rule == rule]
+        recent = [place for place in own if step - (self._faults[place].closed_step or 0) <= self.reopen_within]
+        alike = [place for place in recent if not _apart(_sites(found), self._faults[place].sites)]
+        if rule in OVER_AT_ONCE or len(own) >= MOST_APART:
+            alike = alike or recent
+        return alike[-1] if alike else None
 
     def _heard(self, rule: str, found: Sequence[Finding]) -> Sequence[Finding]:
         """Those of the findings of a rule that count: a notice does not beside what is more, and is no part of an open
@@ -220,9 +225,11 @@ class IncidentTracker:
         ends = [
             fault.step if self._is_louder(first, place) else fault.closed_step
             for place, fault in enumerate(self._faults)
-            if fault.rule == rule and fault.closed_step is not None
+            if fault.rule == rule and fault.closed_step is not None and not _apart(_sites(found), fault.sites)
         ]
         onset = min(step, max([onset, *(end + 1 for end in ends)]))
+        while any(fault.rule == rule and fault.step == onset for fault in self._faults):
+            onset += 1  # rule and step are the name of an incident
         messages = dict.fromkeys(finding.message for finding in found)  # of layers with another cause each
         remedies = dict.fromkeys(finding.remedy.rstrip(".") for finding in found)
         self._faults.append(
@@ -312,6 +319,11 @@ class IncidentTracker:
             end = None if None in ends else max(step for step in ends if step is not None)
             found[cause] = replace(found[cause], effects=_merged((*found[cause].effects, *more), {}), closed_step=end)
         return found
+
+
+def _apart(sites: Sequence[str], others: Sequence[str]) -> bool:
+    """Whether two faults are in layers of which none is the same; that of the whole model is in all."""
+    return bool(sites and others) and set(sites).isdisjoint(others)
 
 
 def _sites(found: Sequence[Finding]) -> tuple[str, ...]:
