@@ -223,6 +223,8 @@ UNBOUNDED: dict[str, Callable[[Tensor], Tensor]] = {
     "scaled": lambda z: F.mse_loss(100 * z.tanh(), Z),
     "linear": lambda z: F.mse_loss(z, Z),
     "two terms": lambda z: F.mse_loss(z.tanh(), Z) + z.square().mean(),
+    "a power of each": lambda z: (z.tanh() - Z).pow(torch.arange(1.0, CLASSES + 1)).mean(),
+    "powers of two": lambda z: (2 ** (z.tanh() - Z)).mean(),
     "cubes": lambda z: ((z.tanh() - Z) ** 4).mean(),
     "both learn": lambda z: F.mse_loss(z.tanh(), 5 * z),
     "no loss": lambda z: z.tanh().mean(),
@@ -241,7 +243,9 @@ def test_a_bounded_output_before_a_loss_is_seen_in_the_graph(loss: str) -> None:
 
 @pytest.mark.parametrize("loss", UNBOUNDED)
 def test_losses_that_are_not_of_a_bounded_output_alone(loss: str) -> None:
-    assert bounded_output(UNBOUNDED[loss](head())) is None
+    whole = UNBOUNDED[loss](head())
+    whole.backward()
+    assert bounded_output(whole) is None, "of a graph that is freed, too"
     assert bounded_output(UNBOUNDED[loss](head()) / 4, divided=True) is None
 
 

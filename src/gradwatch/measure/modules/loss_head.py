@@ -198,7 +198,8 @@ def bounded_output(loss: Tensor, *, divided: bool = False) -> tuple[float, froze
     if node is None or getattr(node, "_saved_reduction", 0) not in ((0, 1) if mean else (1,)):
         return None
     kind, power = _builtin_kind(node), 1
-    if kind == "MseLoss" or (kind == "Pow" and getattr(node, "_saved_exponent", 0) == 2):
+    # the exponent of PowBackward0 is a number, that of PowBackward1 a tensor
+    if kind == "MseLoss" or (node.name() == "PowBackward0" and node._saved_exponent == 2):
         power = 2
     elif kind not in ELEMENTWISE_LOSSES | {"Abs"}:
         return None
