@@ -215,6 +215,14 @@ def shifted(factor: float, count: int = 40) -> list[dict[str, Any]]:
     ]
 
 
+def test_no_rate_of_0_is_proposed() -> None:
+    """The rate of a record is that of the first parameter group, and another one moves the weights."""
+    rows = [*steps(60, lr=0.0), *steps(3, lr=0.0, loss=40.0, gradients=20.0, updates=5.0)]
+    found = findings(judge_steps(Divergence(), net(2), rows))
+    assert found
+    assert all("lr=0" not in finding.remedy for finding in found)
+
+
 def test_a_loss_that_was_up_before_the_step_that_is_learnt_anew() -> None:
     """Other targets from then on: the steps before were small."""
     noise = np.random.default_rng(0).lognormal(0, 0.3, 70)

@@ -158,7 +158,7 @@ def measured_remedy(history: History, back: int) -> str:
     if not len(backs) or not is_own(history, RECENT_RECORDS)[-backs[-1]]:
         return ""
     backs = backs[backs >= back]
-    if not len(backs):
+    if not len(backs) or not rates[-back] > 0:  # that of the first parameter group
         return ""
     known, moved = rates[-backs], np.fmax.reduce(relative_updates(history, backs), axis=1, initial=np.nan)
     lower = (known > 0) & (known < LOWER_RATE_SHARE * rates[-back]) & (moved <= SANE_SHARE)
