@@ -137,7 +137,8 @@ class Spike(CheckedRule):
         settled = (last.sum(axis=0) >= self.patience) & ~(last & trusted).any(axis=0)
         ceiling = np.where(base, past, 0.0).max(axis=0, initial=0.0)
         new = candidates[~usable.any(axis=0) & (candidates > 0)]
-        height, later = (_total_without(new, row)[candidates] for row in (now, after))
+        others = np.setdiff1d(history.layout.layers, new)
+        height, later = (_total_of(others, row)[candidates] if len(new) else row[candidates] for row in (now, after))
         high = (height >= ceiling * 10.0**self.over_max_dex) & (base.sum(axis=0) >= self.warm_up) & ~settled
         if returned:
             high &= later <= ceiling * 10.0**self.back_dex
@@ -215,12 +216,9 @@ def _loss_stays(history: History, back: int, window: int) -> bool:
     return bool(then > highest and not now <= max(highest, (then + np.median(before)) / 2))
 
 
-def _total_without(layers: Sites, norms: Floats) -> Floats:
-    """`norms`, shape [sites], whose total is without that of `layers`."""
-    norms = norms.copy()
-    if len(layers) and np.isfinite(norms[0]):
-        norms[0] = max(0.0, norms[0] ** 2 - np.nansum(np.square(norms[layers]))) ** 0.5
-    return norms
+def _total_of(layers: Sites, norms: Floats) -> Floats:
+    """`norms`, shape [sites], with the total of `layers` alone."""
+    return np.concatenate([[np.sqrt(np.nansum(np.square(norms[layers])))], norms[1:]])
 
 
 def _newest(mask: Mask, n: int) -> Mask:
