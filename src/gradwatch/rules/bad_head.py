@@ -31,21 +31,35 @@ BEYOND = 1.001
 LOSS_NAMES = {1: "a cross entropy", 2: "a binary cross entropy with logits"}
 """Value of `softmax_head` and `sigmoid_head` -> the loss it stands for."""
 
-NO_LOG_PROBABILITIES = {
-    3: (
+TEXTS = {
+    ("softmax_head", 3): (
         "its log-softmax is not over the classes",
         "The output of {whose} goes through a log-softmax into a negative log-likelihood, but over another dimension "
         "than that of the classes, such as the batch: the probabilities of an example do not add up to 1.",
         "F.cross_entropy of the output of {whose}, or the dim of the classes in log_softmax.",
     ),
-    4: (
+    ("softmax_head", 4): (
         "a softmax goes into a negative log-likelihood",
         "The output of {whose} goes through a softmax into a negative log-likelihood, which wants the logarithm of "
         "probabilities: the gradient fades where the model is sure, right or wrong.",
         "F.cross_entropy of the output of {whose}, or log_softmax in place of the softmax.",
     ),
+    ("loss_broadcast", None): (
+        "each output is compared with all {value:.0f} targets of the batch: shapes broadcast",
+        "The loss compares each output of {whose} with all {value:.0f} targets of the batch: their shapes differ, "
+        "[{value:.0f}, 1] against [{value:.0f}] or so, and are broadcast. What is learnt is the mean of the targets, "
+        "whatever the input.",
+        "targets of the shape of the output of {whose}: y.view_as(output), or output.squeeze(1).",
+    ),
+    ("bounded_head", None): (
+        "not all targets lie in the range of its tanh, sigmoid or softmax",
+        "The output of {whose} goes through a tanh, sigmoid or softmax, and the loss, a mean of squares or distances "
+        "from the targets, is {number} times the most that it could be if they lay in the range of that, too: not all "
+        "of them do.",
+        "the output of {whose} as it is for the loss, or targets that are scaled to the range of its function.",
+    ),
 }
-"""Other values of `softmax_head`: headline, message and remedy."""
+"""Statistic, and its value where that stands for a kind -> headline, message and remedy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,17 +94,17 @@ class BadHead(CheckedRule):
 
     def __call__(self, history: History) -> Sequence[Finding] | None:
         seen = [
-            self._broadcast(history),
-            self._doubled(history, "softmax"),
-            self._doubled(history, "sigmoid"),
-            self._out_of_reach(history),
+            self._by_graph(history, "loss_broadcast"),
+            self._by_graph(history, "softmax_head"),
+            self._by_graph(history, "sigmoid_head"),
+            self._by_graph(history, "bounded_head", over=BEYOND),
             self._by_numbers(history),
         ]
         found = [finding for finding in seen if finding is not None]
         return found[:1] if found else [] if 1 in map(history.newest, ("softmax_head", "logit_misfit")) else None
 
-    def _in_graph(self, history: History, statistic: str, *, over: float = 0.0) -> tuple[int, float, int] | None:
-        """The site of the head, the value, `over` that, and the onset."""
+    def _by_graph(self, history: History, statistic: str, *, over: float = 0.0) -> Finding | None:
+        """`over`: what `statistic` is where there is a fault."""
         found = samples(history, statistic)
         if found is None:
             return None
@@ -100,51 +114,17 @@ class BadHead(CheckedRule):
             return None
         near = in_run_order(history, layers[values[-1, layers] > over])
         # without a name for the parameters (sharded ones), the last layer that ran
-        layer = int((near if len(near) else in_run_order(history, layers))[-1])
-        return layer, float(values[-1, layer if len(near) else 0]), int(onset_of(there, backs))
-
-    def _doubled(self, history: History, squash: str) -> Finding | None:
-        found = self._in_graph(history, f"{squash}_head")
-        if found is None:
-            return None
-        layer, loss, onset = found
-        if int(loss) in NO_LOG_PROBABILITIES:
-            name, whose = _named(history, layer)
-            headline, message, remedy = (part.format(whose=whose) for part in NO_LOG_PROBABILITIES[int(loss)])
-            return Finding(self.name, Severity.WARNING, name, (name,), loss, 1.0, message, remedy, onset, headline)
-        return self._finding(history, layer, squash, f"a {squash}", int(loss), (loss, 1.0), onset)
-
-    def _broadcast(self, history: History) -> Finding | None:
-        found = self._in_graph(history, "loss_broadcast")
-        if found is None:
-            return None
-        site, batch, onset = found
+        site = int((near if len(near) else in_run_order(history, layers))[-1])
+        value, onset = float(values[-1, site if len(near) else 0]), int(onset_of(there, backs))
+        text = TEXTS.get((statistic, None)) or TEXTS.get((statistic, int(value)))
+        if text is None:
+            squash = statistic.removesuffix("_head")
+            return self._doubled(history, site, squash, f"a {squash}", int(value), (value, 1.0), onset)
         layer, whose = _named(history, site)
-        message = (
-            f"The loss compares each output of {whose} with all {batch:.0f} targets of the batch: their shapes "
-            f"differ, [{batch:.0f}, 1] against [{batch:.0f}] or so, and are broadcast. What is learnt is the mean of "
-            "the targets, whatever the input."
+        headline, message, remedy = (
+            part.format(whose=whose, value=value, number=number_text(value, 3)) for part in text
         )
-        remedy = f"targets of the shape of the output of {whose}: y.view_as(output), or output.squeeze(1)."
-        headline = f"each output is compared with all {batch:.0f} targets of the batch: shapes broadcast"
-        return Finding(self.name, Severity.WARNING, layer, (layer,), batch, 1.0, message, remedy, onset, headline)
-
-    def _out_of_reach(self, history: History) -> Finding | None:
-        found = self._in_graph(history, "bounded_head", over=BEYOND)
-        if found is None:
-            return None
-        layer, share, onset = found
-        name, whose = _named(history, layer)
-        message = (
-            f"The output of {whose} goes through a tanh, sigmoid or softmax, and the loss, a mean of squares or "
-            f"distances from the targets, is {number_text(share, 3)} times the most that it could be if they lay in "
-            "the range of that, too: not all of them do."
-        )
-        remedy = (
-            f"the output of {whose} as it is for the loss, or targets that are scaled to the range of its function."
-        )
-        headline = "not all targets lie in the range of its tanh, sigmoid or softmax"
-        return Finding(self.name, Severity.WARNING, name, (name,), share, 1.0, message, remedy, onset, headline)
+        return Finding(self.name, Severity.WARNING, layer, (layer,), value, 1.0, message, remedy, onset, headline)
 
     def _by_numbers(self, history: History) -> Finding | None:
         found = samples(history, "logit_misfit")
@@ -162,9 +142,9 @@ class BadHead(CheckedRule):
         loss = 2 if squash == "sigmoid" else 1
         onset = int(onset_of(misfits[:, site] < self.misfit, backs))
         layer, measured = layer_before(history, site), (misfits[-1, site], self.misfit)
-        return self._finding(history, layer, squash, what, loss, measured, onset)
+        return self._doubled(history, layer, squash, what, loss, measured, onset)
 
-    def _finding(
+    def _doubled(
         self, history: History, site: int, squash: str, what: str, loss: int, measured: tuple[float, float], onset: int
     ) -> Finding:
         """`measured`: the value and its limit."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from functools import lru_cache
 from typing import Any
 
@@ -39,10 +39,12 @@ def parents(node: Any) -> list[Any]:
     return [parent for parent, _ in node.next_functions]
 
 
-def skip_views(node: Any) -> Any:
-    """The first node from `node` towards the leaves that computes something; None if `MAX_VIEWS` do not reach it."""
+def skip_views(node: Any, kinds: Set[str] = VIEWS) -> Any:
+    """The first node from `node` towards the leaves that is of none of these `kinds`, by default those that compute
+    nothing; None if `MAX_VIEWS` do not reach it.
+    """
     for _ in range(MAX_VIEWS):
-        if node is None or kind_of(node) not in VIEWS:
+        if node is None or kind_of(node) not in kinds:
             return node
         node = parents(node)[0]
     return None

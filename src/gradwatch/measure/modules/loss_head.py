@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from gradwatch.core.record import Floats, Layout
 from gradwatch.hooks.graph_release import LEAF, MAX_UNPREPARED, release_in_a_loop
 from gradwatch.measure.modules import ModuleReading, ModuleStatistic
-from gradwatch.measure.modules.autograd_graph import MAX_VIEWS, VIEWS, kind_of, leaf_of, parents
+from gradwatch.measure.modules.autograd_graph import VIEWS, kind_of, leaf_of, parents, skip_views
 from gradwatch.measure.reductions import gathered
 
 MAX_LOSS_NODES = 512
@@ -207,9 +207,7 @@ def bounded_output(loss: Tensor, *, divided: bool = False) -> tuple[float, froze
         node = parents(node)[0]
         if _builtin_kind(node) != "Sub" or getattr(node, "_saved_alpha", 1) != 1:
             return None
-    outputs = [parent for parent in parents(node) if parent is not None]
-    while len(outputs) == 1 and _builtin_kind(outputs[0]) in VIEWS:
-        outputs = parents(outputs[0])
+    outputs = [skip_views(parent) for parent in parents(node) if parent is not None]
     if len(outputs) != 1 or (kind := _builtin_kind(outputs[0])) not in RANGES:
         return None
     return RANGES[kind] ** power, frozenset(_parameters_near(parents(outputs[0])[0]))
@@ -220,13 +218,8 @@ def _no_log_probabilities(node: Any) -> list[HeadFault]:
     second dimension of [N, classes, ...] and the last of what was [..., classes]. None of N numbers for each of N: both
     may be classes, as in a contrastive loss.
     """
-    wanted, kind = _shape_of(node), ""
-    for _ in range(MAX_VIEWS):
-        kind = _builtin_kind(node)
-        if kind not in VIEWS - REORDERING:
-            break
-        node = parents(node)[0]
-    fault = NO_LOGARITHM
+    wanted, node = _shape_of(node), skip_views(node, VIEWS - REORDERING)
+    kind, fault = _builtin_kind(node), NO_LOGARITHM
     if kind == "LogSoftmax":
         given, fault = _shape_of(node), OTHER_DIMENSION
         last = len(given) - 1
