@@ -118,14 +118,6 @@ class GradientReader:
         self.parameter_hooks.watch(self.parameters)
         return adopted
 
-    def _disarm_stale_checks(self) -> None:
-        for held in self._by_optimizer.values():
-            held.stale_gradients.disarm()
-
-    def _forget_optimizers(self) -> None:
-        self._disarm_stale_checks()
-        self._by_optimizer.clear()
-
     def follow(self, layout: Layout) -> None:
         """Go on with `layout`, which begins with the sites of the present one."""
         if layout is not self.layout and len(layout) > len(self.layout):
@@ -289,6 +281,14 @@ class GradientReader:
     def has_unreported(self) -> bool:
         """Whether there is an optimizer that has stepped, and of which no step was measured."""
         return any(parameters.never_measured for parameters in self._by_optimizer.values())
+
+    def _disarm_stale_checks(self) -> None:
+        for held in self._by_optimizer.values():
+            held.stale_gradients.disarm()
+
+    def _forget_optimizers(self) -> None:
+        self._disarm_stale_checks()
+        self._by_optimizer.clear()
 
     def _forget_coverage(self) -> None:
         for parameters in self._by_optimizer.values():
