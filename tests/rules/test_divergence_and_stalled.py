@@ -526,6 +526,20 @@ def test_a_schedule_that_decays_too_fast() -> None:
     found = only(outcome[36])
     assert "has changed the weights of any layer at all; a thousandth" in found.message
     assert found.message.endswith("The learning rate has fallen from 0.1 to 1e-9: its schedule decays too fast.")
+    assert found.remedy == '{"scheduler": ..., "interval": "epoch"} for lr_scheduler in configure_optimizers.'
+
+
+@pytest.mark.parametrize(
+    ("epoch_steps", "remedy"),
+    [
+        (5, "a slower decay in configure_optimizers: a gamma nearer to 1, or a larger step_size or T_max."),
+        (7, '{"scheduler": ..., "interval": "epoch"} for lr_scheduler in configure_optimizers.'),
+    ],
+)
+def test_a_rate_that_falls_between_epochs_only(epoch_steps: int, remedy: str) -> None:
+    rows = [*steps(15), *still(40, updates=0.0)]
+    rows = [{**row, "lr": 0.1 ** (1 + step // 5), "epoch": step // epoch_steps} for step, row in enumerate(rows)]
+    assert findings(judge_steps(Stalled(), net(2), rows))[0].remedy == remedy
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,9 @@ RELIABLE_UPDATE = 1e-7
 
 HIGHER_RATE = "a higher lr in configure_optimizers."
 
+SLOWER_DECAY = "a slower decay in configure_optimizers: a gamma nearer to 1, or a larger step_size or T_max."
+"""Where the rate has fallen between epochs only: its schedule does not count steps."""
+
 LOW_GRADIENT = 1e-3
 """Norm of the whole gradient that suggests a loss too small in scale, once nothing moves. Judgement."""
 
@@ -212,6 +215,9 @@ def _cause(history: History, own: Sites, back: int, most: float) -> tuple[str, s
             f"The learning rate has fallen from {number_text(highest)} to {number_text(rate)}: its schedule decays "
             "too fast."
         )
+        epochs = history.scalar("epoch", RECENT_RECORDS)[-own]
+        if np.isfinite(epochs).all() and not ((np.diff(rates[-own]) < 0) & (np.diff(epochs) == 0)).any():
+            return cause, SLOWER_DECAY
         return cause, '{"scheduler": ..., "interval": "epoch"} for lr_scheduler in configure_optimizers.'
     if rate == 0:
         return "The learning rate is 0.", usual
