@@ -350,20 +350,22 @@ def test_zeros_that_are_left_where_a_layer_was_frozen_are_no_gradient() -> None:
     assert watch.history[20].missing["0.weight"] == Missing.FROZEN.reason
 
 
-def test_replaced_parameter_is_adopted(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("bias", "words"),
+    [(True, "2 new or replaced parameters: 2.weight, 2.bias"), (False, "1 new or replaced parameter: 2.weight")],
+)
+def test_replaced_parameter_is_adopted(bias: bool, words: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="gradwatch")
     model = wide_net()
 
     def replace_layer(step: int, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         if step != 3:
             return optimizer
-        model[2] = nn.Linear(WIDE, 3)
+        model[2] = nn.Linear(WIDE, 3, bias=bias)
         return torch.optim.SGD(model.parameters(), lr=0.1)
 
     run(model, steps=6, change=replace_layer)
-    assert [r.getMessage() for r in caplog.records if "adopted" in r.getMessage()] == [
-        "GradWatch: adopted 2 new or replaced parameters: 2.weight, 2.bias"
-    ]
+    assert [r.getMessage() for r in caplog.records if "adopted" in r.getMessage()] == [f"GradWatch: adopted {words}"]
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["", "numbers in flight"])

@@ -447,7 +447,7 @@ def test_later_ones_are_adopted_with_one_line(caplog: pytest.LogCaptureFixture) 
     adopted = [record.getMessage() for record in caplog.records if "adopted" in record.getMessage()]
     assert adopted == [
         "GradWatch: adopted 2 tapped tensors: hidden, logits",
-        "GradWatch: adopted 1 tapped tensors: late",
+        "GradWatch: adopted 1 tapped tensor: late",
     ]
 
 

@@ -601,9 +601,9 @@ class Engine:
             known.add(*new)
             adopted = reader.rescan() if rescan or reader.waiting else ()
             adopted += reader.register(known if new or reader.layout is not before else optimizers)
-        for what, names in (("new or replaced parameters", adopted), ("tapped tensors", tapped)):
+        for what, names in (("new or replaced parameter", adopted), ("tapped tensor", tapped)):
             if names:
-                found = f"{len(names)} {what}", short_list(names)
+                found = f"{len(names)} {what}{'s' * (len(names) > 1)}", short_list(names)
                 logger.log(logging.DEBUG if self._mode.rank else logging.INFO, "GradWatch: adopted %s: %s", *found)
         self._ordinary = range(0)
         if reader.layout is before and not first:
