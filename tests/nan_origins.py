@@ -305,4 +305,10 @@ ORIGINS = {
     "fp16 overflows": Planted(
         lambda: MLP(lambda x: x.half() * 60000 * 60000), plain, "net.gate", ("65,504",), fp16=True
     ),
+    "a factor": Planted(
+        lambda: MLP(lambda x: x * 1e30 * 1e30), plain, "net.gate", ("by 1e30", "a smaller factor than 1e30")
+    ),
+    "a divisor": Planted(
+        lambda: MLP(lambda x: x / 1e-30 / 1e-30), plain, "net.gate", ("by 1e-30", "a larger divisor than 1e-30")
+    ),
 }

@@ -43,7 +43,8 @@ LOGARITHMS = frozenset({"log", "log2", "log10", "log1p", "logit", "xlogy", "kl_d
 ROOTS = frozenset({"sqrt", "rsqrt"})
 NORMS = frozenset({"norm", "vector_norm", "linalg_norm", "linalg_vector_norm", "matrix_norm", "linalg_matrix_norm"})
 DISTANCES = frozenset({"cdist", "pdist", "pairwise_distance", "euclidean_dist", "cosine_similarity"})
-DIVISIONS = frozenset({"div", "divide", "true_divide", "truediv", "rtruediv", "reciprocal", "rdiv", "addcdiv", "rsqrt"})
+QUOTIENTS = frozenset({"div", "divide", "true_divide", "truediv"})
+DIVISIONS = QUOTIENTS | {"rtruediv", "reciprocal", "rdiv", "addcdiv", "rsqrt"}
 POWERS = frozenset({"pow", "rpow", "float_power", "square"})
 EXPONENTIALS = frozenset({"exp", "expm1", "exp2", "sinh", "cosh", "logsumexp"})
 ATTENTIONS = frozenset({"scaled_dot_product_attention", "multi_head_attention_forward"})
@@ -140,16 +141,18 @@ def forward(name: str, inputs: Sequence[InputSummary], *, nan: bool, dtype: str)
         return Explanation(
             "one of its inputs contains an infinity that is a constant of the code", f"{FINITE}, or a mask after it."
         )
-    peak = max((max(-facts.low, facts.high) for facts in inputs), default=0.0)
+    peak, most = max(map(_peak, inputs), default=0.0), _most(dtype)
+    if not nan and (scaled := _scaled(op, inputs)) is not None:
+        return Explanation(f"it {scaled[0]}, which is more than {most}", scaled[1], True)
     if dtype == "float16":
         return Explanation(
-            f"its input reaches {number_text(peak, 3)} and its output more than the 65,504 that float16 holds",
+            f"its input reaches {number_text(peak, 3)} and its output more than {most}",
             'Trainer(precision="bf16-mixed"), or a normalisation before it.',
             True,
         )
     if _large(inputs):
         return Explanation(
-            f"its input reaches {number_text(peak, 3)}, and its output more than {dtype} holds",
+            f"its input reaches {number_text(peak, 3)}, and its output more than {most}",
             "a normalisation before it; where it grew in training, Trainer(gradient_clip_val=1.0) or a smaller lr too.",
             True,
         )
@@ -198,9 +201,8 @@ def backward(node: str, name: str, inputs: Sequence[InputSummary], *, dtype: str
         )
     if kinds & SOFTMAXES:
         return Explanation("a row of its input is fully masked", "at least one position left unmasked in every row.")
-    most = "the 65,504 that float16 holds" if dtype == "float16" else f"{dtype} holds"
     return Explanation(
-        f"the gradient there is more than {most}, or 0 met infinity",
+        f"the gradient there is more than {_most(dtype)}, or 0 met infinity",
         'Trainer(precision="bf16-mixed"), or a smaller factor there.'
         if dtype == "float16"
         else "a clamp or epsilon there, or Trainer(gradient_clip_val=1.0) where it grew in training.",
@@ -236,9 +238,32 @@ def _divisor(op: str, inputs: Sequence[InputSummary]) -> InputSummary | None:
     return by if by.zeros else None
 
 
+def _scaled(op: str, inputs: Sequence[InputSummary]) -> tuple[str, str] | None:
+    """Which constant makes a tensor large, for the middle of a sentence, and the remedy; None where the tensor does."""
+    numbers = [_peak(facts) for facts in inputs if facts.dtype == "number"]
+    tensors = [_peak(facts) for facts in inputs if facts.dtype != "number"]
+    if len(numbers) != 1 or len(tensors) != 1:
+        return None
+    number, peak = numbers[0], tensors[0]
+    what, constant = f"an input that reaches {number_text(peak, 3)} by", number_text(number, 3)
+    if op == "mul" and number > peak:
+        return f"multiplies {what} {constant}", f"a smaller factor than {constant} there."
+    if op in QUOTIENTS and inputs[-1].dtype == "number" and 0 < number < 1 / max(peak, 1.0):
+        return f"divides {what} {constant}", f"a larger divisor than {constant} there."
+    return None
+
+
 def _of_one(inputs: Sequence[InputSummary]) -> bool:
     return any(1 in facts.shape or facts.numel <= 1 for facts in inputs if facts.dtype != "number")
 
 
 def _large(inputs: Sequence[InputSummary]) -> bool:
-    return any(max(-facts.low, facts.high) > LARGE.get(facts.dtype, np.inf) for facts in inputs)
+    return any(_peak(facts) > LARGE.get(facts.dtype, np.inf) for facts in inputs)
+
+
+def _peak(facts: InputSummary) -> float:
+    return max(-facts.low, facts.high)
+
+
+def _most(dtype: str) -> str:
+    return "the 65,504 that float16 holds" if dtype == "float16" else f"{dtype} holds"
