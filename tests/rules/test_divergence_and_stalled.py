@@ -481,6 +481,11 @@ def test_while_the_loss_stays_far_off_the_incident_stays_open() -> None:
             "Trainer(gradient_clip_val=6), the norm of the gradient.",
         ),
         (
+            {"lr": 0.1, "gradients": 0.1, "clipped": 1e-6},
+            "Clipping leaves 1e-6 of a gradient of norm 0.14.",
+            "Trainer(gradient_clip_val=1.0), which is above the norm of the gradient.",
+        ),
+        (
             {"lr": 0.1, "gradients": 1e-7},
             "The gradient is small, its norm 1.4e-7: a loss that is averaged twice, or small in scale.",
             "a loss that is averaged once, over the batch; or torch.optim.Adam(self.parameters()), whatever its scale.",
@@ -580,6 +585,11 @@ def test_updates_that_rounding_swallows(dtype: str, lost: float, kept: float) ->
         "The weights are in half precision, in which an update under half a unit in the last place is lost."
     )
     assert found.remedy == 'Trainer(precision="bf16-mixed"), which keeps the weights in float32.'
+    rows = still(lr=1e-6, updates=lost, gradients=2.0, weights=2.0)
+    assert findings(judge_steps(Stalled(), narrow(dtype), rows))[0].remedy == (
+        'Trainer(precision="bf16-mixed"), which keeps the weights in float32; with SGD lr=0.001, too: a step would '
+        "move the weights by a thousandth."
+    )
     assert silent(judge_steps(Stalled(), narrow(dtype), still(lr=1e-4, updates=kept)))
     assert silent(judge_steps(Stalled(), narrow("float32"), still(lr=1e-4, updates=lost)))
 

@@ -37,6 +37,13 @@ USUAL_UPDATE = 1e-3
 RELIABLE_UPDATE = 1e-7
 """The same from which it tells the rate to try: rounding of float32 swallows a part of smaller ones."""
 
+USUAL_CLIPPING = 1.0
+"""A norm to which gradients are often clipped, as in Lightning's documentation."""
+
+LOW_REACH = 1e-5
+"""Learning rate times gradient over the size of the weights, in the layer where that is most, under which SGD stands
+still in any precision. Prototype, as `Stalled.update`."""
+
 HIGHER_RATE = "a higher lr in configure_optimizers."
 
 SLOWER_DECAY = "a slower decay in configure_optimizers: a gamma nearer to 1, or a larger step_size or T_max."
@@ -224,11 +231,21 @@ def _cause(history: History, own: Sites, back: int, most: float) -> tuple[str, s
     if left < 1e-2 * norm:
         return (
             f"Clipping leaves {number_text(left)} of a gradient of norm {number_text(norm)}.",
-            f"Trainer(gradient_clip_val={number_text(norm, 1)}), the norm of the gradient.",
+            f"Trainer(gradient_clip_val={number_text(norm, 1)}), the norm of the gradient."
+            if norm >= USUAL_CLIPPING
+            else f"Trainer(gradient_clip_val={USUAL_CLIPPING}), which is above the norm of the gradient.",
         )
     if _grids(history.layout).all():
         cause = "The weights are in half precision, in which an update under half a unit in the last place is lost."
-        return cause, 'Trainer(precision="bf16-mixed"), which keeps the weights in float32.'
+        remedy = 'Trainer(precision="bf16-mixed"), which keeps the weights in float32'
+        layers = history.layout.layers
+        with np.errstate(divide="ignore", invalid="ignore"):
+            by_sgd = rate * history.row("grad_norm", back=back)[layers] / history.row("weight_norm", back=back)[layers]
+        reach = float(np.max(by_sgd[np.isfinite(by_sgd)], initial=0.0))
+        if not 0 < reach < LOW_REACH:
+            return cause, f"{remedy}."
+        usual = f"lr={number_text(rate * USUAL_UPDATE / reach, 1)}"
+        return cause, f"{remedy}; with SGD {usual}, too: a step would move the weights by a thousandth."
     if rate < LOW_RATE:
         return f"The learning rate is {number_text(rate)}.", usual
     if norm < LOW_GRADIENT:
