@@ -157,6 +157,21 @@ def precision(trial: Trial, value: str) -> Fit:
     return trial.options(precision=value)
 
 
+def precision_and_rate(trial: Trial, value: str, of_sgd: str) -> Fit:
+    def change(made: Any, optimizer: torch.optim.Optimizer) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = float(of_sgd) if isinstance(optimizer, torch.optim.SGD) else group["lr"]
+
+    return replace(trial.optimizers(change), options={**trial.fit.options, "precision": value})
+
+
+def smaller_factor(trial: Trial, value: str) -> Fit:
+    for module in trial.module.modules():
+        if isinstance(module, Times) and module.factor == float(value):
+            module.factor = 1.0
+    return trial.fit
+
+
 def autocast_type(trial: Trial) -> Fit:
     """bfloat16 where the user's code asks torch.autocast for something else."""
     step, real = trial.module.training_step, torch.autocast
@@ -485,7 +500,9 @@ REMEDIES: Sequence[tuple[str, Callable[..., Fit | None]]] = (
     (r"^put in \w+ .* before configure_optimizers", replaced_before),
     (r"torch\.optim\.Adam\(self\.parameters\(\)\)", adam_instead),
     (rf"^Trainer\(gradient_clip_val={NUMBER}\)", clip),
+    (rf'^Trainer\(precision="(bf16-mixed)"\),.* with SGD lr={NUMBER},', precision_and_rate),
     (r'Trainer\(precision="(bf16-mixed|32-true)"\)', precision),
+    (rf"^a smaller factor than {NUMBER} there", smaller_factor),
     (r"^dtype=torch\.bfloat16 in torch\.autocast", autocast_type),
     (r"^an optimizer_zero_grad that clears", clears_gradients),
     (r"^without the register_hook .* on layer ([\w.]+)\.$", without_hooks),

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from benchmarks.zoo.case import Fit, unhealthy
 from benchmarks.zoo.healthy_games import Adversaries, off_the_ring, ring
 from benchmarks.zoo.healthy_starts import pretrained
-from benchmarks.zoo.learner import Learner, adam, misfit, sgd
+from benchmarks.zoo.learner import Learner, adam, misfit, mistakes, sgd
 from benchmarks.zoo.material import CLASSES, PIXELS, Pair, draw, flat_digits, wave, waves
 from benchmarks.zoo.parts import cnn, layers, mlp, normal, reads_digits, start
 
@@ -172,8 +172,10 @@ def images_of_nothing(fixed: bool) -> Fit:
 @unhealthy("input_scale", "net.fc1")
 def bytes_at_the_usual_rate(fixed: bool) -> Fit:
     """Pixels up to 255 at a rate of 0.1: the first steps throw the model off, and its first layer is dead after."""
-    fit = reads_digits(mlp(2, 32), sgd(0.1), steps=200)
-    return fit if fixed else replace(fit, batches=[(255 * x, y) for x, y in fit.batches])
+    (images, labels), (held, answers) = flat_digits()
+    factor, net = 1.0 if fixed else 255.0, mlp(2, 32)
+    batches = draw((factor * images, labels), 200, 32)
+    return Fit(Learner(net, optimizers=sgd(0.1)), batches, mistakes(net, (factor * held, answers)))
 
 
 class Coder(nn.Module):
