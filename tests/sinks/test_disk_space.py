@@ -31,9 +31,9 @@ from gradwatch.core.record import Run
 from gradwatch.runs.arrays import read
 from gradwatch.runs.report.sink import Report
 from gradwatch.sinks import incident_file
+from gradwatch.sinks.logger_files import writer_for
 from gradwatch.sinks.record import event_file
 from gradwatch.sinks.record.recorder import Recorder
-from gradwatch.sinks.tensorboard.image_loggers import writer_for
 from gradwatch.sinks.tensorboard.sink import TensorBoard
 from models import module_of
 from sink_inputs import HEALTHY, feed, layout_of, record_of, scalars_in

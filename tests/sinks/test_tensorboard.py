@@ -12,7 +12,7 @@ import pytest
 
 from gradwatch.core.alert import Severity, Verdict
 from gradwatch.core.record import Missing, Run
-from gradwatch.sinks.incident_line import status
+from gradwatch.sinks.run_health import status
 from gradwatch.sinks.tensorboard.sink import TensorBoard
 from gradwatch.sinks.tensorboard.verdict_markdown import alerts_table, tab_address
 from sink_inputs import (

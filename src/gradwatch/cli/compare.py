@@ -81,7 +81,7 @@ def _show(console: Console, result: Comparison) -> None:
 
     from gradwatch.runs.compare.comparison import WORDS, format_ratio, format_size
     from gradwatch.runs.names import counted, with_short_names
-    from gradwatch.sinks.incident_line import loud
+    from gradwatch.sinks.run_health import loud
     from gradwatch.sinks.terminal.layer_table import shorten_name
 
     def text(content: object, style: str = "") -> Text:

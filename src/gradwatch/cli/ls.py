@@ -51,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
     from gradwatch.runs.files import Unreadable, runs_below
     from gradwatch.runs.names import moment
     from gradwatch.runs.reader import read_run
-    from gradwatch.sinks.incident_line import health_of, loud
+    from gradwatch.sinks.run_health import health_of, loud
     from gradwatch.sinks.terminal.console import STYLES
 
     folder: Path = options.folder

@@ -22,9 +22,9 @@ from torch import Tensor
 from gradwatch.core.guard import guard
 from gradwatch.lightning.trainer_info import axis_of
 from gradwatch.measure.layers import NoSuchLayer, check_patterns
+from gradwatch.sinks.logger_files import WRITERS, Picture, Write, writer_for
 from gradwatch.sinks.tensorboard.builtin_tabs import LAYER_GROUP
 from gradwatch.sinks.tensorboard.captions import captioned
-from gradwatch.sinks.tensorboard.image_loggers import WRITERS, Picture, Write, writer_for
 from gradwatch.sinks.terminal.progress_bars import preserve_bars
 from gradwatch.toolbox.feature_map_layers import (
     ChosenLayers,

@@ -13,9 +13,9 @@ from gradwatch.core.loss_levels import ends_of
 from gradwatch.core.record import MEASURED, Missing
 from gradwatch.core.statistics import CATALOGUE, GROUPS
 from gradwatch.core.typed_values import STEP_MAX
-from gradwatch.sinks.incident_line import health_of
 from gradwatch.sinks.record.outcome import Outcome
 from gradwatch.sinks.record.record_format import MAGNITUDES, PARAMETERS
+from gradwatch.sinks.run_health import health_of
 from gradwatch.tensorboard_plugin.binary_response import pack_arrays
 from gradwatch.tensorboard_plugin.matrix import (
     INFINITE,
@@ -91,7 +91,7 @@ class Api:
         }
 
     def health(self, _: Mapping[str, str]) -> dict[str, Any]:
-        """Run -> its health, as `sinks.incident_line` has it."""
+        """Run -> its health, as `sinks.run_health` has it."""
         listings = self._source.runs()
         return {
             name: health_of(self._outcome(name, listing).verdict) for name, listing in listings.items() if listing.tags

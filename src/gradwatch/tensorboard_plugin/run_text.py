@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from gradwatch.core.typed_values import InvalidError
-from gradwatch.sinks.incident_line import health_of, loud
 from gradwatch.sinks.record import run_metadata
 from gradwatch.sinks.record.outcome import Outcome, end_of
 from gradwatch.sinks.record.schema import string_of
+from gradwatch.sinks.run_health import health_of, loud
 from gradwatch.tensorboard_plugin.record_data import RecordCache, RunRecord, nearest
 from gradwatch.tensorboard_plugin.runs import RunTags, TensorBoardData
 
@@ -38,7 +38,7 @@ def outcome_of(
 
 def said(outcome: Outcome) -> dict[str, Any]:
     """What the page shows of it: `meta`, None where there is none; the `verdict`, None of a run without an end, with
-    `stuck`, what the loss did where it did not fall; the `alerts`, worst first; `health`, as `sinks.incident_line` has
+    `stuck`, what the loss did where it did not fall; the `alerts`, worst first; `health`, as `sinks.run_health` has
     it.
     """
     verdict = outcome.verdict

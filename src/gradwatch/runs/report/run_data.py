@@ -15,8 +15,8 @@ from gradwatch.core.loss_levels import LeadingOptimizer, ends_of, known_numbers
 from gradwatch.runs.names import with_short_names
 from gradwatch.runs.reader import Progress, read_run
 from gradwatch.sinks.downsampling import Downsampling
-from gradwatch.sinks.incident_line import loud, status
 from gradwatch.sinks.record.incident_spans import Key, Span
+from gradwatch.sinks.run_health import loud, status
 from gradwatch.sinks.run_summary import RunSummary
 
 

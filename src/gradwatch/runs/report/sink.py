@@ -20,9 +20,9 @@ from gradwatch.runs.pages import write
 from gradwatch.runs.report.page import page
 from gradwatch.runs.report.run_data import RunData
 from gradwatch.sinks.headline_scalars import HEADLINE_GROUP
+from gradwatch.sinks.logger_files import Picture, file_writer_for, writer_for
 from gradwatch.sinks.record import run_metadata
 from gradwatch.sinks.tensorboard.heatmap_image import heatmap_of
-from gradwatch.sinks.tensorboard.image_loggers import Picture, file_writer_for, writer_for
 from gradwatch.sinks.terminal.progress_bars import print_whole
 
 NAME = "gradwatch_report.html"

@@ -25,7 +25,7 @@ from gradwatch.core.printable import INVISIBLE
 from gradwatch.core.record import MEASURED, Missing
 from gradwatch.runs.arrays import RunArrays
 from gradwatch.runs.names import shortened
-from gradwatch.sinks.incident_line import health_of, loud
+from gradwatch.sinks.run_health import health_of, loud
 from gradwatch.sinks.terminal.layer_table import select_rows
 
 FORMAT, VERSION = "gradwatch.run", 1

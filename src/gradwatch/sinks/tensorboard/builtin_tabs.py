@@ -12,8 +12,8 @@ from gradwatch.core.alert import Alert, Verdict
 from gradwatch.core.block import Block
 from gradwatch.core.record import MEASURED, Layout
 from gradwatch.sinks.headline_scalars import HEADLINE_GROUP
-from gradwatch.sinks.incident_line import under_way
 from gradwatch.sinks.record.event_writer import EventWriter
+from gradwatch.sinks.run_health import under_way
 from gradwatch.sinks.run_summary import RunSummary
 from gradwatch.sinks.tensorboard.custom_scalars import charts, has_layout
 from gradwatch.sinks.tensorboard.heatmap_image import heatmap_of

@@ -15,8 +15,8 @@ from gradwatch.core.alert import Verdict
 from gradwatch.core.printable import printable
 from gradwatch.sinks.colormap import MISSING, NONFINITE, ZERO, ColourScale, format_power_of_ten, palette, scale_of
 from gradwatch.sinks.downsampling import Downsampling, Logs
-from gradwatch.sinks.incident_line import status
 from gradwatch.sinks.map_rows import apart, rows_of
+from gradwatch.sinks.run_health import status
 from gradwatch.sinks.run_summary import RunSummary
 from gradwatch.sinks.tensorboard.captions import wrapped_to_pixels
 from gradwatch.sinks.terminal.layer_table import shorten_name

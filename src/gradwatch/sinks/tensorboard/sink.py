@@ -20,10 +20,10 @@ from gradwatch.sinks.headline_scalars import (
     DueHeadlines,
     checked_interval,
 )
-from gradwatch.sinks.incident_line import under_way
 from gradwatch.sinks.record.event_file import OwnEventFile
 from gradwatch.sinks.record.event_writer import EventWriter, file_writer_of, usable_after_errors
 from gradwatch.sinks.record.record_writer import RecordWriter
+from gradwatch.sinks.run_health import under_way
 from gradwatch.sinks.run_summary import RunSummary
 from gradwatch.sinks.tensorboard.builtin_tabs import BuiltinTabs
 from gradwatch.sinks.tensorboard.verdict_markdown import tab_address, verdict_markdown

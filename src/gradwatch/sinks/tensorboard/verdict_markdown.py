@@ -8,7 +8,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from gradwatch.core.alert import Alert, Verdict
-from gradwatch.sinks.incident_line import status
+from gradwatch.sinks.run_health import status
 
 TENSORBOARD = "http://localhost:6006/"
 """Where TensorBoard is, unless it has another port or host."""

@@ -1,4 +1,4 @@
-"""The incidents that count, and a run in one word and in one line: healthy or not, and where."""
+"""Health of a run in a word and in a line, from its incidents that count."""
 
 from __future__ import annotations
 
