@@ -131,7 +131,7 @@ def test_a_rate_that_jumps_need_not_be_waited_for() -> None:
     assert silent(outcome[:31])
     found = only(outcome[31])
     assert found.message == (
-        "The loss is 40, 40 times the largest of its first 10 steps (1), right after the learning rate jumped to 30, "
+        "The loss is 40, 40 times the largest of its first 10 steps (1), 1 step after the learning rate jumped to 30, "
         "300 times that of the step before."
     )
     assert (found.headline, found.onset) == ("the learning rate jumped 300 times, to 30", 2)
@@ -139,6 +139,11 @@ def test_a_rate_that_jumps_need_not_be_waited_for() -> None:
     found = only(judge_steps(Divergence(), net(2), [*learnt, *rows[31:]])[31])
     assert found.message.endswith("that of the step before: what was learnt is overwritten.")
     assert silent(judge_steps(Divergence(), net(2), [*steps(30), *steps(1, lr=30.0), *steps(6, loss=4.0)]))  # a restart
+
+
+def test_a_rate_does_not_raise_the_loss_of_its_own_step() -> None:
+    """That was there before the weights moved."""
+    assert silent(judge_steps(Divergence(), net(2), [*steps(30), *steps(1, loss=40.0, lr=30.0), *steps(5, lr=30.0)]))
 
 
 def learnt_and_lost(*late: float, rate: float = 3.0, before: float = 0.5) -> list[dict[str, Any]]:
@@ -151,7 +156,7 @@ def test_a_rate_that_jumps_and_takes_away_what_was_learnt() -> None:
     assert silent(outcome[:40])
     found = only(outcome[40])
     assert found.message == (
-        "The loss is 5, 2.5 times the largest of its first 10 steps (2), right after the learning rate jumped to 3, "
+        "The loss is 5, 2.5 times the largest of its first 10 steps (2), 10 steps after the learning rate jumped to 3, "
         "30 times that of the step before: what was learnt is overwritten."
     )
     assert (found.onset, found.threshold, found.headline) == (11, 1.25, "the learning rate jumped 30 times, to 3")

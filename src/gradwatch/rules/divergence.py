@@ -204,16 +204,17 @@ class Divergence(CheckedRule):
         over that level for long since then, where it was under it when the rate jumped.
         """
         now, limit = history.number("loss"), self.loss
-        jump = rate_jump(history) if np.inf > abs(now) >= limit * first > 0 else None
+        # a loss was there before its record's rate moved anything
+        jump = rate_jump(history, back=2) if np.inf > abs(now) >= limit * first > 0 else None
         if jump is None:
             jump, limit = _jump_since_up(history, first), UNLEARNT_RATIO
         if jump is None:
             return None
         message = (
             f"The loss is {number_text(now, 3)}, {_times(abs(now) / first)} the largest of "
-            f"{first_steps(history, self.first_records)} ({number_text(first, 3)}), right after the learning rate "
-            f"jumped to {number_text(jump.rate, 3)}, {_times(jump.ratio)} that of the "
-            f"{'measured ' * jump.after_gap}step before"
+            f"{first_steps(history, self.first_records)} ({number_text(first, 3)}), "
+            f"{'at least ' * jump.after_gap}{distance_text(history, jump.back)} after the learning rate jumped to "
+            f"{number_text(jump.rate, 3)}, {_times(jump.ratio)} that of the {'measured ' * jump.after_gap}step before"
             f"{_overwritten(history, jump.back)}."
         )
         value, text = abs(now) / first, jump.text
