@@ -9,6 +9,7 @@ from gradwatch.core.alert import Finding
 from gradwatch.core.history import History
 from gradwatch.core.record import Layout, Missing, Site
 from gradwatch.rules import Rule
+from gradwatch.rules.evidence.recent_rows import RecentRows
 from synthetic_records import block_of, record_at
 
 T = TypeVar("T")
@@ -99,6 +100,7 @@ def judge_rows(rule: Rule, history: History, rows: Iterable[dict[str, Any]]) -> 
     for row in rows:
         record(history, **row)
         outcome.append(judge(rule, history))
+    all_suspected(rule, history, outcome)
     return outcome
 
 
@@ -146,7 +148,16 @@ def judge_steps(rule: Rule, history: History, rows: list[dict[str, Any]]) -> Out
                 line[0] = np.nanmax(line)
                 late[name] = line
         history.amend(late)
+    all_suspected(rule, history, outcome)
     return outcome
+
+
+def all_suspected(rule: Rule, history: History, outcome: Sequence[Sequence[Finding] | None]) -> None:
+    """Where the rule found something at the latest records, as `outcome` has it, it is to suspect something."""
+    count = min(len(outcome), len(history))
+    suspected = rule.suspects(RecentRows(history, history.block(count))) if count else ()
+    missed = [back for back in range(1, count + 1) if outcome[-back] and not suspected[-back]]
+    assert not missed, missed
 
 
 def steps(count: int, **row: Any) -> list[dict[str, Any]]:

@@ -78,7 +78,8 @@ class Tampered(CheckedRule):
         turned = (rows.values("gradient_cosine")[:, parameters] <= -min(self.cosine, OPPOSITE_COSINE)).any(axis=1)
         there = rows.values("gradient_dex")[:, parameters]
         with np.errstate(invalid="ignore"):  # of two infinite ones it is not known
-            within = np.fmax.reduce(there, axis=1) - np.fmin.reduce(there, axis=1) < self.dex * ROUNDING
+            highest, lowest = (reduce(there, axis=1, initial=np.nan) for reduce in (np.fmax.reduce, np.fmin.reduce))
+            within = highest - lowest < self.dex * ROUNDING
         return np.asarray(sampled & (turned | ~within))
 
     def __call__(self, history: History) -> Sequence[Finding] | None:
