@@ -194,6 +194,7 @@ def test_one_batch_that_throws_the_weights() -> None:
         "threw the weights far off."
     )
     assert found.remedy == "Trainer(gradient_clip_val=1.4), the highest norm of the 20 steps before it."
+    assert found.onset == 1  # that batch itself is a spike
 
 
 def test_a_loss_whose_scale_changes_is_said_to_grow_as_all_gradients_do() -> None:

@@ -231,6 +231,20 @@ def test_optimizers_that_take_turns_have_baselines_of_their_own() -> None:
     assert only(judge_rows(Spike(), history, jump)[-1]).sites == ("fc0", "fc1", "fc2")
 
 
+@pytest.mark.parametrize(
+    ("low", "height", "sites"), [(1.0, 20.0, ("fc0", "fc1")), (0.1, 9.0, ())], ids=["two of three", "none alone"]
+)
+def test_what_an_optimizer_holds_is_named_in_full(low: float, height: float, sites: tuple[str, ...]) -> None:
+    ours = {"codes": {"fc3": Missing.OTHER_OPTIMIZER}, "optimizer": 0}
+    theirs = {"codes": dict.fromkeys(["fc0", "fc1", "fc2"], Missing.OTHER_OPTIMIZER), "optimizer": 1}
+    usual = [{**ours, "gradients": [*turn, 0.1, 1.0]} for turn in ([1.0, low], [low, 1.0])]
+    spike = {**ours, "gradients": [height, height, 0.1, 1.0]}
+    rows = [row for own in [*usual * 15, spike, usual[0]] for row in (own, theirs)]
+    found = only(judge_rows(Spike(), net(4), rows)[-2])
+    assert found.sites == sites
+    assert found.message.startswith("The gradient of layers fc0, fc1, fc2, all that this optimizer holds, jumped, its")
+
+
 def test_incomplete_accumulation_windows_are_compared_after_n_over_n() -> None:
     whole = {"accumulate": 16.0, "accumulated": 16.0}
     short = {"gradients": 1 / 16, "accumulate": 16.0, "accumulated": 1.0}

@@ -158,14 +158,14 @@ class Spike(CheckedRule):
         jumps = np.log10(now[sites] / ceiling)
         layers = sites[sites > 0]
         names = history.layout.names(layers)
-        measured = np.count_nonzero(np.isfinite(now[history.layout.layers]))
-        whole = sites[0] == 0 and (not len(layers) or len(layers) >= self.whole_share * measured)
+        measured = history.layout.layers[np.isfinite(now[history.layout.layers])]
+        whole = sites[0] == 0 and (not len(layers) or len(layers) >= self.whole_share * len(measured))
         worst = int(jumps[-len(layers) :].argmax()) + len(sites) - len(layers) if len(layers) else 0
         layer = history.layout.sites[sites[worst]].name
         shown = 0 if whole else worst
         who = "The whole model's gradient"
         if whole and not is_alone(history):
-            who = f"The gradient of {name_text(names)}, all that this optimizer holds,"
+            who = f"The gradient of {name_text(history.layout.names(measured))}, all that this optimizer holds,"
         elif not whole:
             who = f"The gradient of {name_text(names)}"
         whose = "its norm" if whole or len(names) == 1 else f"that of layer {layer}"
@@ -173,7 +173,7 @@ class Spike(CheckedRule):
         normal = [steps_text(history, count, back=back + 1, kind="normal ") for count in counts.tolist()]
         message = (
             f"{who} jumped{batch_text(history, back=back)}, {whose} to {number_text(now[sites[shown]])}, {times} "
-            f"times the highest of its last {normal[shown]}, in {len(layers)} of {measured} layers. "
+            f"times the highest of its last {normal[shown]}, in {len(layers)} of {len(measured)} layers. "
         )
         # the gradient of a record was there before that record's rate moved anything
         if (jump := rate_jump(history, back=back + 1)) is not None:
