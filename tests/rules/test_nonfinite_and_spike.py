@@ -163,6 +163,12 @@ def test_a_spike_under_the_usual_norm_of_the_whole_model_is_clipped_in_its_layer
     assert found.remedy == f'interventions=[Clip(0.001, layers="fc2")], {highest}'
 
 
+@pytest.mark.parametrize(("height", "severity"), [(2.5, Severity.WARNING), (1.5, Severity.NOTICE)])
+def test_a_spike_matters_where_it_is_much_of_the_whole_gradient(height: float, severity: Severity) -> None:
+    rows = [{"gradients": [3.0, small], "loss": 1.0} for small in [*[0.1] * 60, height, 0.1]]
+    assert only(judge_rows(Spike(), net(2), rows)[-1]).severity is severity
+
+
 @pytest.mark.parametrize("factor", [1.0, 9.0])
 def test_what_stays_within_its_range_is_no_spike(factor: float) -> None:
     assert silent(judge_rows(Spike(), net(), [*noise(60, dex=0), {"gradients": factor}]))
@@ -184,6 +190,12 @@ def test_a_shift_of_the_data_is_no_spike(height: float) -> None:
     assert silent(judge_rows(Spike(), net(), [*noise(120, dex=0), *shift, *noise(40, dex=0)]))
     at_once = [{"gradients": height, "loss": height}, {"gradients": 2.0, "loss": height}] + [{"loss": height}] * 20
     assert silent(judge_rows(Spike(), net(), [*noise(120, dex=0), *at_once]))
+
+
+@pytest.mark.parametrize(("after", "found"), [(12.5, True), (13.5, False)])
+def test_a_spike_is_over_where_the_loss_has_come_back_half_of_the_way(after: float, found: bool) -> None:
+    rows = [*noise(60, dex=0), {"gradients": 25.0, "loss": 25.0}, {"gradients": 1.0, "loss": after}]
+    assert bool(judge_rows(Spike(), net(), rows)[-1]) is found
 
 
 def test_a_layer_that_had_no_gradient_makes_no_spike_of_the_whole_model() -> None:
@@ -216,6 +228,9 @@ def test_a_rate_that_jumps_is_the_cause() -> None:
     found = only(judge_rows(Spike(), net(), rows)[-1])
     assert found.message.endswith("The learning rate jumped 300 times, to 30, just before.")
     assert found.remedy == "an lr_scheduler in configure_optimizers that does not jump from lr=0.1 to lr=30."
+    # the rate of the step itself came too late
+    rows = [*noise(60, dex=0, lr=0.1), {"gradients": 300.0, "lr": 30.0, "loss": 40.0}]
+    assert "learning rate" not in str(only(judge_rows(Spike(), net(), rows)[-1]))
 
 
 def test_the_first_steps_are_not_judged() -> None:
@@ -243,6 +258,7 @@ def test_what_an_optimizer_holds_is_named_in_full(low: float, height: float, sit
     found = only(judge_rows(Spike(), net(4), rows)[-2])
     assert found.sites == sites
     assert found.message.startswith("The gradient of layers fc0, fc1, fc2, all that this optimizer holds, jumped, its")
+    assert "the highest norm of all that this optimizer holds in 30 normal steps" in found.remedy
 
 
 def test_incomplete_accumulation_windows_are_compared_after_n_over_n() -> None:
@@ -338,6 +354,12 @@ def test_a_spike_where_gradients_are_clipped_already() -> None:
     # at a limit above all normal norms nothing was clipped
     found = only(judge_steps(Spike(), net(2), [*steps(60, clipped=1.42), spike])[-1])
     assert found.remedy == "Trainer(gradient_clip_val=1.4), the highest norm of the whole model in 60 normal steps."
+    # or a spike alone
+    history = net(2)
+    judge_steps(Spike(), history, [*steps(60), {**spike, "clipped": 5.0}])
+    history.distrust([0, 1, 2])
+    found = only(judge_steps(Spike(), history, [*steps(1), spike])[-1])
+    assert found.remedy.startswith("Trainer(gradient_clip_val=1.4), the highest norm of the whole model")
 
 
 @pytest.mark.parametrize("seed", range(5))

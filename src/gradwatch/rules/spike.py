@@ -241,7 +241,8 @@ def _clipping(history: History, window: int, back: int, of_layer: str) -> str:
     if norms[-back, 0] <= highest:
         return of_layer
     steps = steps_text(history, len(normal), back=back + 1, kind="normal ")
-    return f"Trainer(gradient_clip_val={number_text(highest)}), the highest norm of the whole model in {steps}."
+    whose = "the whole model" if is_alone(history) else "all that this optimizer holds"
+    return f"Trainer(gradient_clip_val={number_text(highest)}), the highest norm of {whose} in {steps}."
 
 
 def _loss(history: History, window: int, back: int, *, returned: bool) -> str:
