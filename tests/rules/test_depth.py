@@ -29,6 +29,14 @@ def test_vanishing_gradual() -> None:
     assert found.remedy == "nn.ReLU instead of nn.Sigmoid, with nn.init.kaiming_normal_ weights."
 
 
+def test_a_smaller_fall_counts_where_the_loss_has_not_moved() -> None:
+    rows = [{"signals": 10.0 ** -np.arange(2.5, -0.1, -0.5), "loss": 1.0}] * 160
+    outcome = judge_rows(Vanishing(), net(modules=("Sigmoid",)), rows)
+    assert silent(outcome[:149])
+    assert "for 3 samples; up to 100 is normal where the loss has not moved. It fades" in only(outcome[-1]).message
+    assert silent(judge_rows(Vanishing(), net(), [{**row, "loss": 0.99**step} for step, row in enumerate(rows)]))
+
+
 @pytest.mark.parametrize(
     ("modules", "words", "remedy"),
     [
@@ -208,6 +216,22 @@ def test_a_gradient_that_died_with_nothing_learnt() -> None:
         "the model stopped learning. Most often its units"
     )
     assert (found.onset, found.headline) == (20, "the gradient norm fell from 2.4 to 2.4e-6, the loss did not")
+
+
+def test_a_gradient_of_one_of_several_optimizers_that_died() -> None:
+    ours = {"codes": dict.fromkeys(["fc0", "fc1"], Missing.OTHER_OPTIMIZER), "optimizer": 0}
+    theirs = {"codes": {"fc2": Missing.OTHER_OPTIMIZER}, "gradients": 1.0, "loss": 1.0, "optimizer": 1}
+    rows = [
+        row for own in dying([-0.7] * 20 + [0.0] * 20, [1.0] * 20 + [1e-6] * 20) for row in ({**own, **ours}, theirs)
+    ]
+    found = only(judge_rows(Vanishing(), net(3), rows)[-2])
+    assert (found.layer, found.sites, found.onset) == ("fc2", ("fc2",), 39)
+    assert found.message == (
+        "The gradient of layer fc2, all that this optimizer holds, fell from a norm of 1 to 1e-6 while its loss did "
+        "not improve (-0.7 at first, now 0): it learns nothing more. Most often its loss is flat where another model "
+        "is sure, as log(1 - D(G(z))) is."
+    )
+    assert found.remedy.startswith("a loss with a slope there, such as F.softplus(-logits);")
 
 
 def test_no_gradient_at_all_since_the_first_steps() -> None:

@@ -126,6 +126,16 @@ def test_what_gets_nothing_but_zeros_is_no_origin() -> None:
     assert "because" not in alert.message
 
 
+def test_the_bias_of_a_layer_whose_weights_make_the_zeros_is_not_named() -> None:
+    model = mlp()
+    nn.init.constant_(model[2].weight, -1.0)
+    nn.init.zeros_(model[2].bias)
+    nn.init.constant_(model[4].bias, -5.0)
+    alert = only(incidents_of(model))
+    assert (alert.layer, alert.sites) == ("4", ("2", "4"))
+    assert alert.remedy == "nn.init.zeros_ for the bias of layer 4, or nn.LeakyReLU after layer 4."
+
+
 def test_where_gradients_go_another_way_the_run_is_not_lost() -> None:
     class Residual(nn.Sequential):
         def forward(self, x: Tensor) -> Tensor:
@@ -135,7 +145,7 @@ def test_where_gradients_go_another_way_the_run_is_not_lost() -> None:
     model = nn.Sequential(nn.Linear(8, 16), Residual(nn.Linear(16, 16), nn.ReLU()), nn.Linear(16, 1))
     nn.init.constant_(model[1][0].bias, -20.0)
     alert = only(incidents_of(model))
-    assert (alert.rule, alert.severity, alert.layer) == ("dead", "warning", "1.0")
+    assert (alert.rule, alert.severity, alert.layer, alert.effects) == ("dead", "warning", "1.0", ())
 
 
 def test_most_units_off_for_good() -> None:

@@ -212,8 +212,7 @@ class Dead(CheckedRule):
         if not ended.any() or not going.any():
             return None
         # what is not reached in some batches, as experts are, may not be for longer
-        zeros = early[::-1] == 0
-        already = np.where(zeros.all(axis=0), len(early), (~zeros).argmax(axis=0))  # zeros at its end
+        already = (early[::-1] != 0).argmax(axis=0)  # zeros at its end
         had = np.arange(len(early))[::-1, None] >= already
         floor = VANISHED_SHARE * early.max(axis=1, keepdims=True)
         ended &= ((early > floor) | ~had).all(axis=0) & (had.sum(axis=0) >= self.records)

@@ -215,9 +215,9 @@ class Disconnected(CheckedRule):
         sites, owners = _without_parts(history.layout, sites)
         codes = history.codes(self.rare_records)
         there = (codes[:, sites] == MEASURED).any(axis=0)
-        if not nowhere:  # experts and heads may take turns
-            rests = _have_running_siblings(history, owners, self.unused_records) & ~_ran_lately(history, owners, limit)
-            there &= (owners != sites) | ~rests
+        # experts and heads may take turns
+        rests = _have_running_siblings(history, owners, self.unused_records) & ~_ran_lately(history, owners, limit)
+        there &= (owners != sites) | ~rests
         if not there.any():
             return []
         sites, owners, codes = sites[there], owners[there], codes[:, sites[there]]
@@ -322,7 +322,7 @@ def _libraries_without(layout: Layout) -> dict[int, str]:
     """Layers that have not run -> the installed library of the module around them that has."""
     running = {part for site in layout.order for part in _around(layout.sites[site].name)}
     found: dict[int, str] = {}
-    for site in {*layout.layers.tolist()}.difference(layout.order) if layout.libraries else ():
+    for site in {*layout.layers.tolist()}.difference(layout.order):
         name = layout.sites[site].name
         part = next((part for part in _around(name) if part in running), None)
         if part is not None and part in layout.libraries and name in layout.libraries:
