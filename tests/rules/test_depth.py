@@ -35,6 +35,11 @@ def test_a_smaller_fall_counts_where_the_loss_has_not_moved() -> None:
     assert silent(outcome[:149])
     assert "for 3 samples; up to 100 is normal where the loss has not moved. It fades" in only(outcome[-1]).message
     assert silent(judge_rows(Vanishing(), net(), [{**row, "loss": 0.99**step} for step, row in enumerate(rows)]))
+    forgetful = net()
+    forgetful.capacity = 156
+    learnt = [{**row, "loss": 2.0 - step / 160} for step, row in enumerate(rows)]
+    assert silent(judge_rows(Vanishing(), forgetful, learnt + rows))
+    assert Vanishing()(forgetful) is None
 
 
 @pytest.mark.parametrize(

@@ -521,6 +521,21 @@ def test_stalled_is_dated_at_the_first_step_of_the_stretch(step: int) -> None:
     )
 
 
+@pytest.mark.parametrize("update", [1e-9, 5e-5], ids=["weights", "weights and the loss"])
+def test_weights_that_moved_before_the_history_may_stand_still_for_as_long(update: float) -> None:
+    """A schedule ends near zero, after steps that are forgotten."""
+    history, end = net(2), {"updates": update, "lr": 1e-9}
+    history.capacity = 200
+    assert silent(judge_steps(Stalled(), history, [*steps(500), *steps(400, **end)]))
+    assert Stalled()(history) is None
+    # what was found while the start was known is not taken back
+    history = net(2)
+    history.capacity = 200
+    outcome = judge_steps(Stalled(), history, steps(600, **end))[160:]
+    assert outcome[0]
+    assert [] not in outcome
+
+
 def test_stalled_says_how_many_steps_were_sampled_and_which_rate_would_do() -> None:
     rows = [
         {**row, **({} if place % 4 == 0 else {"updates": None})} for place, row in enumerate(still(60, updates=2e-6))

@@ -10,6 +10,7 @@ import pytest
 from gradwatch.core.history import History
 from gradwatch.core.record import Missing
 from gradwatch.rules.dead import death_of, unlearnt, zero_onset
+from gradwatch.rules.evidence.baseline import is_stuck
 from gradwatch.rules.evidence.jumps import beginning
 from gradwatch.rules.evidence.layer_levels import bias_text, biases_of, weights_of, weights_over_usual
 from gradwatch.rules.evidence.records import is_first_record
@@ -46,6 +47,13 @@ def losses(*levels: float) -> History:
 )
 def test_the_loss_is_no_lower(made: History, said: str) -> None:
     assert unlearnt(made) == said
+
+
+def test_a_loss_is_known_to_be_stuck_while_its_start_is_known() -> None:
+    flat = [{"loss": 1.0}] * 160
+    assert is_stuck(history(flat)) is True
+    assert is_stuck(history([{"loss": 2.0}] * 10 + flat, capacity=160)) is None
+    assert is_stuck(history([{"loss": 2.0}] * 10 + flat, capacity=170)) is False
 
 
 def test_the_first_record_of_a_run() -> None:

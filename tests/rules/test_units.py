@@ -894,8 +894,12 @@ def made_up() -> History:
     return History(Layout((Site("total", "total", "", 0, 0, ""), *layers, *weights, *acts), (1, 2, 3, 4)))
 
 
-def play(rule: Any, rows: Sequence[Row]) -> list[Sequence[Finding] | None]:
+def play(
+    rule: Any, rows: Sequence[Row], *, order: Sequence[int] = (1, 9, 2, 10, 3, 11, 4), capacity: int = 300
+) -> list[Sequence[Finding] | None]:
+    """`order`: in which the sites ran."""
     history, outcome = made_up(), []
+    history.capacity = capacity
     shape = history.layout
     codes = np.zeros(len(shape), dtype=np.int8)
     codes[shape.activations] = Missing.NO_PARAMETERS
@@ -907,7 +911,7 @@ def play(rule: Any, rows: Sequence[Row]) -> list[Sequence[Finding] | None]:
             values["input_rms"] = values["input_max"] = _spread(shape, shape.layers[:1], row.inputs)
             values["output_rms"] = _spread(shape, shape.layers, row.outputs)
             values["run_order"] = np.full(len(shape), np.nan)
-            values["run_order"][[1, 9, 2, 10, 3, 11, 4]] = np.arange(7)
+            values["run_order"][list(order)] = np.arange(7)
         append(history, step, values=values, scalars={"loss": 1.0}, codes=codes)
         outcome.append(rule(history))
     return outcome
@@ -960,6 +964,16 @@ def test_gradients_that_are_zero_for_other_reasons(zeros: Sequence[float]) -> No
 def test_a_gradient_that_faded_away_is_not_dead() -> None:
     fading = [Row(gradients=[10.0**-k, 1, 1, 1], sampled=False) for k in range(0, 45, 3)]
     assert not any(play(Dead(), fading + [Row(gradients=[0.0, 1, 1, 1], sampled=False)] * 40))
+
+
+def test_what_a_head_was_before_the_history_is_not_known() -> None:
+    """It may have come to its ends by being right."""
+    last, sure = partial(play, Saturation(), order=(1, 9, 2, 10, 3, 4, 11)), Row(flat=[0.1, 0.1, 1.0])
+    assert silent(last([Row()] * 10 + [sure] * 60, capacity=40))
+    outcome = last([sure] * 60, capacity=40)[20:]
+    assert only(outcome[0]).layer == "head"
+    assert outcome[-1] is None
+    assert only(last([Row(flat=[1.0, 0.1, 1.0])] * 60, capacity=40)[-1]).sites == ("fc0",)
 
 
 def test_why_outputs_lie_in_the_flat_part() -> None:

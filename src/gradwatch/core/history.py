@@ -199,6 +199,11 @@ class History:
         return float(numbers[0]) if len(numbers) == back else float("nan")
 
     @property
+    def count(self) -> int:
+        """Number of records of the run, those that are forgotten included."""
+        return self._count
+
+    @property
     def whole(self) -> bool:
         """Whether it holds the run from its first step on: nothing is forgotten, and nothing came before it."""
         return 0 < self._count == len(self) and int(self._keys[self._end - len(self), 0]) == 0

@@ -132,17 +132,18 @@ class InputScale(CheckedRule):
         headline = "its inputs are exactly 0"
         return [Finding(self.name, Severity.WARNING, layer, (layer,), 0.0, 0.0, message, remedy, onset, headline)]
 
-    def _faint(self, history: History) -> Sequence[Finding]:
+    def _faint(self, history: History) -> Sequence[Finding] | None:
         """All that comes from outside is small, as far as it was measured, and the loss is stuck."""
         layout, ran = history.layout, in_run_order(history, history.layout.layers)
         sizes, backs = history.samples("input_max", RECENT_RECORDS)
         limit = 1 / self.large_rms
         small = (sizes > 0) & (sizes < limit)
-        if not len(ran) or not throughout(small[:, [0, ran[0]]], self.samples).all() or not is_stuck(history):
+        stuck = is_stuck(history)
+        if not len(ran) or not throughout(small[:, [0, ran[0]]], self.samples).all() or stuck is False:
             return []
         sites = self._sensitive(history, layout.layers[small[-1, layout.layers]])
-        if not len(sites):
-            return []
+        if not len(sites) or not stuck:
+            return None if len(sites) else []
         layer, value = layout.sites[sites[0]].name, float(sizes[-1, sites[0]])
         message = (
             f"The largest input of layer {layer} is {number_text(value)}, and the loss has not moved since the start. "

@@ -31,6 +31,7 @@ from gradwatch.rules.evidence.samples import (
     layer_before,
     layers_before,
     onset_of,
+    reaches_start,
     samples,
 )
 from gradwatch.rules.evidence.wording import steps_text
@@ -72,7 +73,12 @@ class Saturation(CheckedRule):
         sites = activations[stuck[activations]]
         sites = sites[shares[-FIRST_SAMPLES - 1 :, sites].mean(axis=0) >= self.flat_share]
         last = self._followed_by_nothing(history, sites)
-        sites = np.setdiff1d(sites, [site for site in last if not _first(shares[:, site]) >= self.least_share])
+        begun = [site for site in last.tolist() if _first(shares[:, site]) >= self.least_share]
+        sites = np.setdiff1d(sites, last)
+        if reaches_start(history):
+            sites = np.append(sites, np.array(begun, dtype=np.intp))
+        elif begun and not len(sites):
+            return None
         return [self._finding(history, sites, shares, backs)] if len(sites) else []
 
     def _followed_by_nothing(self, history: History, sites: Sites) -> Sites:

@@ -109,12 +109,14 @@ class Stalled(CheckedRule):
             return []
         if not self._moving(history, backs[-1:], pulled, self.update).any():
             return self._still(history, backs, pulled, self.update)
-        if not self._moving(history, backs[-1:], pulled, self.stuck_update).any() and is_stuck(history):
-            return self._still(history, backs, pulled, self.stuck_update)
+        moving = self._moving(history, backs[-1:], pulled, self.stuck_update).any()
+        if not moving and (stuck := is_stuck(history)) is not False:
+            found = self._still(history, backs, pulled, self.stuck_update)
+            return found if stuck or not found else None
         return self._starved(history, backs, pulled)
 
-    def _still(self, history: History, backs: Sites, pulled: Mask, update: float) -> Sequence[Finding]:
-        """No layer has reached `update` for long."""
+    def _still(self, history: History, backs: Sites, pulled: Mask, update: float) -> Sequence[Finding] | None:
+        """No layer has reached `update` for long; None where they may have moved for longer, before the history."""
         layout = history.layout
         moving = np.flatnonzero(self._moving(history, backs, pulled, update))
         still = backs[int(moving[-1]) + 1 if len(moving) else 0 :]
@@ -122,8 +124,10 @@ class Stalled(CheckedRule):
         stood = own[(own <= still[0]) & (own >= still[-1])]
         zeroed = zeroed_by_interventions(history, RECENT_RECORDS, layout.layers[pulled])[-stood].all(axis=1)
         steps = int(np.count_nonzero(~zeroed))
-        if steps < max(self.records, self.still_share * len(own)):
-            return []
+        # of the records that are forgotten as many were this optimizer's as of those that are known
+        all_own = len(own) * history.count / min(len(history), RECENT_RECORDS)
+        if steps < max(self.records, self.still_share * all_own):
+            return [] if len(moving) or steps < self.records else None
         moved = relative_updates(history, still)[:, pulled]
         # in large models parameters take turns: each layer has to have been seen
         if np.isnan(moved).all(axis=0).any() or self._excused(history, own, moved_before=len(moving) > 0):

@@ -15,7 +15,7 @@ from gradwatch.core.record import Floats, Mask
 from gradwatch.rules.evidence.baseline import LEVEL_RECORDS, first_and_last_loss
 from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.records import is_first_record
-from gradwatch.rules.evidence.samples import in_a_row, onset_of, samples
+from gradwatch.rules.evidence.samples import RECENT_RECORDS, in_a_row, onset_of, samples
 from gradwatch.rules.evidence.weights import has_float16
 from gradwatch.rules.rule import CheckedRule
 
@@ -71,7 +71,7 @@ class Underflow(CheckedRule):
         if times < self.samples or (under_scaler and onset < self.scaled_records):
             return []
         always = times == len(unhealthy)
-        if always and len(history) == history.capacity:
+        if always and len(history) >= min(history.capacity, RECENT_RECORDS):
             return None  # how it began has been forgotten
         rounded = bool((bottom & (zeros < 1))[-times:].any())
         if not self._is_lost(history, zeros[-1], rounded=rounded, always=always):

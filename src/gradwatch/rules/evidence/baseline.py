@@ -36,8 +36,10 @@ def median_and_spread(numbers: Floats) -> tuple[Floats, Floats]:
     return middle, NORMAL_MAD * median(np.abs(numbers - middle))
 
 
-def is_stuck(history: History) -> bool:
-    """Whether the loss is where it began, and has been there throughout: of one optimizer, for `STUCK_RECORDS`."""
+def is_stuck(history: History) -> bool | None:
+    """Whether the loss is where it began, and has been there throughout: of one optimizer, for `STUCK_RECORDS`. None
+    where it has been there for as long as the record goes back, and its start is forgotten: it may have been learnt.
+    """
     losses = history.scalar("loss", len(history))
     if len(losses) < STUCK_RECORDS or not is_alone(history) or not np.isfinite(losses).all():
         return False
@@ -46,7 +48,9 @@ def is_stuck(history: History) -> bool:
     _, spread = median_and_spread(late)
     stays = (np.abs(tenths[1:] - tenths[1]) <= STUCK_SHARE * abs(first)).all()
     near = (np.abs(tenths - first) <= FIRST_FALL_SHARE * abs(first)).all()
-    return bool(stays and near and spread <= STEADY_SHARE * abs(first))
+    if not (stays and near and spread <= STEADY_SHARE * abs(first)):
+        return False
+    return True if history.whole else None
 
 
 def per_full_accumulation(history: History, n: int) -> Floats:

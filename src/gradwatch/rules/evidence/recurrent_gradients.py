@@ -113,7 +113,7 @@ def _is_steep(history: History, backs: Sites, dex: float) -> Mask:
 def _stuck(history: History) -> tuple[float, float] | None:
     """The loss at the start and now, where it has not improved in between; None where it has, or is not known."""
     levels = first_and_last_loss(history, UNIMPROVED_RECORDS // 5)
-    if levels is None:
+    if levels is None or not history.whole:
         return None
     first, now = levels
     own = own_losses(history, len(history))

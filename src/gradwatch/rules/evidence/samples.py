@@ -32,6 +32,11 @@ def samples(history: History, statistic: str) -> tuple[Floats, Sites] | None:
     return (rows[own], backs[own]) if own[-1] else None  # a record without a total cannot be judged
 
 
+def reaches_start(history: History) -> bool:
+    """Whether the records in which samples are searched are all of the run."""
+    return history.whole and len(history) <= RECENT_RECORDS
+
+
 def sampled(history: History, statistic: str, *, sites: Sites = TOTAL_SITE) -> Sites:
     """The positions, from the end, of those of the last `RECENT_RECORDS` that hold `statistic`, oldest first.
 
