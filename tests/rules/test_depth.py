@@ -223,6 +223,17 @@ def test_a_gradient_that_died_with_nothing_learnt() -> None:
     assert (found.onset, found.headline) == (20, "the gradient norm fell from 2.4 to 2.4e-6, the loss did not")
 
 
+def test_the_loss_before_the_history_is_not_spoken_of() -> None:
+    history = net()
+    history.capacity = 40
+    found = only(judge_rows(Vanishing(), history, dying([9.0] * 20 + [0.69] * 60, [1.0] * 60 + [1e-6] * 20))[-1])
+    assert "did not improve (0.69 from step 40 on, now 0.69)" in found.message
+    history = net()
+    history.capacity = 40
+    found = only(judge_rows(Vanishing(), history, dying([99.0] * 20 + [12.8] * 40, [1.0] * 40 + [0.0] * 20))[-1])
+    assert "the loss is 12.8 (12.8 from step 20 on)" in found.message
+
+
 def test_a_gradient_of_one_of_several_optimizers_that_died() -> None:
     ours = {"codes": dict.fromkeys(["fc0", "fc1"], Missing.OTHER_OPTIMIZER), "optimizer": 0}
     theirs = {"codes": {"fc2": Missing.OTHER_OPTIMIZER}, "gradients": 1.0, "loss": 1.0, "optimizer": 1}

@@ -15,6 +15,7 @@ from gradwatch.core.number_text import number_text
 from gradwatch.core.record import MEASURED, TOTAL, Layout, Mask, Sites
 from gradwatch.rules.evidence.attention import makers_of_scores
 from gradwatch.rules.evidence.baseline import (
+    at_first,
     first_and_last,
     first_and_last_loss,
     is_stuck,
@@ -252,8 +253,8 @@ class Vanishing(CheckedRule):
         for_long = steps_text(history, onset)
         message = (
             f"The gradient of every layer has been exactly 0 for {for_long}, and the loss is {number_text(loss[1], 3)} "
-            f"({number_text(loss[0], 3)} at first): the model stopped learning. Most often a ReLU or clamp of its "
-            "outputs gives one number only, or its units are saturated or dead, after too large a step."
+            f"({number_text(loss[0], 3)} {at_first(history)}): the model stopped learning. Most often a ReLU or clamp "
+            "of its outputs gives one number only, or its units are saturated or dead, after too large a step."
         )
         headline = f"every gradient has been exactly 0 for {for_long}"
         remedy = "no ReLU or clamp after the last layer; or a smaller lr in configure_optimizers, with warm-up."
@@ -283,8 +284,8 @@ class Vanishing(CheckedRule):
         onset = own_onset(history, history.series("grad_norm") <= early * under)
         message = (
             f"The total gradient norm fell from {number_text(early)} to {number_text(now)} while the loss did not "
-            f"improve ({number_text(loss[0], 3)} at first, now {number_text(loss[1], 3)}): the model stopped learning. "
-            "Most often its units are saturated or dead, after too large a step."
+            f"improve ({number_text(loss[0], 3)} {at_first(history)}, now {number_text(loss[1], 3)}): the model "
+            "stopped learning. Most often its units are saturated or dead, after too large a step."
         )
         headline = f"the gradient norm fell from {number_text(early)} to {number_text(now)}, the loss did not"
         remedy = "a smaller lr in configure_optimizers, with warm-up."
@@ -296,8 +297,8 @@ class Vanishing(CheckedRule):
             message = (
                 f"The gradient of {name_text(sites)}, all that this optimizer holds, fell from a norm of "
                 f"{number_text(early)} to {number_text(now)} while its loss did not improve "
-                f"({number_text(loss[0], 3)} at first, now {number_text(loss[1], 3)}): it learns nothing more. Most "
-                "often its loss is flat where another model is sure, as log(1 - D(G(z))) is."
+                f"({number_text(loss[0], 3)} {at_first(history)}, now {number_text(loss[1], 3)}): it learns nothing "
+                "more. Most often its loss is flat where another model is sure, as log(1 - D(G(z))) is."
             )
             remedy = "a loss with a slope there, such as F.softplus(-logits); or fewer and smaller steps of the others."
         return Finding(

@@ -96,6 +96,11 @@ def first_steps(history: History, records: int) -> str:
     return f"its first {steps}" if first == 0 else f"the {steps} from step {first} on"
 
 
+def at_first(history: History) -> str:
+    """When the first level was that a history tells of."""
+    return "at first" if history.whole else f"from step {history.steps[0]} on"
+
+
 def was_learnt(history: History, *, back: int = 1) -> bool:
     """Whether the loss of the latest record's optimizer had fallen by then, to the record `back` from the end: by a
     tenth of its first level, and by more than it varies.
