@@ -27,6 +27,12 @@ def test_nonfinite_on_the_input_side_was_born_in_the_backward_pass() -> None:
     assert found.remedy == "an epsilon inside the square root, norm or division that follows layer fc1."
 
 
+def test_layers_of_another_optimizer_are_not_said_to_have_no_finite_gradient() -> None:
+    row = {"gradients": [NAN, NAN, 1.0], "codes": {"fc2": Missing.OTHER_OPTIMIZER}}
+    found = only(judge_rows(Nonfinite(), net(3), [row])[0])
+    assert found.message.startswith("The gradient of layers fc0, fc1, all that this optimizer holds, is not finite; ")
+
+
 def test_the_order_of_execution_says_where_it_was_born() -> None:
     history = History(layout(["head", "stem", "body"], order=["stem", "body", "head"]))
     found = only(judge_rows(Nonfinite(), history, [{"gradients": [1, NAN, NAN]}])[0])

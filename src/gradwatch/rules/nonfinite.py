@@ -11,7 +11,7 @@ import numpy as np
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
 from gradwatch.core.number_text import number_text
-from gradwatch.core.record import MEASURED, TOTAL, Mask, Sites
+from gradwatch.core.record import MEASURED, OTHER_OPTIMIZER, TOTAL, Mask, Sites
 from gradwatch.rules.evidence.baseline import first_steps
 from gradwatch.rules.evidence.depth import profile
 from gradwatch.rules.evidence.jumps import last_jump
@@ -121,9 +121,11 @@ class Nonfinite(CheckedRule):
             () if _elsewhere(history) else _first_tap(history, len(healthy) > 0),
         )
         if len(healthy):
-            what = f"The gradient of {name_text(names)} is not finite{batch_text(history)}"
+            what = f"The gradient of {name_text(names)} is not finite"
+        elif (history.codes(1)[0, history.layout.layers] == OTHER_OPTIMIZER).any():
+            what = f"The gradient of {name_text(names)}, all that this optimizer holds, is not finite"
         else:
-            what = f"No layer has a finite gradient{batch_text(history)}"
+            what = "No layer has a finite gradient"
         if forward is not None and (forward.traced or not (np.isfinite(loss) and len(healthy))):
             origin, cause, remedy = forward.site, forward.cause, forward.remedy
             again = history.nonfinite_origin
@@ -152,7 +154,7 @@ class Nonfinite(CheckedRule):
                 "an operation that makes a NaN."
             )
         cause, remedy = self._cause(history, forward, cause, remedy)
-        message = f"{what}; {uncapitalized(cause)}{_by_taps(taps)}"
+        message = f"{what}{batch_text(history)}; {uncapitalized(cause)}{_by_taps(taps)}"
         sites = (*names, *taps[:1])
         value, onset = float(len(names)), self._onset(history)
         whose = "its gradient" if origin in names else f"the gradient of {name_text(names)}"
