@@ -322,6 +322,18 @@ def test_exploding_stays_silent(signals: Any) -> None:
     assert silent(judge_rows(Exploding(), net(), [{"signals": signals}] * 5))
 
 
+def test_a_gradient_of_one_of_several_optimizers_that_grew() -> None:
+    ours = {"codes": dict.fromkeys(["fc0", "fc1"], Missing.OTHER_OPTIMIZER), "optimizer": 0}
+    theirs = {"codes": {"fc2": Missing.OTHER_OPTIMIZER}, "gradients": 1.0, "loss": 1.0, "optimizer": 1}
+    rows = [row for own in dying([1.0] * 20 + [5.0] * 20, [1.0] * 20 + [3e3] * 20) for row in ({**own, **ours}, theirs)]
+    found = only(judge_rows(Exploding(), net(3), rows)[-2])
+    assert (found.layer, found.sites) == ("fc2", ("fc2",))
+    assert found.message == (
+        "The gradient of layer fc2, all that this optimizer holds, grew from a norm of 1 to 3000 and its loss rose "
+        "with it, from 1 to 5: the steps are too large for this loss."
+    )
+
+
 @pytest.mark.parametrize(
     ("loss", "severity"), [(5.0, Severity.WARNING), (INF, Severity.ERROR), (0.5, None), (1.0, None)]
 )

@@ -32,7 +32,7 @@ from gradwatch.rules.evidence.layer_levels import (
 from gradwatch.rules.evidence.learning_rates import MAXIMIZES, MAXIMIZES_REMEDY, better_rate, maximizes, may_be_large
 from gradwatch.rules.evidence.paths import NO_LAYER, Paths, paths
 from gradwatch.rules.evidence.recent_rows import RecentRows
-from gradwatch.rules.evidence.records import is_first_record
+from gradwatch.rules.evidence.records import held_layers, is_first_record
 from gradwatch.rules.evidence.recurrent_gradients import grown_through_time
 from gradwatch.rules.evidence.samples import in_run_order, own_onset, samples
 from gradwatch.rules.evidence.weights import has_norm_layers, norms_text, sensitivity
@@ -315,14 +315,18 @@ class Exploding(CheckedRule):
         growth = float(np.log10(min(now, 1e39) / early))
         severity = Severity.ERROR if now > OVERFLOWING_NORM or not np.isfinite(loss[1]) else Severity.WARNING
         onset = own_onset(history, history.series("grad_norm") >= early * over)
+        layer, sites, grew, whose = TOTAL, held_layers(history), "The total gradient norm grew from", "the"
+        if sites:
+            layer, whose = sites[0], "its"
+            grew = f"The gradient of {name_text(sites)}, all that this optimizer holds, grew from a norm of"
         message = (
-            f"The total gradient norm grew from {number_text(early)} to {number_text(now)} and the loss rose with it, "
+            f"{grew} {number_text(early)} to {number_text(now)} and {whose} loss rose with it, "
             f"from {number_text(loss[0], 3)} to {number_text(loss[1], 3)}: "
             f"{MAXIMIZES if maximizes(history) else 'the steps are too large for this loss.'}"
         )
         headline = f"the gradient norm grew from {number_text(early)} to {number_text(now)}"
         remedy = MAXIMIZES_REMEDY if maximizes(history) else better_rate(history, back=onset)
-        return Finding(self.name, severity, TOTAL, (), growth, self.total_dex, message, remedy, onset, headline)
+        return Finding(self.name, severity, layer, sites, growth, self.total_dex, message, remedy, onset, headline)
 
 
 def _gradual(

@@ -10,9 +10,9 @@ import numpy as np
 
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
-from gradwatch.core.record import MEASURED, TOTAL, Mask, Sites
+from gradwatch.core.record import TOTAL, Mask, Sites
 from gradwatch.rules.evidence.recent_rows import RecentRows
-from gradwatch.rules.evidence.records import is_alone, own_records
+from gradwatch.rules.evidence.records import held_layers, own_records
 from gradwatch.rules.evidence.samples import in_a_row
 from gradwatch.rules.evidence.wording import name_text, ratio_text
 from gradwatch.rules.rule import CheckedRule
@@ -58,8 +58,7 @@ class StaleGrad(CheckedRule):
         """`onset`: the position of the first record at which old gradients were there, and were at each one since that
         is known; `times`: the number of those.
         """
-        layout, layers = history.layout, history.layout.layers
-        held = () if is_alone(history) else layout.names(layers[history.codes(1)[0, layers] == MEASURED])
+        held = held_layers(history)
         ratio = ratio_text(np.log10(stale))
         often = f"at {times} measured steps" if history.has_gaps(onset) else f"{times} times"
         whose = f" of {name_text(held)}" if held else ""

@@ -12,7 +12,7 @@ import numpy as np
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
 from gradwatch.core.number_text import number_text
-from gradwatch.core.record import MEASURED, TOTAL, Layout, Mask, Sites
+from gradwatch.core.record import TOTAL, Layout, Mask, Sites
 from gradwatch.rules.evidence.attention import makers_of_scores
 from gradwatch.rules.evidence.baseline import (
     at_first,
@@ -42,7 +42,7 @@ from gradwatch.rules.evidence.layer_levels import (
 )
 from gradwatch.rules.evidence.paths import NO_LAYER, paths
 from gradwatch.rules.evidence.recent_rows import RecentRows
-from gradwatch.rules.evidence.records import is_alone
+from gradwatch.rules.evidence.records import held_layers, is_alone
 from gradwatch.rules.evidence.recurrent_gradients import faded_through_time, fades_are_due
 from gradwatch.rules.evidence.samples import forward_order, own_onset
 from gradwatch.rules.evidence.weights import has_norm_layers, norms_text, sensitivity, starts_from_zero
@@ -272,9 +272,8 @@ class Vanishing(CheckedRule):
         loss = first_and_last_loss(history, self.first_records)
         if levels is None or loss is None or loss[1] < loss[0]:
             return None
-        alone = is_alone(history)
         # of several optimizers one starves where its loss rises to 0: that of log(1 - D(G(z))) does
-        rises = not alone and loss[0] < 0
+        rises = loss[0] < 0 and not is_alone(history)
         if abs(loss[1]) < self.stuck_share * abs(loss[0]) and not rises:
             return None
         early = float(np.median(levels[0]))
@@ -289,11 +288,9 @@ class Vanishing(CheckedRule):
         )
         headline = f"the gradient norm fell from {number_text(early)} to {number_text(now)}, the loss did not"
         remedy = "a smaller lr in configure_optimizers, with warm-up."
-        layer, sites = TOTAL, tuple[str, ...]()
-        if not alone:
-            layers = history.layout.layers
-            sites = history.layout.names(layers[history.codes(1)[0, layers] == MEASURED])
-            layer = sites[0] if sites else TOTAL
+        layer, sites = TOTAL, held_layers(history)
+        if sites:
+            layer = sites[0]
             message = (
                 f"The gradient of {name_text(sites)}, all that this optimizer holds, fell from a norm of "
                 f"{number_text(early)} to {number_text(now)} while its loss did not improve "

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from gradwatch.core.history import History
-from gradwatch.core.record import Floats, Mask, Sites
+from gradwatch.core.record import MEASURED, Floats, Mask, Sites
 
 
 def is_own(history: History, n: int) -> Mask:
@@ -20,6 +20,12 @@ def is_own(history: History, n: int) -> Mask:
 def is_alone(history: History) -> bool:
     """Whether all records are of one optimizer."""
     return bool(is_own(history, len(history)).all())
+
+
+def held_layers(history: History) -> tuple[str, ...]:
+    """Names of the layers that the latest record's optimizer holds; none where all records are of that one."""
+    layers = history.layout.layers
+    return () if is_alone(history) else history.layout.names(layers[history.codes(1)[0, layers] == MEASURED])
 
 
 def own_records(history: History) -> Sites:
