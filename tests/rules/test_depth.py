@@ -59,6 +59,15 @@ def test_vanishing_names_the_likely_cause(modules: tuple[str, ...], words: str, 
 
 
 @pytest.mark.parametrize(
+    ("module", "depth", "proposed"), [("Sigmoid", 13, 1), ("Sigmoid", 12, 0), ("LayerNorm", 13, 1)]
+)
+def test_residual_connections_are_proposed_once_in_deep_models(module: str, depth: int, proposed: int) -> None:
+    rows = [dict.fromkeys(("signals", "gradients"), np.geomspace(1e-5, 1, depth)) | {"weights": 1.0}] * 3
+    found = only(judge_rows(Vanishing(), net(depth, modules=(module,)), rows)[-1])
+    assert found.remedy.count("residual connections around the layers: x + layer(x)") == proposed
+
+
+@pytest.mark.parametrize(
     ("modules", "words"),
     [
         (("Tanh",), "nn.Tanh with weights too large, and no norm."),

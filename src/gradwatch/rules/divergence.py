@@ -357,8 +357,7 @@ def _jump_since_up(history: History, first: float) -> RateJump | None:
     if not is_own(history, JUMP_RECORDS + 1).all() or (jump := rate_jump(history, records=JUMP_RECORDS)) is None:
         return None
     # a loss that was up before the first step at that rate has another cause, such as other data
-    before = UP_RECORDS < jump.back <= len(losses) and 0 < losses[-jump.back] < first
-    return jump if before and was_learnt(history, back=jump.back + 1) else None
+    return jump if 0 < losses[-jump.back] < first and was_learnt(history, back=jump.back + 1) else None
 
 
 def _rise(history: History, back: int) -> tuple[Floats, Floats] | None:

@@ -227,7 +227,7 @@ class Exploding(CheckedRule):
         """
         outputs, last = history.row("output_rms")[found.now.sites], found.last_layers
         before = found.flow.above(last) & ~last
-        if np.isnan(outputs[before]).any() or not before.any():
+        if np.isnan(outputs[before]).any():
             return False
         return bool(np.fmax.reduce(outputs[last]) >= 10.0**self.activation_dex * outputs[before].max())
 

@@ -90,8 +90,6 @@ class Tampered(CheckedRule):
         recent = {name: history.at(name, backs)[:, layout.parameters] for name in self.needs}
         held = history.codes(1)[-1, layout.parameters] == MEASURED
         cosines, dex, hooks = recent["gradient_cosine"], recent["gradient_dex"], recent["other_hooks"]
-        if not (held & ~np.isnan(cosines[-1])).any():
-            return []
         weights, even = _weights(layout), recent["gradient_evenness"] >= EVENNESS
         off = dex - self._common(cosines, dex, hooks, held)
         # a penalty may be on weights only, and then biases say nothing of them
