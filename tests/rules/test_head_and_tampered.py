@@ -435,6 +435,7 @@ def test_a_sigmoid_taken_for_a_logit() -> None:
 
     alert = only(watched(nn.Sequential(mlp(CLASSES), nn.Sigmoid()), loss, reported=False))
     assert (alert.rule, alert.layer) == ("bad_head", "0.6")
+    assert "into a loss that applies a sigmoid itself, a binary cross entropy with logits: prob" in alert.message
 
 
 def target(x: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """Divergence, stalled, collapse and frozen under real trainings: each faulty one has a healthy version beside it."""
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -257,6 +258,21 @@ def test_all_layers_that_were_switched_off_are_in_the_remedy() -> None:
     alert = incidents_of(model, adam()(model), steps=40)["frozen"]
     assert alert.sites == ("4", "8")
     assert alert.remedy == "requires_grad_(True) for layers 4, 8."  # PEFT would match each name that ends in ".8"
+
+
+@pytest.mark.parametrize(
+    ("second", "peft"),
+    [("middle", "; with PEFT, modules_to_save=['dense', 'score']"), ("block_dense", "")],
+    ids=["names of their own", "a name that another ends in"],
+)
+def test_new_layers_are_all_named_to_peft(second: str, peft: str) -> None:
+    """It takes each module whose name ends so."""
+    sizes = {"first": (8, 64), second: (64, 64), "dense": (64, 64), "score": (64, 1)}
+    model = nn.Sequential(OrderedDict((name, nn.Linear(*size)) for name, size in sizes.items()))
+    for place in (2, 3):
+        model[place].requires_grad_(False)
+    alert = incidents_of(model, adam()(model), steps=40)["frozen"]
+    assert alert.remedy == f"requires_grad_(True) for layers dense, score{peft}."
 
 
 # ---- healthy

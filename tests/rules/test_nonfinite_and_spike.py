@@ -383,7 +383,8 @@ def test_poisoned_batches_are_dated_exactly(seed: int) -> None:
 def test_skipped_steps_are_dated_at_the_first(seed: int) -> None:
     step = int(np.random.default_rng(seed).integers(1, 100))
     history, rule = net(3), Nonfinite()
-    rows = [*noise(step, layers=3), *([{"gradients": NAN, "skipped": 1.0}] * 50)]
+    # whether the latest is skipped is not known yet
+    rows = [*noise(step, layers=3), *([{"gradients": NAN, "skipped": 1.0}] * 50), {"gradients": NAN, "scaled": 1.0}]
     rows[step // 2] = {"gradients": NAN, "skipped": 1.0} if step > 2 else rows[0]
     found = only(judge_rows(rule, history, rows)[-1])
     assert len(rows) - found.onset == step

@@ -41,12 +41,16 @@ def alert_of_training(
     steps: int = 8,
     loss_of: Callable[[Tensor], Tensor] = lambda y: y.square().mean(),
     before: Callable[[int], object] = lambda step: None,
+    rate_before: float = 1e-3,
 ) -> Alert:
-    """The one incident of a training whose batch `bad` holds a NaN; `before` is called before each step."""
+    """The one incident of a training whose batch `bad` holds a NaN; `before` is called before each step; the one before
+    that batch has the rate `rate_before`.
+    """
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     watch = Watch(model, rules=(Nonfinite(),), sinks=(), budget=None)
 
     def loss(step: int) -> Tensor:
+        optimizer.param_groups[0]["lr"] = rate_before if step == bad - 1 else 1e-3
         x = torch.randn(16, 4)
         if step == bad:
             x[3, 2] = NAN
@@ -59,8 +63,9 @@ def alert_of_training(
     return alert
 
 
-def test_the_batch() -> None:
-    alert = alert_of_training(mlp(), bad=3)
+@pytest.mark.parametrize("rate_before", [1e-3, 1e-1], ids=["", "a rate that jumped is not blamed"])
+def test_the_batch(rate_before: float) -> None:
+    alert = alert_of_training(mlp(), bad=3, rate_before=rate_before)
     assert (alert.layer, alert.step) == ("0", 3)
     assert alert.message == (
         "No layer has a finite gradient; what comes into layer 0 is not finite: the batch has NaN or infinity in it, "

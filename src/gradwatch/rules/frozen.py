@@ -284,9 +284,10 @@ class Frozen(CheckedRule):
                 f" behind layers that train, and {its} weights have the spread of a random start: no training has "
                 f"changed {it}."
             )
-            module = names[-1].rpartition(".")[2]
-            # PEFT matches the ends of names: a bare number is that of many layers
-            peft = "" if module.isdigit() else f"; with PEFT, modules_to_save=[{module!r}]"
+            ends, rest = [name.rpartition(".")[2] for name in names], np.setdiff1d(layout.layers, sites)
+            # PEFT matches the ends of names: those of other layers, and bare numbers, are none to give
+            shared = any(end.isdigit() or name.endswith(end) for end in ends for name in layout.names(rest))
+            peft = "" if shared else f"; with PEFT, modules_to_save={list(dict.fromkeys(ends))}"
             remedy = f"requires_grad_(True) for {name_text(names)}{peft}."
             headline = "it is frozen with the weights of a random start, behind layers that train"
         else:
