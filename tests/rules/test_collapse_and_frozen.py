@@ -283,6 +283,20 @@ def test_a_layer_that_is_off_amid_its_like() -> None:
     assert found.remedy == "requires_grad_(True) for layer fc1, and match whole names when layers are frozen."
 
 
+def test_layers_that_were_switched_off_before_the_history_may_be_so_by_a_plan() -> None:
+    def forgetful() -> History:
+        history = net(4)
+        history.capacity = 50
+        return history
+
+    history, off = forgetful(), [{"codes": {"fc1": Missing.FROZEN}}] * 100
+    assert silent(judge_steps(Frozen(), history, [*[{}] * 10, *off]))
+    assert Frozen()(history) is None
+    outcome = judge_steps(Frozen(), forgetful(), off)[30:]
+    assert outcome[0]
+    assert [] not in outcome  # what was found is not taken back
+
+
 def shaped(sizes: dict[str, int], flow: list[tuple[str, str]] | None) -> History:
     """Layers of their own sizes; `flow` None is not known."""
     shape = layout(list(sizes))

@@ -103,15 +103,15 @@ class Frozen(CheckedRule):
     def __call__(self, history: History) -> Sequence[Finding] | None:
         if len(history) < self.records:
             return None
-        still, idle = self._still(history), self._idle_optimizer(history)
+        still, idle, off = self._still(history), self._idle_optimizer(history), self._off(history)
         found = [
             *self._unowned(history),
             *self._no_optimizer(history),
             *(idle or ()),
             *(still or ()),
-            *self._off(history),
+            *(off or ()),
         ]
-        if idle is None and not found:
+        if (idle is None or off is None) and not found:
             return None
         if found or still is not None or len(history) < self.still_records:
             return found
@@ -260,10 +260,10 @@ class Frozen(CheckedRule):
         before = history.at("update_ratio", backs)[:, moving]
         return bool((before == 0).any())
 
-    def _off(self, history: History) -> Sequence[Finding]:
+    def _off(self, history: History) -> Sequence[Finding] | None:
         """Switched off by requires_grad: a new head that was frozen, or left out of the modules of an adapted model
         that train; or few of many of a make, after some of those and before others that train, a notice where they have
-        no such make, but lie between layers that train.
+        no such make, but lie between layers that train. None where it is forgotten whether they ever trained.
         """
         layout, codes = history.layout, history.codes(1)[0]
         if len(history) < self.still_records or not (codes[layout.layers] == FROZEN).any():
@@ -276,6 +276,8 @@ class Frozen(CheckedRule):
         sites = new if len(new) else _used(history, between[long[between]])
         if not len(sites) or self._thaws(history, order, off):
             return []
+        if history.count > len(history):
+            return None
         names = layout.names(sites)
         verb, its, it = ("is", "its", "it") if len(names) == 1 else ("are", "their", "them")
         message = f"{capitalized(name_text(names))} {verb} frozen (requires_grad is False)"
