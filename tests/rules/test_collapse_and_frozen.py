@@ -281,6 +281,8 @@ def test_a_layer_that_is_off_amid_its_like() -> None:
         "do: most often a pattern of names that fits more than was meant."
     )
     assert found.remedy == "requires_grad_(True) for layer fc1, and match whole names when layers are frozen."
+    two = judge_steps(Frozen(), net(6), [{"codes": dict.fromkeys(["fc1", "fc3"], Missing.FROZEN)}] * 31)
+    assert only(two[30]).message.startswith("Layers fc1, fc3 are frozen (requires_grad is False), while most of the")
 
 
 def test_layers_that_were_switched_off_before_the_history_may_be_so_by_a_plan() -> None:

@@ -16,7 +16,7 @@ from gradwatch.core.history import History
 from gradwatch.core.record import Missing
 from gradwatch.rules import Disconnected, Frozen
 from models import module_of
-from synthetic_history import INF, NAN, append, judge_rows, judge_steps, layout, net, only, silent
+from synthetic_history import INF, NAN, append, judge_rows, judge_steps, layout, net, only, record, silent
 from training import fit, train
 
 GONE = {"fc1": Missing.NO_GRADIENT}
@@ -505,6 +505,26 @@ def test_nothing_is_said_of_weights_that_something_else_may_change(how: str) -> 
 def test_it_is_over_once_another_optimizer_trains_it() -> None:
     (alert,) = watched(turns=True).alerts
     assert (alert.rule, alert.sites, alert.noticed, alert.closed_step) == ("frozen", ("2",), 9, 49)
+
+
+def test_layers_in_no_optimizer_that_have_replaced_others() -> None:
+    outside, lost = (
+        {"codes": dict.fromkeys(["fc0", "fc1"], code)} for code in (Missing.NO_OPTIMIZER, Missing.NO_GRADIENT)
+    )
+    rows = [{**row, "signals": 1.0} for row in [{}, *[lost] * 4, *[outside] * 10]]
+    found = only(judge_rows(Frozen(), net(3), rows)[-1])
+    assert found.message.startswith("Layers fc0, fc1 are trainable (requires_grad is True) but in no optimizer that")
+    assert found.message.endswith(" has seen, and keep their values unless something else changes them.")
+    assert (found.onset, found.headline.partition(": ")[2]) == (14, "what it has replaced is in one")
+
+
+def test_an_optimizer_that_never_steps_where_epochs_are_not_known() -> None:
+    history, row = net(3), {"codes": {"fc0": Missing.OTHER_OPTIMIZER}, "signals": 1.0}
+    for _ in range(999):
+        record(history, **row)
+    assert not Frozen()(history)
+    record(history, **row)
+    assert "not seen to step in 1000 steps of others" in only(Frozen()(history)).message
 
 
 def test_a_parameter_in_no_optimizer() -> None:

@@ -511,6 +511,7 @@ def hooked(model: nn.Sequential, place: int, hook: Callable[[Tensor], Tensor], *
 def test_a_hook_that_turns_the_sign() -> None:
     alert = only(watched(hooked(mlp(CLASSES), 2, torch.neg)))
     assert (alert.rule, alert.severity, alert.layer, alert.sites) == ("tampered", "error", "2", ("2",))
+    assert (alert.value, alert.threshold) == (pytest.approx(-1), -0.5)
     assert (alert.step, alert.noticed) == (0, 1)
     assert alert.headline in [f"the gradient of 2.{key}: something turned its sign" for key in ("weight", "bias")]
     assert alert.message == (
@@ -542,6 +543,7 @@ def test_a_hook_that_keeps_the_signs() -> None:
 def test_a_hook_that_takes_nearly_all() -> None:
     alert = only(watched(hooked(mlp(CLASSES), 2, lambda g: g / 1000)))
     assert (alert.layer, alert.severity, alert.step, alert.noticed) == ("2", "warning", 0, 4)
+    assert (alert.value, alert.threshold) == (pytest.approx(-3, abs=1e-3), -1.5)
     assert "something made it 0.001 times as large. There are 2 hooks on parameters 2.weight, 2.bias " in alert.message
 
 

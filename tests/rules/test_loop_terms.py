@@ -13,8 +13,9 @@ from torch.utils.data import DataLoader
 import gradwatch
 import lightning as L
 from gradwatch import GradWatch, Watch
+from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.training_loop import LoopKind
-from gradwatch.rules.loop_terms import _TERMS, in_loop_terms
+from gradwatch.rules.loop_terms import _TERMS, in_loop_terms, worded
 from training import fit, train
 
 SOURCE = Path(gradwatch.__file__).parent
@@ -57,6 +58,14 @@ def test_every_phrase_is_one_that_a_rule_writes(loop: LoopKind) -> None:
     texts = list(phrases())
     for phrase in _TERMS[loop]:
         assert any(phrase in text for text in texts), phrase
+
+
+def test_sentences_are_in_the_terms_of_the_loop_as_remedies_are() -> None:
+    message = "backward() is not called before the step, as where training_step returns None; or detach()"
+    finding = Finding("", Severity.WARNING, "", (), 1.0, 1.0, message, "an lr below 1 in configure_optimizers.")
+    own = worded(finding, "own")
+    assert own.message == "backward() is not called before the step; or detach()"
+    assert own.remedy == "an lr below 1."
 
 
 def batch(step: int) -> Tensor:

@@ -986,6 +986,7 @@ def test_why_outputs_lie_in_the_flat_part() -> None:
     assert unscaled.remedy == "inputs of mean 0 and standard deviation 1 for layer fc0."
     scaled = flat(outputs=5.0)
     assert "not scaled" not in scaled.message
+    assert scaled.remedy == "nn.init.xavier_uniform_ for the weights of layer fc0, or nn.LayerNorm after it."
     assert "The outputs of layer fc0 have a root mean square of 5." in scaled.message
     assert "The outputs of" not in flat(outputs=0.5).message
     assert scaled.headline.endswith("since the first step")
