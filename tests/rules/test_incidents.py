@@ -230,6 +230,15 @@ def test_an_incident_whose_cause_is_found_later_becomes_its_effect(begun: int) -
     assert [(one.rule, one.severity) for one in changes.closed] == [("vanishing", Severity.NOTICE)], "sinks know"
 
 
+@pytest.mark.parametrize(("after", "follows"), [(50, True), (51, False)])
+def test_an_incident_that_was_read_long_ago_keeps_its_words(after: int, follows: bool) -> None:
+    """Though a cause is found that began before it."""
+    tracker = IncidentTracker(effects_within=50)
+    run(tracker, range(10, 11), VANISHING)
+    tracker.update(10 + after, {"nonfinite": [NONFINITE]}, onset=lambda finding: 3)
+    assert [alert.rule for alert in tracker.alerts] == ["vanishing"] * (not follows) + ["nonfinite"]
+
+
 SPIKE, DIVERGENCE = replace(VANISHING, rule="spike"), replace(NONFINITE, rule="divergence")
 
 

@@ -257,7 +257,7 @@ class IncidentTracker:
             if (
                 place not in self._cause
                 and self._caused(new, place)
-                and step - self._faults[place].noticed <= (self.effects_within)
+                and step - self._faults[place].noticed <= self.effects_within
             ):
                 self._absorb(place, new)
 
