@@ -198,9 +198,16 @@ def test_a_shift_of_the_data_is_no_spike(height: float) -> None:
     assert silent(judge_rows(Spike(), net(), [*noise(120, dex=0), *at_once]))
 
 
-@pytest.mark.parametrize(("after", "found"), [(12.5, True), (13.5, False)])
-def test_a_spike_is_over_where_the_loss_has_come_back_half_of_the_way(after: float, found: bool) -> None:
-    rows = [*noise(60, dex=0), {"gradients": 25.0, "loss": 25.0}, {"gradients": 1.0, "loss": after}]
+@pytest.mark.parametrize(("highest", "after", "found"), [(1.0, 12.5, True), (1.0, 13.5, False), (14.0, 13.5, True)])
+def test_a_spike_is_over_where_the_loss_has_come_back_half_of_the_way(
+    highest: float, after: float, found: bool
+) -> None:
+    rows = [
+        *noise(1, dex=0, loss=highest),
+        *noise(60, dex=0),
+        {"gradients": 25.0, "loss": 25.0},
+        {"gradients": 1.0, "loss": after},
+    ]
     assert bool(judge_rows(Spike(), net(), rows)[-1]) is found
 
 
@@ -357,6 +364,8 @@ def test_a_spike_where_gradients_are_clipped_already() -> None:
     assert found.remedy == (
         "a look at what came in at batch 60 of epoch 1; gradients are clipped to a norm of 0.1 already."
     )
+    later = steps(1, batch=61, epoch=1)
+    assert only(judge_steps(Spike(), net(2), [*steps(60, clipped=0.1), spike, *later])[-1]).remedy == found.remedy
     # at a limit above all normal norms nothing was clipped
     found = only(judge_steps(Spike(), net(2), [*steps(60, clipped=1.42), spike])[-1])
     assert found.remedy == "Trainer(gradient_clip_val=1.4), the highest norm of the whole model in 60 normal steps."

@@ -929,6 +929,7 @@ def test_dead_is_named_nearest_the_loss() -> None:
     assert found[:2] == [[], []]
     assert found[2]
     assert (found[2][0].layer, found[2][0].sites) == ("fc1", ("fc0", "fc1"))
+    assert "and no gradient passes it. It is" in found[2][0].message  # layer fc1 has one, by another way
 
 
 def test_zeros_in_small_batches_need_longer() -> None:
