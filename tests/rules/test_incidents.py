@@ -321,6 +321,24 @@ def test_a_spike_long_after_its_cause_is_its_own_incident() -> None:
     assert [(alert.rule, alert.step, alert.severity) for alert in opened] == [("spike", 60, Severity.WARNING)]
 
 
+def test_a_spike_that_returns_while_its_cause_is_there_is_its_effect() -> None:
+    tracker, rules = IncidentTracker(close_after=5, effects_within=50), ("divergence", "spike")
+    run(tracker, range(1), DIVERGENCE, rules=rules)
+    run(tracker, range(1, 3), DIVERGENCE, SPIKE, rules=rules)
+    run(tracker, range(3, 10), DIVERGENCE, rules=rules)
+    assert [alert.rule for alert in tracker.open_faults] == ["divergence"]
+    assert not run(tracker, range(10, 11), DIVERGENCE, SPIKE, rules=rules)
+    (alert,) = tracker.alerts
+    assert [effect.rule for effect in alert.effects] == ["spike"]
+
+
+def test_what_is_more_than_a_notice_begins_where_it_did() -> None:
+    tracker = IncidentTracker()
+    run(tracker, range(3, 9), replace(VANISHING, severity=Severity.NOTICE))
+    tracker.update(9, {"vanishing": [VANISHING]}, onset=lambda finding: 6)
+    assert [(alert.step, alert.noticed, alert.closed_step) for alert in tracker.alerts] == [(3, 3, 9), (6, 9, None)]
+
+
 def test_other_effects_that_come_back_still_follow_from_their_cause() -> None:
     tracker, rules = IncidentTracker(close_after=5, effects_within=50), ("divergence", "vanishing")
     run(tracker, range(1), DIVERGENCE, rules=rules)
