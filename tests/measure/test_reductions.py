@@ -207,6 +207,15 @@ def test_plan_computes_tiny_norms_of_stacks_together(monkeypatch: pytest.MonkeyP
     assert norms.tolist() == pytest.approx([slow_norm(some[position]) for position in plan.positions], rel=1e-6, abs=0)
 
 
+@pytest.mark.parametrize("alone", [torch.ones(3, 3), torch.ones(5).to_sparse(), torch.ones(2, dtype=torch.complex64)])
+def test_plan_computes_tiny_norms_of_stacks_behind_one_that_is_not_stacked(alone: Tensor) -> None:
+    some = [alone.to(alone.dtype if alone.is_complex() else torch.bfloat16)]
+    some += [torch.full((7,), 1e-30 * i, dtype=torch.bfloat16) for i in range(1, 5)]
+    plan = Plan(some, torch.zeros(5))
+    norms = plan.enlarged_norms(some, np.arange(5))
+    assert norms.tolist() == pytest.approx([slow_norm(some[position]) for position in plan.positions], rel=1e-6, abs=0)
+
+
 def test_plan_refuses_what_no_longer_fits() -> None:
     """A tensor that has gone, or changed its shape, is an error for the caller to plan again, never a wrong number."""
     some: list[Tensor | None] = [torch.randn(3, 3) for _ in range(20)]

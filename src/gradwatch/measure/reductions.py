@@ -327,6 +327,8 @@ class Plan:
         self._reduction = reduction
         # every view is made once: per step, making them would cost more than reducing small tensors
         self._stacked: list[tuple[Callable[[Any], tuple[Tensor, ...]], Tensor, Tensor, Callable[[], object]]] = []
+        self._stacked_from: list[int] = []
+        """The first slot of each of these."""
         self._many: list[tuple[Callable[[Any], tuple[Tensor, ...]], Tensor]] = []
         self._single: list[tuple[int, Tensor]] = []
         self._plain: list[tuple[int, Tensor]] = []
@@ -372,17 +374,16 @@ class Plan:
 
         What is stacked takes three kernels more, so that a deep model whose gradients vanish is no special case.
         """
-        found, first = np.empty(len(self.positions)), 0
+        found = np.empty(len(self.positions))
         wanted = np.zeros(len(self.positions), dtype=bool)
         wanted[slots] = True
-        for members, stack, rows, _ in self._stacked:
+        for first, (members, stack, rows, _) in zip(self._stacked_from, self._stacked, strict=True):
             end = first + len(stack)
             if wanted[first:end].any() and stack.dtype in (torch.float32, torch.bfloat16):
                 torch.stack(members(tensors), out=stack)
                 stack.mul_(ENLARGED)
                 found[first:end] = on_host(torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32)) / ENLARGED
                 wanted[first:end] = False
-            first = end
         for slot in np.flatnonzero(wanted).tolist():
             found[slot] = on_host(exact_norm(tensors[self.positions[slot]].detach()))
         return found[slots]
@@ -401,6 +402,7 @@ class Plan:
                 self._single.append((part[0], self._take(part)[0]))
             else:
                 stack = buffer[: len(part)]
+                self._stacked_from.append(len(self.positions))
                 rows, out = stack.view(len(part), -1), self._take(part)
                 reduce_rows: Callable[[], object] = partial(self._reduction.rows, rows, out)
                 if self._reduction is NORM and rows.dtype is out.dtype is torch.float32:
