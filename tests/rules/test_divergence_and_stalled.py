@@ -78,6 +78,18 @@ def test_a_large_step_where_the_loss_is_not_known() -> None:
     )
 
 
+def test_a_large_step_of_another_optimizer() -> None:
+    """It shows at the record that follows, which may be the first of its own optimizer."""
+    first, second = {**steps(1, gradients=7.0)[0], "optimizer": 0}, {"loss": 1.0, "lr": 1e-4, "momentum": 0.999}
+    large, second = {**first, "updates": 4.0}, {**second, "optimizer": 1}
+    smaller = "a smaller lr in configure_optimizers, or Trainer(gradient_clip_val=9.9), the usual norm before."
+    sane = "lr=0.0008 in configure_optimizers: step 0 would have moved the weights by 0.03 of their size."
+    for before, remedy in (([], sane), ([first, second] * 3, smaller)):
+        found = only(judge_steps(Divergence(), net(2), [*before, large, second])[-1])
+        assert "too high for this model and loss (lr=0.1)." in found.message
+        assert (found.onset, found.remedy) == (2, remedy)
+
+
 def test_two_steps_as_large_as_the_weights() -> None:
     large = {"updates": [1.5, 1e-3]}
     assert silent(judge_steps(Divergence(), net(2), [*steps(5), *steps(1, **large), *steps(6, loss=2.0)]))

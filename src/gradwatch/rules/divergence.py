@@ -399,7 +399,7 @@ def _cause(history: History, back: int, *, records: int) -> tuple[str, str, str,
     if jump is not None:
         onset = back - 1 if jump.back == back > 1 else back  # that batch itself is a spike
         return capitalized(jump.cause), jump.remedy, jump.text, onset
-    passes = summed_passes(history)
+    passes = summed_passes(history, of=back)
     why = f"the learning rate is too high for this model and loss{rate_text(history, back=back)}"
     sentence = f"{capitalized(why if passes is None else _adds_up(passes))}{overwritten}."
     return sentence, better_rate(history, back=back), "", back

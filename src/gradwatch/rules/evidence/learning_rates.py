@@ -83,10 +83,10 @@ class RateJump:
 
 
 def rate_jump(history: History, *, back: int = 1, records: int = EFFECT_RECORDS) -> RateJump | None:
-    """The largest jump of the learning rate at one of the `records` records of this optimizer up to the one `back` from
+    """The largest jump of the learning rate at one of the `records` records of one optimizer up to the one `back` from
     the end; None where it did not jump.
     """
-    rates, own = history.scalar("lr", len(history)), own_records(history)
+    rates, own = history.scalar("lr", len(history)), own_records(history, of=back)
     own = own[own >= back][-records - 1 :]
     known = rates[-own]
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -122,8 +122,8 @@ def rate_text(history: History, *, back: int = 1) -> str:
     rates, momentum = history.scalar("lr", back + 19), history.number("momentum", back=back)
     if not rates[-back] > 0:
         return ""
-    rates = rates[: len(rates) + 1 - back]
-    said, lowest = f"lr={number_text(rates[-1], 3)}", float(np.nanmin(rates[is_own(history, back + 19)[: len(rates)]]))
+    rates = np.where(is_own(history, back + 19, of=back), rates, np.nan)[: len(rates) + 1 - back]
+    said, lowest = f"lr={number_text(rates[-1], 3)}", float(np.nanmin(rates))
     if (jump := rate_jump(history, back=back)) is not None and jump.rate > rates[-1]:
         said += f", after lr={number_text(jump.rate, 3)}, {ratio_text(np.log10(jump.ratio))} times the rate before it"
     elif rates[-1] > RATE_JUMP_RATIO * lowest > 0:
@@ -147,15 +147,15 @@ def measured_remedy(history: History, back: int) -> str:
     """What makes the steps too large, passes that are added up or long momentum; or else the rate at which they were
     sane, or at which the first would have been; empty where nothing is known.
     """
-    if (passes := summed_passes(history)) is not None:
+    if (passes := summed_passes(history, of=back)) is not None:
         return (
             f"loss / N before each of a step's N backward passes, which are added up: N is {passes} at least. Where it "
             "is divided already, a smaller lr."
         )
-    if history.number("momentum") >= LONG_MOMENTUM:
+    if history.number("momentum", back=back) >= LONG_MOMENTUM:
         return "momentum=0.9 in configure_optimizers."
     rates, backs = history.scalar("lr", RECENT_RECORDS), update_samples(history)
-    if not len(backs) or not is_own(history, RECENT_RECORDS)[-backs[-1]]:
+    if not len(backs) or not is_own(history, RECENT_RECORDS, of=back)[-backs[-1]]:
         return ""
     backs = backs[backs >= back]
     if not len(backs) or not rates[-back] > 0:  # that of the first parameter group
@@ -178,7 +178,7 @@ def measured_remedy(history: History, back: int) -> str:
 def _smaller_rate(history: History, back: int) -> str:
     """A lower rate, or clipping at the usual norm before, where nothing clips yet."""
     smaller = "a smaller lr in configure_optimizers"
-    if (limit := clipping_limit(history)) is not None:
+    if (limit := clipping_limit(history, of=back)) is not None:
         return f"{smaller}: gradients are clipped to a norm of {number_text(limit)} already."
     usual = usual_norm(history, back=back)
     if usual is None:
@@ -186,25 +186,27 @@ def _smaller_rate(history: History, back: int) -> str:
     return f"{smaller}, or Trainer(gradient_clip_val={number_text(usual)}), the usual norm before."
 
 
-def clipping_limit(history: History) -> float | None:
-    """The highest total norm that clipping has left lately; None where it left every gradient as it was."""
+def clipping_limit(history: History, *, of: int = 1) -> float | None:
+    """The highest total norm that clipping has left lately of the optimizer of the record `of` from the end; None where
+    it left every gradient as it was.
+    """
     norms, used = (history.window(name, CLIPPED_RECORDS, sites=0) for name in ("grad_norm", "grad_norm_clipped"))
-    own = is_own(history, CLIPPED_RECORDS)
+    own = is_own(history, max(CLIPPED_RECORDS, of), of=of)[-CLIPPED_RECORDS:]
     clipped = own & np.isfinite(norms) & (used > 0) & (used < CLIPPED_SHARE * norms)
     return float(used[clipped].max()) if clipped.any() else None
 
 
 def usual_norm(history: History, *, back: int) -> float | None:
-    """The median of this optimizer's finite total norms in the `CLIPPED_RECORDS` records before the one `back` from the
+    """The median of one optimizer's finite total norms in the `CLIPPED_RECORDS` records before the one `back` from the
     end; None where there are none.
     """
     n = CLIPPED_RECORDS + back
-    before = history.window("grad_norm", n, sites=0)[:-back][is_own(history, n)[:-back]]
+    before = history.window("grad_norm", n, sites=0)[:-back][is_own(history, n, of=back)[:-back]]
     before = before[np.isfinite(before)]
     return float(np.median(before)) or None if len(before) else None
 
 
-def summed_passes(history: History) -> int | None:
+def summed_passes(history: History, *, of: int = 1) -> int | None:
     """Of how many backward passes, at least, a step's gradient is the sum; None where it is of few, or of losses that
     the Trainer has divided. Whether a loop of the user's own has divided them is not known.
 
@@ -215,7 +217,7 @@ def summed_passes(history: History) -> int | None:
     stale = history.scalar("stale", CLIPPED_RECORDS)
     if history.number("accumulate") > 1 or (stale > 0).any():
         return None
-    own = is_own(history, CLIPPED_RECORDS)
+    own = is_own(history, max(CLIPPED_RECORDS, of), of=of)[-CLIPPED_RECORDS:]
     with np.errstate(divide="ignore", invalid="ignore"):
         least = (norms[own] / arrived[own]) ** 2
     least = least[np.isfinite(least)]

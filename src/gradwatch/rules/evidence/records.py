@@ -1,4 +1,4 @@
-"""Which records of a history are of the latest record's optimizer.
+"""Which records of a history are of the latest record's optimizer, or of another record's.
 
 Where several optimizers take turns, each is judged by its own records.
 """
@@ -11,10 +11,12 @@ from gradwatch.core.history import History
 from gradwatch.core.record import MEASURED, Floats, Mask, Sites
 
 
-def is_own(history: History, n: int) -> Mask:
-    """Which of the last `n` records are of the latest record's optimizer: shape [records]."""
+def is_own(history: History, n: int, *, of: int = 1) -> Mask:
+    """Which of the last `n` records are of the optimizer of the record `of` from the end, by default the latest: shape
+    [records].
+    """
     optimizers = history.optimizers(n)
-    return np.asarray(optimizers == optimizers[-1])
+    return np.asarray(optimizers == optimizers[-min(of, len(optimizers))])
 
 
 def is_alone(history: History) -> bool:
@@ -28,9 +30,9 @@ def held_layers(history: History) -> tuple[str, ...]:
     return () if is_alone(history) else history.layout.names(layers[history.codes(1)[0, layers] == MEASURED])
 
 
-def own_records(history: History) -> Sites:
-    """The positions, from the end, of the records of this optimizer, oldest first."""
-    return len(history) - np.flatnonzero(is_own(history, len(history)))
+def own_records(history: History, *, of: int = 1) -> Sites:
+    """The positions, from the end, of the records of that optimizer, oldest first."""
+    return len(history) - np.flatnonzero(is_own(history, len(history), of=of))
 
 
 def own_losses(history: History, n: int, *, back: int = 1) -> Floats:
