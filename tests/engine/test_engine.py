@@ -625,6 +625,35 @@ def test_lbfgs_with_watch_inside_the_closure() -> None:
     assert [record.value("grad_norm") for record in memory.records] == pytest.approx(truths, rel=1e-5)
 
 
+class TwoGradients(torch.optim.SGD):
+    """Uses the second gradient that it asks for, as SAM does, by the step of the class that it is derived from, which
+    calls the hooks once more where another optimizer of that class was made.
+    """
+
+    def step(self, closure: Any = None) -> None:
+        closure()
+        closure()
+        super().step()
+
+
+def test_a_step_in_two_gradients_inside_a_step() -> None:
+    model = nn.Linear(3, 1)
+    torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = TwoGradients(model.parameters(), lr=0.1)
+    with Watch(model, sinks=()) as watch:
+
+        def closure() -> None:
+            optimizer.zero_grad()
+            model(torch.randn(4, 3)).square().mean().backward()
+            watch.step(optimizer)
+
+        closure()  # the first time it gets to know the optimizer
+        for _ in range(3):
+            optimizer.step(closure)
+    assert watch.verdict.notes == ()
+    assert watch.history.steps == [0, 1, 2, 3]
+
+
 def test_a_step_that_is_skipped() -> None:
     model = wide_net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

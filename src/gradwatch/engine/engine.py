@@ -416,7 +416,7 @@ class Engine:
         step = read(
             parameters, optimizer, number, index, info, loss, reader=reader, samples=samples, source=self.source
         )
-        self._open = step
+        self._open, step.inside = step, self._optimizers.evaluated
         if samples is not None:  # with two optimizers, a backward pass may be another's
             step.own_passes = self._mode.loop == "automatic" and len(self._optimizers) == 1 and not reader.waiting
         if self.interventions.active:
@@ -539,7 +539,7 @@ class Engine:
 
     def _is_outdated(self, step: StepState) -> bool:
         """Whether a backward pass has changed the gradients since `step` was measured; a closure may do so again."""
-        if self._optimizers.evaluated or self._reader is None:  # it was measured inside of `optimizer.step`
+        if step.inside or self._reader is None:
             return False
         arrived = self._reader.parameter_hooks.have_arrived(step.parameters.indices)
         return arrived and (step.changed if step.looked else step.parameters.take_changed(keep=True))

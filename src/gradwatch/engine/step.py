@@ -73,6 +73,8 @@ class StepState:
     """Whether the gradients were looked at again before the optimizer moved."""
     changed: bool = False
     """Whether the gradients that are used differ from those measured."""
+    inside: bool = False
+    """Whether it was measured inside of `optimizer.step`, in a closure, which may go on to other gradients."""
     evaluations: int = 1
     """How often the step asked for a gradient (LBFGS: more than once)."""
     stepped: bool = False
