@@ -177,6 +177,24 @@ def test_what_is_appended_to_a_group_is_measured() -> None:
     assert np.isnan(watch.history.series("grad_norm", "4.bias")).tolist() == [True] * 2 + [False] * (STEPS - 2)
 
 
+def test_what_is_added_at_a_step_that_is_not_measured() -> None:
+    """Interventions read its gradient at that step; the record has it from the next on that is measured."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with Watch(model, sinks=(), every_n_steps=3, interventions=[Scale(0.5)]) as watch:
+        for step in range(9):
+            if step == 4:
+                model.append(nn.Linear(2, 2))
+                optimizer.add_param_group({"params": list(model[5].parameters())})
+            optimizer.zero_grad()
+            model(torch.ones(4, WIDE)).square().mean().backward()
+            watch.step(optimizer)
+            optimizer.step()
+    assert watch.verdict.notes == watch.verdict.notes[:1]  # that of the intervention
+    assert watch.history.steps == [0, 3, 6]
+    assert np.isfinite(watch.history.series("grad_norm", "5")).tolist() == [False, False, True]
+
+
 @pytest.mark.parametrize(
     "options",
     [{}, {"interventions": [Clip(0.1)]}, {"interventions": [Scale(0.5, at="hook")]}],

@@ -404,6 +404,8 @@ class Engine:
         if self.source.may_hook:
             self.source.take_passes()
         if not (self.schedule.every_step or self.schedule.is_measured(index)):
+            if self.interventions.given and reader.current(optimizer) is None:
+                self._register((optimizer,))
             self._arm(self._next)
             self.overhead.seconds += perf_counter() - begun
             return
