@@ -420,3 +420,6 @@ def test_numbers_that_are_missing_are_no_measurement() -> None:
     assert history.newest("grad_norm") == 2
     assert history.newest("update_ratio") == sys.maxsize
     assert "update_ratio" not in history.statistics()
+    resumed = History(history.layout)
+    resumed.load_state_dict(history.state_dict())
+    assert resumed.statistics() == history.statistics()

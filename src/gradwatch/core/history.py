@@ -383,7 +383,7 @@ class History:
         self._trusted = mapped(state["trusted"], True)
         self._scalars = {name: np.array(rows[newest], dtype=np.float64) for name, rows in state["scalars"].items()}
         self._end, self._count = len(self._keys), int(state["count"])
-        self._first = dict.fromkeys((*state["columns"], *self._scalars), 0)
+        self._first = dict.fromkeys((*state["written"], *self._scalars), 0)
         numbers = np.arange(self._count - self._end, self._count) + 1
         for name, column in state["columns"].items():
             values = mapped(column, np.nan)
