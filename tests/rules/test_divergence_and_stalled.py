@@ -605,6 +605,17 @@ def test_one_optimizer_of_two() -> None:
     assert found[0].sites == ("fc1",)
 
 
+@pytest.mark.parametrize("since", [0, 8])
+def test_one_optimizer_of_two_that_goes_on_to_another_layer(since: int) -> None:
+    other = Missing.OTHER_OPTIMIZER
+    ours = {**steps(1)[0], "codes": {"fc1": other, "fc2": other}, "updates": [0.1, NAN, NAN], "optimizer": 0}
+    first = {**ours, "codes": {"fc0": other, "fc2": other}, "updates": [NAN, 2e-5, NAN], "optimizer": 1}
+    then = {**ours, "codes": {"fc0": other, "fc1": other}, "updates": [NAN, NAN, 2e-5], "optimizer": 1}
+    found = findings(judge_steps(Stalled(), net(3), [*[ours, first] * since, *[ours, then] * 25]))
+    assert found[-1].sites == ("fc2",)
+    assert found[-1].headline == "another optimizer moves its weights 5000 times as far"
+
+
 def narrow(dtype: str) -> History:
     shape = layout(["fc0", "fc1"])
     sites = [Site(s.name, s.kind, s.module, s.layer, s.numel, dtype and s.dtype and dtype) for s in shape.sites]

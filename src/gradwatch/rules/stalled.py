@@ -11,6 +11,7 @@ import numpy as np
 
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import OPENING, History
+from gradwatch.core.median import median
 from gradwatch.core.number_text import number_text
 from gradwatch.core.record import MEASURED, TOTAL, Floats, Layout, Mask, Sites
 from gradwatch.rules.evidence.baseline import LEVEL_RECORDS, is_stuck
@@ -162,15 +163,17 @@ class Stalled(CheckedRule):
         own, rates = _records_of(history, backs[-1]), history.scalar("lr", RECENT_RECORDS)
         if history.has("lr") and rates[-own[-1]] != rates[-own[0]]:
             return []
-        most = float(np.nanmax(np.nanmedian(relative_updates(history, backs)[:, pulled], axis=1)))
+        # NaN where a sample has none of these layers, or no finite weights
+        most = float(np.fmax.reduce(median(relative_updates(history, backs)[:, pulled].T), initial=np.nan))
         others = [
-            float(np.median(np.nanmedian(relative_updates(history, theirs), axis=1)))
+            float(median(median(relative_updates(history, theirs).T)))
             for other in set(optimizers.tolist()) - {mine}
             if len(theirs := known[optimizers == other]) >= self.starved_samples
         ]
-        if not others or not 0 < most < self.starved_update or max(others) < self.starved_ratio * most:
+        furthest = float(np.fmax.reduce(others, initial=np.nan))
+        if not 0 < most < self.starved_update or not furthest >= self.starved_ratio * most:
             return []
-        layout, ratio = history.layout, max(others) / most
+        layout, ratio = history.layout, furthest / most
         names = layout.names(layout.layers[pulled])
         rate = f" (lr={number_text(rates[-own[-1]])})" * history.has("lr")
         message = (
