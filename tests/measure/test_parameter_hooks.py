@@ -242,6 +242,18 @@ def test_a_gradient_that_comes_in_parts(first: bool) -> None:
     norms.disarm()
 
 
+def test_a_gradient_that_came_before_a_pass_inside_of_the_pass() -> None:
+    """As that of a head does before the reentrant checkpoint of its encoder."""
+    weight, head, x = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3)), torch.ones(3, requires_grad=True)
+    norms = hooks_for([weight, head])
+    norms.arm()
+    (InParts.apply(x, weight) * head).sum().backward()
+    assert head.grad is not None
+    assert head.grad.tolist() == [1.0] * 3
+    assert value_of(taken_from(norms)) == pytest.approx(3 * 4.0 + 3 * 1.0)
+    norms.disarm()
+
+
 def test_a_pass_that_fails_leaves_nothing_behind() -> None:
     layer, fails = nn.Linear(3, 1), []
 

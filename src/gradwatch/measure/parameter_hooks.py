@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from threading import Lock
+from threading import RLock
 from time import perf_counter
 
 import torch
@@ -105,14 +105,14 @@ class _Arrivals:
     """The backward passes since `places` were last taken, as far as hooks can tell; several, at least, where a gradient
     was measured by its hook."""
     seconds: float = 0.0
-    lock: Lock = field(default_factory=Lock)
+    lock: RLock = field(default_factory=RLock)
 
     def wait(self, backward: int) -> None:
         """Have `finish_pass` called at the end of this backward pass; the threads of several devices may ask."""
         with self.lock:
             if backward == self.backward:
                 return
-            self.pending.clear()  # of a pass that failed
+            self._measure_pending()  # of a pass in which this one runs (reentrant checkpoints), or that failed
             after_backward(self.finish_pass)
             self.backward = backward
             self.passes += 1
@@ -120,8 +120,15 @@ class _Arrivals:
     def finish_pass(self) -> None:
         begun = perf_counter()
         self.backward = -1
-        pending, self.pending = self.pending, []
         try:
+            self._measure_pending()
+        except Exception as error:
+            self.errors.append(error)
+        self.seconds += perf_counter() - begun
+
+    def _measure_pending(self) -> None:
+        pending, self.pending = self.pending, []
+        if pending:
             arrived: dict[torch.device, tuple[list[int], list[Tensor]]] = {}
             for place in pending:
                 parameter = self.parameters[place]()
@@ -133,9 +140,6 @@ class _Arrivals:
             for device, (places, gradients) in arrived.items():
                 self.on(device).add_pass(places, gradients)
                 self.places.update(places)
-        except Exception as error:
-            self.errors.append(error)
-        self.seconds += perf_counter() - begun
 
     def on(self, device: torch.device) -> _DeviceSquares:
         found = self.devices.get(device)
