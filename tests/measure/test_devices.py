@@ -331,7 +331,8 @@ def test_a_norm_in_float64_copies_no_large_tensor(norm: Callable[[Tensor], objec
 def test_device_threads_begin_a_backward_pass_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both may find that it is not known yet; what one of them has noted by then stays."""
     monkeypatch.setattr(parameter_hooks, "after_backward", lambda callback: begun.append(callback))
-    arrivals, begun = parameter_hooks._Arrivals(), []
+    parameters = [nn.Parameter(torch.ones(1)) for _ in range(2)]
+    arrivals, begun = parameter_hooks._Arrivals([weakref.ref(parameter) for parameter in parameters]), []
     arrivals.pending.append(1)  # of a pass that failed
     arrivals.wait(7)
     arrivals.pending.append(0)
