@@ -29,7 +29,7 @@ MIN_BLOCKS = 16
 """Blocks of a short run, at least, down to single steps. Judgement."""
 
 SHIFT_SHARE = 0.25
-"""Share of the time since the start by which one run may be ahead of the other. Measured: see docs/command_line.md."""
+"""Share of the time since the start by which one run may be ahead of the other. Measured: see docs/comparing.md."""
 
 SHIFT_BLOCKS = 2
 """Blocks by which it may be so in any case. Measured, as above."""
