@@ -327,6 +327,14 @@ def test_no_layer_is_lost_where_there_are_more_than_pixels(tmp_path: Path, layer
     assert float(top) == pytest.approx(100 * (row + 5) / 969, abs=0.01)
 
 
+@pytest.mark.parametrize(("unhealthy", "said"), [(5, ""), (1002, ", 2 of them with alerts")])
+def test_layers_that_are_left_out_may_have_alerts(tmp_path: Path, unhealthy: int, said: str) -> None:
+    names = [f"layer{number}" for number in range(1002)]
+    verdict = Verdict((alert_of("dead", *names[:unhealthy]),), 1, 1002, 0.0, {})
+    html = written_page([record_of(layout_of(*names), 0, np.ones(1002))], verdict, folder=tmp_path)
+    assert f" 2 of 1,002 layers are left out{said}." in safe(html).text
+
+
 @pytest.mark.parametrize(
     ("log", "text"), [(-5.0, "1e-5"), (-4.52, "3e-5"), (-0.7, "0.2"), (1.6, "40"), (3.0, "1000"), (5.99, "1e6")]
 )

@@ -163,6 +163,13 @@ def test_a_document_keeps_within_its_bytes_and_keeps_the_unhealthy(tmp_path: Pat
     assert names[layers // 2].replace("_", r"\_") in text
 
 
+def test_layers_that_are_left_out_may_have_alerts(tmp_path: Path) -> None:
+    names = tuple(f"layer{i}" for i in range(1200))
+    alert = alert_of("vanishing", *names, severity=Severity.ERROR)
+    found = document(gradwatch.load_run(recorded(tmp_path, names, Verdict((alert,), 12, 1200, 0.01, {}), steps=2)))
+    assert f"Left out: {1200 - len(found['layers'])} of 1,200 layers.\n" in markdown(found)
+
+
 def test_what_is_hostile_has_no_more_room(tmp_path: Path) -> None:
     face = "\N{GRINNING FACE}" * 900
     names = tuple(f"{face}{i}" for i in range(300))

@@ -156,13 +156,14 @@ def _table(data: RunData) -> dict[str, Any] | None:
                 "status": status,
             }
         )
-    left_out = len(names) - len(shown)
+    left_out, hidden = len(names) - len(shown), len({row for row in faults if row} - {*shown})
+    with_alerts = f", {hidden:,} of them with alerts" * bool(hidden)
     note = (
         "Norm of each layer's gradient. trend: its logarithm, each line on its own scale; red where it is not finite."
         + (f" median: {course.median_of}." if course.median_of else "")
         + (" median, min and max are of the finite numbers." if np.isposinf(course.extremes()[1]).any() else "")
         + (" zero: share of the gradient that is exactly zero." if measured else "")
-        + (f" {left_out:,} layers without alerts are left out." if left_out else "")
+        + (f" {left_out:,} of {len(names) - 1:,} layers are left out{with_alerts}." if left_out else "")
     )
     heads = ["trend", "median", "min", "max", "last", *["zero"] * measured]
     if len(rows) <= MAX_OPEN_ROWS:

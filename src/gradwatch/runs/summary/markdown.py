@@ -79,7 +79,7 @@ def _text(found: Mapping[str, Any], rows: Sequence[Sequence[Any]]) -> str:
         lines.append("| " + " | ".join("-" if row[place] is None else _cell(row[place]) for place in places) + " |")
     left_out = found["left_out"]["layers"] + len(found["layers"]) - len(rows)
     if left_out:
-        lines += ["", f"Left out: {counted(left_out, 'layer')} without alerts."]
+        lines += ["", f"Left out: {left_out:,} of {counted(left_out + len(rows), 'layer')}."]
     return "\n".join(lines) + "\n"
 
 
