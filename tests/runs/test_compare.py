@@ -102,6 +102,23 @@ def test_a_run_that_ended_sooner_is_compared_as_far_as_it_came(runs: dict[str, P
     assert result.sentences == ("A ends at step 199, B at step 59: compared up to step 59.",)
 
 
+def test_of_long_runs_some_steps_are_compared(runs: dict[str, Path]) -> None:
+    result = compare_runs(*(read(runs["seed 0"], most=most) for most in (60, 100)))
+    assert result.headline == "The runs are the same to the last bit, over 50 steps that both have."
+    assert result.sentences == ("Of these long runs one of every 4 steps is compared.",)
+
+
+def test_runs_without_a_step_that_was_measured_in_both_are_not_called_the_same(tmp_path: Path) -> None:
+    for first in (0, 1):
+        sink, layout = Recorder(folder=tmp_path / str(first)), layout_of("a")
+        sink.open(Run(layout, "run"))
+        feed(sink, *(record_of(layout, step, [1.0]) for step in range(first, 50, 2)))
+        sink.close(HEALTHY)
+    result = compare_runs(read(tmp_path / "0"), read(tmp_path / "1"))
+    said = "The runs do not diverge: though no step was measured in both, no layer differs by more than noise makes it."
+    assert result.headline == said
+
+
 def test_other_seeds_do_not_part(runs: dict[str, Path]) -> None:
     for a, b in combinations(range(5), 2):
         result = between(runs, f"seed {a}", f"seed {b}")

@@ -54,6 +54,11 @@ class Comparison:
         return max(int(side.steps.min()) for side in self.pair.sides["grad_norm"])
 
     @property
+    def every(self) -> int:
+        """1, or n where one of every n steps of long runs is compared."""
+        return max(run.values["grad_norm"].every for run in self.runs)
+
+    @property
     def headline(self) -> str:
         """The answer in one line, the settings that differ first."""
         if not self.settings:
@@ -75,11 +80,13 @@ class Comparison:
             before = rates is not None and self.first_step < rates.step < first.step
             cause = f"step {rates.step}, in their learning rate, and at " if rates is not None and before else ""
             return f"The runs diverge at {cause}step {first.step}, in {name}: {self.evidence(first)}."
-        if like.first is None:
+        if like.first is None and like.steps:
             whole = "In the layers that both have, the runs" if any(self.pair.only) else "The runs"
             same = "to the last bit" if like.identical else "but for rounding"
-            return f"{whole} are the same {same}, over all {counted(like.steps, 'step')} that both have."
-        alike = f"over {counted(like.steps, 'step')} no layer differs by more than noise makes it."
+            over = f"over {'all ' * (self.every == 1)}{counted(like.steps, 'step')} that both have"
+            return f"{whole} are the same {same}, {over}."
+        over = f"over {counted(like.steps, 'step')}" if like.steps else "though no step was measured in both,"
+        alike = f"{over} no layer differs by more than noise makes it."
         if like.rates is not None:
             return f"The runs diverge at step {like.rates.step}, in their learning rate alone: {alike}"
         return f"The runs do not diverge: {alike}"
@@ -120,7 +127,9 @@ class Comparison:
                 compared = "is" if len(self.pair.layers) == 1 else "are"
                 said.append(f"Only {letter} has {listed(only)}; the {others} {compared} compared.")
         ends = [int(run.values["grad_norm"].steps.max()) for run in self.runs]
-        if ends[0] != ends[1]:
+        if self.every > 1:
+            said.append(f"Of these long runs one of every {self.every} steps is compared.")
+        if abs(ends[0] - ends[1]) >= self.every:
             said.append(f"A ends at step {ends[0]:,}, B at step {ends[1]:,}: compared up to step {self.last:,}.")
         return tuple(said)
 
