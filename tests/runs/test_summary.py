@@ -133,6 +133,13 @@ def test_a_long_run_keeps_the_steps_of_each_of_its_optimizers(tmp_path: Path) ->
     assert kept.optimizers.tolist() == [0, 1] * 8
 
 
+def test_a_long_run_says_of_how_many_steps_its_numbers_are(tmp_path: Path) -> None:
+    found = document(read(recorded(tmp_path, ("a", "b"), steps=12), most=4))
+    row = dict(zip(COLUMNS, found["layers"][0], strict=True))
+    assert (row["zero_steps"], row["nonfinite_steps"]) == (0, 1), "of the steps 0, 4 and 8"
+    assert found["verdict"]["notes"] == ["the numbers of this long run are of one of every 4 measured steps"]
+
+
 def test_a_healthy_and_an_empty_run_are_valid_too(tmp_path: Path) -> None:
     found = document(gradwatch.load_run(recorded(tmp_path / "well", ("a", "b"))))
     valid(found)

@@ -123,7 +123,7 @@ def _document(run: RunArrays, limits: Limits) -> dict[str, Any]:
             "status": health_of(replace(verdict, ended=True)),
             "incidents": len(loud(verdict.incidents)),
             "headline": _cut(verdict.lines[0].removeprefix("GradWatch: "), limits.text),
-            "notes": [_cut(note, limits.text) for note in (*verdict.notes, *run.notes)[: limits.incidents]],
+            "notes": [_cut(note, limits.text) for note in _notes(run)[: limits.incidents]],
             "interventions": [_cut(line, limits.text) for line in verdict.interventions[: limits.incidents]],
             "untrained": _untrained(verdict, limits),
         },
@@ -137,6 +137,12 @@ def _document(run: RunArrays, limits: Limits) -> dict[str, Any]:
         "layers": rows,
         "left_out": {"layers": left_out, "incidents": len(verdict.incidents) - len(incidents)},
     }
+
+
+def _notes(run: RunArrays) -> list[str]:
+    every = max((series.every for series in run.values.values()), default=1)
+    thinned = [f"the numbers of this long run are of one of every {every} measured steps"] if every > 1 else []
+    return [*thinned, *run.verdict.notes, *run.notes]
 
 
 def number(value: float | None) -> float | int | str | None:
