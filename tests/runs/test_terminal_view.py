@@ -22,6 +22,7 @@ from gradwatch.core.record import Run
 from gradwatch.runs.compare.comparison import compare_runs
 from gradwatch.runs.report.card import card
 from gradwatch.runs.report.many import line_of, page_of_many
+from gradwatch.runs.report.page import page
 from gradwatch.runs.report.run_data import read_run_data
 from gradwatch.runs.summary.document import document
 from gradwatch.runs.summary.markdown import markdown
@@ -104,8 +105,10 @@ def test_a_run_resumed_elsewhere_says_how_many_of_its_steps_are_here(tmp_path: P
     data = read_run_data(tmp_path)
     lines = view(data, name="run", width=80, height=24).plain.split("\n")
     assert lines[0] == "1 layer, 30 of 130 steps recorded here, ended: run"
-    page = page_of_many([line_of(data, tmp_path, "run")], out=tmp_path / "runs.html", source="runs", notes=())
-    assert "30 of 130 recorded here" in page
+    of_many = page_of_many([line_of(data, tmp_path, "run")], out=tmp_path / "runs.html", source="runs", notes=())
+    assert "30 of 130 recorded here" in of_many
+    assert "the pictures and the table are of the 30 steps that are recorded here" in page(data)
+    assert "<dt>took</dt>" not in page(data), "what 30 of the steps did"
 
 
 def test_one_step_of_one_layer_has_no_plural(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from gradwatch.measure.device_buffer import ROWS
 from gradwatch.runs.arrays import RunArrays, read
 from gradwatch.runs.files import Unreadable, files_of, holds_record, runs_below
 from gradwatch.runs.reader import read_run
+from gradwatch.runs.report.page import page
 from gradwatch.runs.report.run_data import RunData, read_run_data
 from gradwatch.sinks.record import run_metadata
 from gradwatch.sinks.record.recorder import Recorder
@@ -181,6 +182,16 @@ def test_a_resumed_run_is_joined_at_its_resumption(tmp_path: Path) -> None:
     assert read_run(tmp_path).spans["spike", 3][0] == 3, "the first session knew where"
     assert run.ended
     assert run.notes == ("the run was resumed at step 6: 4 steps recorded before that are left out",)
+
+
+def test_a_run_began_with_its_first_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And how long one took that was resumed is not known. What a later run has replaced is not of it."""
+    for began, steps in ((100.0, range(4)), (200.0, range(6)), (300.0, range(6, 9))):
+        monkeypatch.setattr("gradwatch.sinks.record.record_writer.time", lambda began=began: began)
+        recorded(tmp_path, some(layout_of("a"), steps), verdict=Verdict((), steps.stop, 1, 0.01, {}))
+        data = read_run_data(tmp_path)
+        assert read_run(tmp_path).began == read(tmp_path).meta["started"] == data.meta["started"] == min(began, 200.0)
+        assert ("<dt>took</dt>" in page(data)) == (began < 300.0)
 
 
 def test_a_new_run_in_an_old_ones_place_stands_alone(tmp_path: Path) -> None:

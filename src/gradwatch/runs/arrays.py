@@ -66,7 +66,7 @@ class RunArrays:
     ended: bool
     """Whether the run has written its verdict; otherwise it was cut off, or is still running."""
     meta: Mapping[str, Any]
-    """What ran, as `gradwatch.sinks.record.run_metadata` has it."""
+    """What ran, as `gradwatch.sinks.record.run_metadata` has it; of a resumed run `started` is its first session's."""
     notes: tuple[str, ...]
     """What was wrong with the files, one sentence each."""
     loss_levels: tuple[float, float] | None
@@ -140,7 +140,7 @@ def read(
         alerts=tuple(sorted(outcome.alerts.values(), key=lambda alert: alert.step)),
         verdict=outcome.verdict,
         ended=outcome.finished is not None,
-        meta=outcome.meta,
+        meta={**outcome.meta, "started": outcome.began},
         notes=outcome.notes,
         loss_levels=outcome.loss_levels,
     )

@@ -54,7 +54,7 @@ def read_run(
     """
     outcome, notes = Outcome(), list[str]()
     sessions = _sessions_of(path, notes)
-    outcome.began = sessions[0].began
+    outcome.began = next(session.began for session in sessions if not session.superseded)
     total, done = sum(session.size for session in sessions), 0
     for number, session in enumerate(sessions):
         session.read(outcome, receive, progress and (lambda here, done=done: progress(done + here, total)))
@@ -147,11 +147,15 @@ class _Session:
                 self.first, self.began = block.began, block.session
                 break
 
+    @property
+    def superseded(self) -> bool:
+        """Whether a later session has all of its steps."""
+        return self.first is not None and self.first >= self.end
+
     def read(
         self, outcome: Outcome, receive: Callable[[Block], None] | None, progress: Callable[[int], None] | None
     ) -> None:
         """Give `outcome` what is in the file, and `receive` the blocks."""
-        superseded = self.first is not None and self.first >= self.end
         self.notes, self._damaged = [], 0
         unread_texts: dict[str, str] = {}
         for event in self._events(OURS, progress):
@@ -163,7 +167,7 @@ class _Session:
                     outcome.add_block(block)
                     if receive is not None:
                         receive(block)
-            for value in event.summary.value if not superseded else ():
+            for value in event.summary.value if not self.superseded else ():
                 if value.tag.startswith(run_metadata.RUN_TAG_PREFIX):
                     kind = value.tag.removeprefix(run_metadata.RUN_TAG_PREFIX)
                     try:

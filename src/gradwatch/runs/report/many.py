@@ -41,7 +41,7 @@ class RunLine:
     steps: str
     """How many, and how many of them are recorded here where the run was resumed in another folder."""
     began: float
-    """Seconds since the epoch; 0 where it is not known."""
+    """Seconds since the epoch."""
     loss: str
     curve: str
     rate: str
@@ -75,7 +75,7 @@ def line_of(data: RunData, path: Path, name: str) -> RunLine:
         health_of(verdict),
         data.status.partition(": ")[2] if loud else verdict.stuck or "none",
         _steps(data),
-        data.meta.get("started", 0.0),
+        data.meta["started"],
         loss,
         curve,
         _rate(data.rates),
@@ -107,7 +107,7 @@ def page_of_many(lines: Sequence[RunLine], *, out: Path, source: str, notes: Ite
                 "report": _report(line.path, out),
                 "kind": {"error": "error", "warning": "warning", "healthy": "ok"}.get(line.health, ""),
                 "settings": [shortened(line.settings.get(name, "-"), 40) for name in settings],
-                "began": moment(line.began) if line.began else "",
+                "began": moment(line.began),
             }
             for line in ordered
         ],

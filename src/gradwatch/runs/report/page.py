@@ -51,13 +51,12 @@ def page(data: RunData, *, source: str = "") -> str:
     verdict, summary = data.verdict, data.summary
     alerts = [_described(number, alert) for number, alert in enumerate(verdict.incidents, 1)]
     serious = [alert for alert in alerts if alert["severity"] != str(Severity.NOTICE)]
-    started = data.meta.get("started")
     facts = {
         "steps": f"{verdict.run_steps or verdict.steps:,}",
         "measured steps": f"{verdict.steps:,}" * (verdict.run_steps is not None),
         "layers": f"{verdict.layers:,}",
         "overhead": f"{100 * verdict.overhead:.1f} %",
-        "took": _duration(data.meta),
+        "took": _duration(data.meta) * (summary.steps >= verdict.steps),
     }
     notes = [f"Intervention: {text}" for text in verdict.interventions]
     notes += [f"Note: {text}" for text in (*verdict.notes, *data.notes)]
@@ -71,7 +70,7 @@ def page(data: RunData, *, source: str = "") -> str:
         made_from="the record of the run",
         source=source,
         card=base64.b64encode(card(data, source=Path(source).name).encode()).decode(),
-        started=moment(started) if started is not None else "",
+        started=moment(data.meta["started"]),
         kind=serious[0]["severity"] if serious else "ok" if verdict.steps else "none",
         headline=f"{serious[0]['rule']} in {serious[0]['place']}" if len(serious) == 1 else headline,
         loud=serious,
@@ -214,9 +213,9 @@ def _since(alert: Alert) -> str:
 
 
 def _duration(meta: Mapping[str, Any]) -> str:
-    """From the first step to the end."""
-    begun, over = meta.get("started"), meta.get("finished")
-    if begun is None or over is None or over < begun:
+    """From the start to the end; empty where that is not known, as of a run that was resumed."""
+    begun, over = meta["started"], meta.get("finished")
+    if over is None or over < begun:
         return ""
     seconds = round(over - begun)
     hours, minutes = seconds // 3600, seconds // 60 % 60

@@ -25,7 +25,7 @@ class RunData:
 
     def __init__(self, summary: RunSummary | None = None) -> None:
         """`summary`: the one that the sinks of the run have in common, if they have."""
-        self.meta: Mapping[str, Any] = {}
+        self.meta: dict[str, Any] = {}
         self.verdict = Verdict((), 0, 0, 0.0, {})
         self.spans: Mapping[Key, Span] = {}
         self.notes: tuple[str, ...] = ()
@@ -77,6 +77,8 @@ def read_run_data(path: Path, *, progress: Progress | None = None) -> RunData:
     data = RunData()
     outcome = read_run(path, data.block, progress=progress)
     data.verdict, data.spans = outcome.verdict, outcome.spans
-    finished = {} if outcome.finished is None else {"finished": outcome.finished}
-    data.meta, data.notes, data.loss_levels = {**outcome.meta, **finished}, outcome.notes, outcome.loss_levels
+    data.meta, data.notes, data.loss_levels = dict(outcome.meta), outcome.notes, outcome.loss_levels
+    if outcome.finished is not None and outcome.meta.get("started") == outcome.began:  # it was not resumed
+        data.meta["finished"] = outcome.finished
+    data.meta["started"] = outcome.began
     return data

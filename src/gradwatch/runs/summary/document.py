@@ -117,7 +117,7 @@ def _document(run: RunArrays, limits: Limits) -> dict[str, Any]:
             "layers": int(verdict.layers),
             "overhead": number(verdict.overhead),
             "ended": run.ended,
-            "started": _moment(run.meta.get("started")),
+            "started": _moment(run.meta["started"]),
         },
         "verdict": {
             "status": health_of(replace(verdict, ended=True)),
@@ -268,9 +268,7 @@ def _numbers(run: RunArrays, place: int) -> list[Any]:
     return [*map(number, few), *counts, *map(number, rest)]
 
 
-def _moment(seconds: float | None) -> str | None:
-    if seconds is None:
-        return None
+def _moment(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, timezone.utc).isoformat(timespec="seconds")
 
 

@@ -36,7 +36,7 @@ class Outcome:
         self.finished: float | None = None
         """When the last session ended, in seconds since the epoch; None where it was cut off."""
         self.began = 0.0
-        """When the first session did."""
+        """When the first session did that is not wholly superseded, in seconds since the epoch."""
         self.notes: tuple[str, ...] = ()
         """What was wrong with the files, a sentence each."""
         self.steps = self.layers = 0
