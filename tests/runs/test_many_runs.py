@@ -14,6 +14,7 @@ import pytest
 from PIL import Image
 
 from browser import Page, chromium
+from damaged_files import damaged_pieces
 from gradwatch.cli import main
 from gradwatch.core.alert import Severity, Verdict
 from gradwatch.core.record import Run
@@ -105,6 +106,22 @@ def test_a_run_that_cannot_be_read_is_named(tmp_path: Path, capsys: pytest.Captu
     assert main(["report", str(tmp_path)]) in (0, 2)
     out, err = capsys.readouterr()
     assert "Traceback" not in out + err
+
+
+def test_one_run_that_can_be_read_has_no_plural(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recorded(tmp_path / "a")
+    damaged_pieces(tmp_path / "a", "gradwatch/record/", lambda header: '{"session": 1e999}')
+    recorded(tmp_path / "b")
+    for verdict, said in ((HEALTHY, "No incident in 1 run"), (unhealthy("layer1"), "1 of 1 run with incidents")):
+        recorded(tmp_path / "b", verdict=verdict)
+        assert main(["report", str(tmp_path)]) == 0
+        html = (tmp_path / "gradwatch_runs.html").read_text()
+        assert f"<h1>{said}</h1>" in html
+        assert "<b>GradWatch report of 1 run</b>" in html
+        assert f'<p class="note">{tmp_path / "a"} holds no whole step</p>' in html
+    assert (
+        f"Note: {tmp_path / 'a'} holds no whole step\nGradWatch: 1 run, 1 with incidents\n" in capsys.readouterr().out
+    )
 
 
 def test_a_card_is_a_picture_of_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ from math import isfinite
 from pathlib import Path
 from urllib.parse import quote
 
-from gradwatch.runs.names import moment, shortened
+from gradwatch.runs.names import counted, moment, shortened
 from gradwatch.runs.pages import figure, render
 from gradwatch.runs.report.heatmap import small_map
 from gradwatch.runs.report.loss_curve import HEIGHT, path_of
@@ -92,9 +92,9 @@ def page_of_many(lines: Sequence[RunLine], *, out: Path, source: str, notes: Ite
     worst = ordered[0].health
     return render(
         "runs.html",
-        title=f"{unhealthy} of {len(ordered)} runs have incidents"
+        title=f"{unhealthy:,} of {counted(len(ordered), 'run')} with incidents"
         if unhealthy
-        else f"No incident in {len(ordered)} runs",
+        else f"No incident in {counted(len(ordered), 'run')}",
         made_from="the records of the runs",
         source=source,
         kind=worst if worst in ("error", "warning") else "ok",
