@@ -134,10 +134,78 @@ def test_a_long_run_keeps_the_steps_of_each_of_its_optimizers(tmp_path: Path) ->
 
 
 def test_a_long_run_says_of_how_many_steps_its_numbers_are(tmp_path: Path) -> None:
-    found = document(read(recorded(tmp_path, ("a", "b"), steps=12), most=4))
+    found = document(read(recorded(tmp_path, ("a", "b"), Verdict((), 12, 2, 0.01, {}), steps=12), most=4))
     row = dict(zip(COLUMNS, found["layers"][0], strict=True))
     assert (row["zero_steps"], row["nonfinite_steps"]) == (0, 1), "of the steps 0, 4 and 8"
-    assert found["verdict"]["notes"] == ["the numbers of this long run are of one of every 4 measured steps"]
+    assert found["verdict"]["notes"] == ["the numbers of the layers are of 3 of the 12 steps"]
+
+
+def test_the_text_says_what_was_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    seen = replace(unhealthy("a_1", "b").incidents[0], message="<b>Small.", noticed=5, closed_step=9)
+    seen = replace(seen, effects=(Effect("starved", ("b",)), Effect("stalled", ())))
+    whole = replace(alert_of("divergence", "total", step=4, remedy="Less."), sites=())
+    untrained = {"b.bias": "unused", "b.scale": "unused"}
+    verdict = Verdict((seen, whole), 24, 3, 0.01, untrained, ("Of 2 ranks.",), ("Clip shortened 3 steps",))
+    found = document(gradwatch.load_run(recorded(Path("a `run`"), ("a_1", "b", "c"), verdict)))
+    text = markdown({**found, "environment": {"python": "3"}})
+    assert text == TEXT
+    assert markdown({**found, "run": {**found["run"], "ended": False}}).splitlines()[2] == (
+        "`a 'run'`: 3 layers over 24 steps; the record has no end"
+    )
+
+
+TEXT = r"""# 2 incidents in 3 layers over 24 steps, overhead 1.0 %
+
+`a 'run'`: 3 layers over 24 steps
+
+Loss: 1.95 at first, 0.95 at last.
+
+Learning rate: 0.125.
+
+## 1. error: vanishing in a\_1, b
+
+Since step 3 (noticed at 5), last seen at step 9. Origin: `a_1`.
+
+\<b\>Small.
+
+**Try:** a lower rate
+
+What follows: starved in 1 layer.
+
+What follows: stalled.
+
+## 2. warning: divergence in the whole model
+
+Since step 4, still open.
+
+It fell to 1e-09.
+
+**Try:** Less.
+
+- Clip shortened 3 steps
+- the numbers of the layers are of 12 of the 24 steps
+- Of 2 ranks.
+- Not trained, unused: b.bias, b.scale (2 in all)
+
+## Settings
+
+- precision: 32-true
+
+## Environment
+
+- python: 3
+
+## Layers
+
+Gradient norms; update: median ratio of update to weight.
+
+| name | status | median | min | max | last | update |
+|---|---|---|---|---|---|---|
+| a\_1 | vanishing | 1.25 | 0 | 3 | 3 | 0.001 |
+| b | vanishing, starved after vanishing | 0.5 | 0.5 | 0.5 | 0.5 | 0.001 |
+| c | frozen (requires\_grad is False) | - | - | - | - | 0.001 |
+"""
 
 
 def test_a_healthy_and_an_empty_run_are_valid_too(tmp_path: Path) -> None:

@@ -18,13 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch import __version__
-from gradwatch.core.alert import Alert, Verdict
+from gradwatch.core.alert import Alert, Verdict, step_word
 from gradwatch.core.loss_levels import LeadingOptimizer
 from gradwatch.core.median import lower_median
 from gradwatch.core.printable import INVISIBLE
 from gradwatch.core.record import MEASURED, Missing
 from gradwatch.runs.arrays import RunArrays
-from gradwatch.runs.names import shortened
+from gradwatch.runs.names import counted, shortened
 from gradwatch.sinks.run_health import health_of, loud
 from gradwatch.sinks.terminal.layer_table import select_rows
 
@@ -140,9 +140,10 @@ def _document(run: RunArrays, limits: Limits) -> dict[str, Any]:
 
 
 def _notes(run: RunArrays) -> list[str]:
-    every = max((series.every for series in run.values.values()), default=1)
-    thinned = [f"the numbers of this long run are of one of every {every} measured steps"] if every > 1 else []
-    return [*thinned, *run.verdict.notes, *run.notes]
+    """Of a long run, or one that was resumed elsewhere, also of how many steps the numbers are."""
+    steps, verdict = len(run.values["grad_norm"].steps) if "grad_norm" in run.values else 0, run.verdict
+    some = f"the numbers of the layers are of {steps:,} of the {counted(verdict.steps, step_word(verdict))}"
+    return [*[some] * (0 < steps < verdict.steps), *verdict.notes, *run.notes]
 
 
 def number(value: float | None) -> float | int | str | None:
