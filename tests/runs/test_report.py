@@ -371,6 +371,11 @@ def test_a_sparkline_of_nothing_is_nothing() -> None:
             ["M0.5 100.0", "M0.0 100.0h1.0", "M2.5 0.0", "M2.0 0.0h1.0"],
         ),
         ([*range(19), 40], "lowest 0, highest 40", None),
+        (
+            [1.0, *[0.25, np.inf, 9.0, np.inf, 1.0] * 100],
+            "lowest 0.25, highest 9, drawn up to 1; not finite where there is no line",
+            None,
+        ),
         ([*range(255), 9000], "lowest 0, highest 9000, drawn up to 254", None),
     ],
 )

@@ -26,7 +26,7 @@ def path_of(loss: Downsampling, beside: Downsampling) -> tuple[str, str]:
     finite = np.isfinite(high) & np.isfinite(low)
     if not finite.any():
         return "", ""
-    least, most = float(low[finite].min()), float(high[finite].max())
+    least, most = float(loss.minimum[0]), float(loss.maximum[0])  # columns with what is not finite are not drawn
     top = float(np.quantile(high[finite], SHOWN_SHARE, method="higher"))
     span = (top - least) or 1.0
     width = loss.stride / beside.stride
