@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -67,6 +68,7 @@ def test_the_document_says_what_was_recorded(tmp_path: Path) -> None:
     assert incident["effects"] == [{"rule": "starved", "layers": {"count": 1, "names": ["b"]}}]
     assert found["loss"] == {"first": 1.95, "last": 0.95, "min": 0.9, "max": 2}
     assert found["learning_rate"]["first"] == 0.125
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", found["run"]["started"])
     assert found["settings"] == {"precision": "32-true"}
     a, b, c = (dict(zip(COLUMNS, row, strict=True)) for row in found["layers"])
     norms = [0.25, 0.5, 0.75, 0.0, 1.25, 1.5, 1.75, 2.5, 2.75, 3.0]
@@ -80,6 +82,12 @@ def test_the_document_says_what_was_recorded(tmp_path: Path) -> None:
     assert a["median"] == pytest.approx(table.median[1]), "one median in all outputs"
 
 
+def test_alerts_about_parameters_are_of_their_layer(tmp_path: Path) -> None:
+    alerts = [alert_of("frozen", "a.weight", "a.bias", step=step) for step in (3, 9)]
+    found = document(gradwatch.load_run(recorded(tmp_path, ("a", "b"), Verdict((*alerts,), 12, 2, 0.01, {}))))
+    assert [row[2] for row in found["layers"]] == ["frozen", "ok"]
+
+
 def test_a_loss_that_was_never_finite_is_no_missing_loss(tmp_path: Path) -> None:
     sink, layout = Recorder(folder=tmp_path), layout_of("a")
     sink.open(Run(layout, "run"))
@@ -89,6 +97,7 @@ def test_a_loss_that_was_never_finite_is_no_missing_loss(tmp_path: Path) -> None
     valid(found)
     assert found["loss"] == dict.fromkeys(("first", "last", "min", "max"), "nan")
     assert "Loss: nan." in markdown(found)
+    assert found["layers"][0][3:10] == ["nan", None, None, None, "nan", 0, 1], "nor is the gradient norm one"
 
 
 def test_the_loss_and_the_rate_are_those_of_one_optimizer(tmp_path: Path) -> None:

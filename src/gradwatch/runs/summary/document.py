@@ -259,14 +259,15 @@ def _numbers(run: RunArrays, place: int) -> list[Any]:
     if "grad_norm" in run.values:  # here a NaN may be what was measured
         norms = run.values["grad_norm"].numbers[run.codes[:, place] == MEASURED, place]
     finite, weights = norms[np.isfinite(norms)], known("weight_norm")
-    few = [norms[0], lower_median(finite), finite.min(), finite.max(), norms[-1]] if len(finite) else [None] * 5
+    first, last = (norms[0], norms[-1]) if len(norms) else (None, None)
+    few = [lower_median(finite), finite.min(), finite.max()] if len(finite) else [None] * 3
     counts = [int(np.count_nonzero(norms == 0)), int(np.count_nonzero(~np.isfinite(norms)))]
     rest = [weights[-1] if len(weights) else None]
     for statistic in MEDIANS.values():
         numbers = known(statistic)
         numbers = numbers[np.isfinite(numbers)]
         rest.append(lower_median(numbers) if len(numbers) else None)
-    return [*map(number, few), *counts, *map(number, rest)]
+    return [*map(number, (first, *few, last)), *counts, *map(number, rest)]
 
 
 def _moment(seconds: float) -> str:
