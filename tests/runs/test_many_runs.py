@@ -18,6 +18,8 @@ from damaged_files import damaged_pieces
 from gradwatch.cli import main
 from gradwatch.core.alert import Severity, Verdict
 from gradwatch.core.record import Run
+from gradwatch.runs.report.card import card
+from gradwatch.runs.report.run_data import read_run_data
 from gradwatch.sinks.record.recorder import Recorder
 from sink_inputs import HEALTHY, alert_of, feed, layout_of, record_of
 
@@ -161,6 +163,54 @@ def test_a_card_is_a_picture_of_one_run(tmp_path: Path, capsys: pytest.CaptureFi
         assert main(["report", str(tmp_path / "run"), "--format", format_, "--card", str(card)]) == 2
         said = "gradwatch report: a card is written beside the page: leave out --format, or --card\n"
         assert capsys.readouterr() == ("", said)
+
+
+def test_a_card_marks_where_alerts_began(tmp_path: Path) -> None:
+    alerts = [alert_of("dead", "layer1", step=9, severity=Severity.ERROR), alert_of("spike", EVIL, step=20)]
+    notice = alert_of("frozen", "layer2", step=25, severity=Severity.NOTICE)
+    recorded(tmp_path / "run", verdict=Verdict((*alerts, notice), 30, 3, 0.01, {}), model="Net")
+    drawn = card(read_run_data(tmp_path / "run"), source="run")
+    marks = re.findall(r'M([\d.]+) \d+v180" stroke="(#\w+)"', drawn)
+    assert marks == [(f"{24 + 712 * 9.5 / 30:.1f}", "#ce2c31"), (f"{24 + 712 * 20.5 / 30:.1f}", "#ab6400")]
+    assert re.findall(r'width="7" height="\d+" rx="3" fill="(#\w+)"', drawn) == ["#ce2c31"]
+    texts = re.findall(r'<text x="\d+" y="(\d+)".*?>(.*)</text>', drawn)
+    assert texts[:-1] == [
+        ("34", "Error: dead in layer1, since step 9; 1 more incident"),
+        ("70", "run  ·  Net  ·  3 layers  ·  30 steps  ·  overhead 1.0 %"),
+        ("277", "gradient norm: layers from top to bottom, steps from left to right"),
+        ("348", "loss, lowest 0.06667, highest 2"),
+    ]
+    assert 'viewBox="0 0 760 370"' in drawn
+
+
+def test_a_card_of_a_run_without_a_loss_has_no_room_for_one(tmp_path: Path) -> None:
+    sink, layout = Recorder(folder=tmp_path), layout_of("a")
+    sink.open(Run(layout, "run"))
+    feed(sink, record_of(layout, 0, [1.0]))
+    sink.close(HEALTHY)
+    drawn = card(read_run_data(tmp_path), source="run")
+    assert 'viewBox="0 0 760 300"' in drawn
+    assert "loss" not in drawn
+    assert "#218358" in drawn, "the colour of a healthy run"
+
+
+def test_a_line_has_the_course_of_the_rate_and_of_the_loss(tmp_path: Path) -> None:
+    rates = {"rises": [0.1, 0.5, 0.5], "falls": [0.5, 0.5, 0.1], "both": [0.1, 0.5, 0.2]}
+    for name, course in rates.items():
+        sink, layout = Recorder(folder=tmp_path / name), layout_of("a")
+        sink.open(Run(layout, "run"))
+        feed(sink, *(record_of(layout, step, [1.0], lr=lr, loss=2.0) for step, lr in enumerate(course)))
+        sink.close(Verdict((), 60, 1, 0.0, {}, loss=(2.0, 2.0)) if name == "both" else HEALTHY)
+    assert main(["report", str(tmp_path)]) == 0
+    html = (tmp_path / "gradwatch_runs.html").read_text()
+    found = {row[0]: row for row in cells(html)}
+    assert [found[name][4] for name in rates] == ["0.1 → 0.5", "0.5 → 0.1", "0.1 → 0.5 → 0.2"]
+    assert [found[name][1:3] for name in ("rises", "both")] == [
+        ["healthy", "none"],
+        ["stuck", "loss 2 -&gt; 2: it has not moved"],
+    ]
+    assert html.count("<svg") == 3
+    assert '<section class="verdict ok"><h1>No incident in 3 runs</h1>' in html
 
 
 def test_a_card_of_a_run_with_nothing_in_it(tmp_path: Path) -> None:

@@ -178,6 +178,47 @@ def test_a_row_says_what_was_measured(tmp_path: Path) -> None:
     assert "median, min and max are of the finite numbers." in html
 
 
+def test_pictures_say_what_they_show(tmp_path: Path) -> None:
+    layout = layout_of("a", "b")
+    more: dict[str, Any] = {"update_ratio": [1e-3, 1e-3], "signal_rms": [1.0, 1.0], "signal_norm": [9.0, 9.0]}
+    records = [record_of(layout, step, [1.0, 1.0], **(more if step % 10 == 0 else {})) for step in range(300)]
+    text = safe(written_page(records, folder=tmp_path, log_every_n_steps=10)).text
+    titles = re.findall(r"(Gradient norm|Backward signal, norm|Backward signal|Update to weight) (?=1e|[\d.])", text)
+    assert titles == ["Gradient norm", "Backward signal", "Update to weight"], "of two that say the same the one"
+    notes = re.findall(r"Layers in model order from top to bottom; a column is ([^.]*)\.", text)
+    sampled = "; sampled, and shown until the next sample"
+    assert notes == ["the highest of 2 steps", *[f"the highest of 2 steps{sampled}"] * 2]
+    assert "other statistics recorded every 10 steps at most" in text
+    assert "zero: share" not in text
+    few = safe(written_page(records[:20], folder=tmp_path / "few")).text
+    assert "a column is one step." in few
+    assert "Loss" not in few
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [(0.4, "under 1 s"), (59.4, "59 s"), (59.6, "1 min 0 s"), (3599.6, "1 h 0 min"), (90_061, "25 h 1 min"), (-1, "")],
+)
+def test_how_long_a_run_took(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, said: str) -> None:
+    clock = iter([1000.0, 1000.0 + seconds])
+    monkeypatch.setattr("gradwatch.runs.report.sink.time", lambda: next(clock))
+    html = written_page([record_of(layout_of("a"), 0, [1.0])], Verdict((), 1, 1, 0.0, {}), folder=tmp_path)
+    assert re.findall("<dt>took</dt><dd>(.*?)</dd>", html) == [said] * bool(said), "a clock may be set back"
+
+
+def test_unhealthy_layers_come_worst_first(tmp_path: Path) -> None:
+    layout = layout_of("a", "b", "c" * 200)
+    alerts = [alert_of("spike", "a"), alert_of("frozen", "b", severity=Severity.NOTICE)]
+    worst = alert_of("dead", "c" * 200, severity=Severity.ERROR)
+    recorder = Recorder(folder=tmp_path)
+    recorder.open(Run(layout, "by hand"))
+    feed(recorder, record_of(layout, 0, [1.0, 1.0, 1.0]))
+    recorder.close(Verdict((*alerts, worst), 1, 3, 0.0, {}))
+    data = read_run_data(tmp_path)
+    assert [*data.unhealthy.items()] == [(2, Severity.ERROR), (0, Severity.WARNING)]
+    assert data.status == f"Error: dead in {'c' * 31}…{'c' * 48}, since step 3; 1 more incident"
+
+
 def test_the_replayed_report_is_the_live_one(tmp_path: Path) -> None:
     layout = layout_of("a", "b")
     rng = np.random.default_rng(0)

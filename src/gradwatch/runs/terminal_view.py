@@ -147,7 +147,7 @@ def _worst(data: RunData, width: int, room: int, *, ascii_only: bool) -> list[Te
     faults = summary.faults_by_row(data.verdict)
     total, *layers = table_rows(summary, faults)
     unhealthy = [place for place in range(len(layers)) if place + 1 in faults]
-    limit = max(1, room - 2)
+    limit = room - 2
     few = len(unhealthy) >= limit - 2  # no room for both ends of the healthy ones
     shown = sorted(unhealthy[:limit]) if few and unhealthy else select_rows(len(layers), unhealthy, limit)
     text = table([total, *(layers[place] for place in shown)], width=width, ascii_only=ascii_only)

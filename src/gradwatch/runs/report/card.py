@@ -16,7 +16,7 @@ WIDTH, MAP_HEIGHT, LOSS_HEIGHT = 760, 180, 48
 LINE_CHARACTERS, MAX_LINES = 68, 3
 """Characters of a line of the headline, and lines, at most."""
 
-COLOURS = {"error": "#ce2c31", "warning": "#ab6400", "ok": "#218358", "none": "#8b8f97"}
+COLOURS = {"error": "#ce2c31", "warning": "#ab6400", "ok": "#218358"}
 
 MAX_MARKS = 12
 """Alerts that are marked, at most."""
@@ -36,7 +36,7 @@ def card(data: RunData, *, source: str) -> str:
             if (begin := data.begin(alert)) is not None:
                 x = 24 + (WIDTH - 48) * course.share(begin)
                 marks.append({"x": f"{x:.1f}", "colour": COLOURS[str(alert.severity)]})
-    loss, extent = path_of(data.loss, course) if measured and len(data.loss) else ("", "")
+    loss, extent = path_of(data.loss, course) if measured else ("", "")
     top = 34 + 24 * len(lines) + 24
     map_height, loss_height = MAP_HEIGHT if picture else 0, LOSS_HEIGHT if loss else 0
     size = [counted(verdict.layers, "layer"), extent_of(verdict.steps, verdict.run_steps)]
@@ -49,7 +49,7 @@ def card(data: RunData, *, source: str) -> str:
         width=WIDTH,
         height=top + map_height + (22 if picture else 0) + (loss_height + 22 if loss else 0) + 16,
         top=top,
-        colour=COLOURS[str(loud[0].severity) if loud else "ok" if verdict.steps else "none"],
+        colour=COLOURS[str(loud[0].severity) if loud else "ok"],
         headline=lines,
         facts="  ·  ".join(filter(None, [shortened(source, 40), shortened(model, 40), *facts])),
         picture=picture,

@@ -65,7 +65,7 @@ def line_of(data: RunData, path: Path, name: str) -> RunLine:
     picture = loss = curve = ""
     if len(data.summary.names) > 1 and len(course):
         picture = small_map(data, MAP_ROWS)
-        path_ = path_of(data.loss, course)[0] if len(data.loss) else ""
+        path_, _ = path_of(data.loss, course)
         curve = figure("small_curve", columns=len(course), height=HEIGHT, path=path_) if path_ else ""
     if data.loss_levels is not None:
         loss = " → ".join(format_number(level, 7) if isfinite(level) else "not finite" for level in data.loss_levels)
