@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import gradwatch
 from gradwatch import Watch
 from gradwatch.cli import main
+from gradwatch.core.alert import Severity, Verdict
 from gradwatch.core.median import median
 from gradwatch.core.record import Missing, Run
 from gradwatch.runs.arrays import read
@@ -30,7 +31,7 @@ from gradwatch.runs.compare.first_difference import Difference, Rates
 from gradwatch.runs.compare.page import page
 from gradwatch.runs.summary.document import document
 from gradwatch.sinks.record.recorder import Recorder
-from sink_inputs import HEALTHY, feed, layout_of, record_of
+from sink_inputs import HEALTHY, alert_of, feed, layout_of, record_of
 from training import train
 
 STEPS, CHANGED = 200, 100
@@ -388,6 +389,23 @@ def test_a_difference_of_rounding_is_none(tmp_path: Path) -> None:
     assert compare_runs(exact, other).first_difference.first is not None
 
 
+def test_what_one_run_did_not_measure_is_no_difference(tmp_path: Path) -> None:
+    layout, runs = layout_of("a", "b"), []
+    for frozen in (10, 0):
+        sink = Recorder(folder=tmp_path / str(frozen))
+        sink.open(Run(layout, "run"))
+        for step in range(20):
+            off = step < frozen
+            norms, codes = [1.0, np.nan if off else 1.0], [0, Missing.FROZEN * off]
+            feed(sink, record_of(layout, step, norms, codes=codes, loss=2.0 if step < 15 else 1.0 + frozen))
+        sink.close(HEALTHY)
+        runs.append(read(tmp_path / str(frozen)))
+    result = compare_runs(*runs)
+    assert result.first_difference.first == Difference(15, "loss", (), 0, 14, 0)
+    said = "Up to step 14 they are the same run; at step 15 the losses differ: look at what changes there"
+    assert result.sentences[0].startswith(said)
+
+
 # ---- the command
 
 
@@ -437,6 +455,34 @@ def test_the_command_says_it_and_writes_the_page(tmp_path: Path, monkeypatch: An
     assert "script" not in tags
     assert tags.count("img") == 1, "the picture, and no name of a layer"
     assert "<h1>The runs diverge at step 20, in first: " in html
+
+
+def test_the_command_lists_a_dozen_layers_and_alerts(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    names = [f"layer{number}" for number in range(14)]
+    for _ in range(2):
+        a = record(tmp_path / "a", *names)
+    b = record(tmp_path / "b", *names, jump=1e-3)
+    file = next(b.iterdir())
+    sink = Recorder(folder=b)
+    sink.open(Run(layout_of(*names), "run"))
+    feed(sink, record_of(layout_of(*names), 40, [1e-3] * 14, loss=0.5))
+    alerts = [alert_of("dead", name, step=step) for step, name in enumerate(names)]
+    sink.close(Verdict((*alerts, alert_of("frozen", "layer0", severity=Severity.NOTICE)), 41, 14, 0.01, {}))
+    file.write_bytes(file.read_bytes()[:-9])
+    assert main(["compare", str(a), str(b)]) == 0
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    note = "   Note: a later run in the same place began at step 0: 40 steps recorded before that are left out"
+    assert note in lines
+    assert f"   Note: {file.name} ends within an event, as after a kill" in " ".join(lines)
+    table = lines.index("step  layer    what      A       B      B/A")
+    row = [line.split() for line in lines[table + 1 : table + 13]]
+    assert row == [["20", name, "gradient", "1", "1.0e-3", "x1.0e-3"] for name in names[:12]]
+    assert lines[table + 13 : table + 15] == [
+        "and 2 more layers; -o FILE lists them",
+        "Alert of B: dead in layer0 since step 0",
+    ]
+    assert lines[-1] == "and 2 more alerts of B"
 
 
 def test_there_is_no_picture_of_no_difference(runs: dict[str, Path]) -> None:

@@ -21,7 +21,7 @@ from gradwatch import GradWatch
 from gradwatch.core.alert import Effect, Severity, Verdict, ranked
 from gradwatch.core.record import Missing, Run
 from gradwatch.runs.pages import write
-from gradwatch.runs.report.heatmap import labelled, png, ticks_of
+from gradwatch.runs.report.heatmap import heatmap, labelled, png, ticks_of
 from gradwatch.runs.report.loss_curve import path_of
 from gradwatch.runs.report.page import page
 from gradwatch.runs.report.run_data import read_run_data
@@ -241,6 +241,7 @@ def test_the_replayed_report_is_the_live_one(tmp_path: Path) -> None:
 
     assert plain(again) == plain(live)
     assert "Intervention: Clip<1> shortened 3 steps Note: a note" in safe(live).text
+    assert " Loss lowest 0." in safe(live).text
 
 
 def test_it_stays_under_a_megabyte(tmp_path: Path) -> None:
@@ -335,6 +336,14 @@ def test_the_picture_in_the_page_has_a_pixel_for_each_layer_and_column(tmp_path:
     assert struct.unpack(">II", base64.b64decode(picture[1])[16:24]) == (12, 3)
 
 
+def test_of_a_ratio_what_is_furthest_from_one_is_drawn() -> None:
+    course = Downsampling(2)
+    course.extend(np.arange(512), np.array([[1.0, 1.0, 2.0, 1e-3][step % 2 :: 2] for step in range(512)]))
+    html = heatmap(course, ["a"], severities={}, marks=[], title="", note="", diverging=True)
+    (picture,) = re.findall(r'src="data:image/png;base64,([^"]+)"', html)
+    assert (np.asarray(Image.open(BytesIO(base64.b64decode(picture)))) < SHADES // 2).all(), "a colour of less"
+
+
 @pytest.mark.parametrize("layers", [961, 2001])
 def test_no_layer_is_lost_where_there_are_more_than_pixels(tmp_path: Path, layers: int) -> None:
     """A single zero, a single NaN, a single large one: each is in a row, and rows are no more than pixels."""
@@ -412,6 +421,8 @@ def test_a_sparkline_of_nothing_is_nothing() -> None:
             ["M0.5 100.0", "M0.0 100.0h1.0", "M2.5 0.0", "M2.0 0.0h1.0"],
         ),
         ([*range(19), 40], "lowest 0, highest 40", None),
+        ([2, 4, 3, 5], "lowest 2, highest 5", ["M0.5 100.0L1.5 33.3L2.5 66.7L3.5 0.0"]),
+        ([1, 3] * 129, "lowest 1, highest 3", ["M0.5 0.0V100.0" + "".join(f"L{k}.5 0.0V100.0" for k in range(1, 129))]),
         (
             [1.0, *[0.25, np.inf, 9.0, np.inf, 1.0] * 100],
             "lowest 0.25, highest 9, drawn up to 1; not finite where there is no line",
