@@ -300,7 +300,7 @@ def test_a_resumed_run_goes_on_in_the_middle_of_a_block(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     first = Written(folder, layout)
     first.record(*(record_of(layout, step, [1.0], loss=1.0) for step in range(10)))
-    first.alert(alert_of("spike", "a", step=3), alert_of("dead", "a", step=8))
+    first.alert(alert_of("spike", "a", step=3), alert_of("dead", "a", step=8, severity=Severity.ERROR))
     second = Written(folder, layout)
     second.record(*(record_of(layout, step, [2.0], loss=2.0) for step in range(6, 12)))
     second.close(alert_of("spike", "a", step=3))
@@ -315,6 +315,7 @@ def test_a_resumed_run_goes_on_in_the_middle_of_a_block(tmp_path: Path) -> None:
         assert (reported["rows"], reported["lost"]) == (12, 0)
         found = [(alert["rule"], alert["axis"]) for alert in reported["alerts"]]
         assert found == [("spike", 3)], "what came after step 6 did not happen; where it began the first session knows"
+        assert ask(to, "health").json == {"run": "warning"}
 
 
 def test_a_run_under_way_grows(tmp_path: Path) -> None:
@@ -678,13 +679,13 @@ def test_a_fault_is_not_what_is_usual(tmp_path: Path) -> None:
     for step in range(60):
         norms = np.full(len(names), 0.1)
         norms[place] = 0.1 if step < onset else 1e-7
-        run.record(record_of(layout, step, norms))
-    run.close(alert_of("vanishing", f"{names[place]}.weight", step=onset))
+        run.record(record_of(layout, step, norms, axis=step + 100))
+    run.close(alert_of("vanishing", f"{names[place]}.weight", step=onset), alert_of("divergence", "total", step=9))
     to = client(slow(tmp_path))
     _, arrays = opened(ask(to, "map", run="run", statistic="grad_norm").data)
     assert arrays["usual"][1:] == pytest.approx(0.1), "the median before the alert"
     assert arrays["median"][1 + place] == pytest.approx(1e-7)
-    _, arrays = opened(ask(to, "profile", run="run", step=30).data)
+    _, arrays = opened(ask(to, "profile", run="run", step=130).data)
     assert arrays["grad_norm usual"][1 + place] == pytest.approx(0.1)
     _, arrays = opened(ask(to, "summary", run="run").data)
     assert arrays["map usual"] == pytest.approx(0.1)

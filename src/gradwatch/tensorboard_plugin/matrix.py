@@ -162,9 +162,8 @@ def fewer_names(matrix: Matrix, most: int, first: Sequence[int]) -> Matrix:
 
 def of_names(matrix: Matrix, places: list[int]) -> Matrix:
     """Some of the names, in this order."""
-    low, states = matrix.low[:, places], matrix.states[:, places]
-    high = low if matrix.high is matrix.low else matrix.high[:, places]
     names = tuple(matrix.names[place] for place in places)
+    low, high, states = matrix.low[:, places], matrix.high[:, places], matrix.states[:, places]
     return Matrix(names, matrix.first, matrix.last, matrix.records, low, high, states)
 
 
