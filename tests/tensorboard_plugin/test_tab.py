@@ -318,6 +318,17 @@ def test_a_resumed_run_goes_on_in_the_middle_of_a_block(tmp_path: Path) -> None:
         assert ask(to, "health").json == {"run": "warning"}
 
 
+def test_the_last_step_is_that_of_the_last_session(tmp_path: Path) -> None:
+    """It began anew, or was resumed from before the kill, and has not come as far."""
+    layout = layout_of("a")
+    for steps in (10, 4):
+        run = Written(tmp_path / "run", layout)
+        run.record(*(record_of(layout, step, [1.0]) for step in range(steps)))
+        run.close()
+    to = client(slow(tmp_path))
+    assert ask(to, "run", run="run").json["last"] == opened(ask(to, "summary", run="run").data)[0]["last"] == 3
+
+
 def test_a_run_under_way_grows(tmp_path: Path) -> None:
     layout = layout_of("a")
     run = Written(tmp_path / "run", layout)

@@ -119,7 +119,7 @@ class Api:
             "run": run,
             "layers": len(layers),
             "rows": record.rows,
-            "last": listing.last,
+            "last": record.last,
             "updated": listing.updated,
             "began": min(record.sessions, default=0.0),
             "ended": verdict.ended,
@@ -179,7 +179,7 @@ class Api:
             "modules": record.modules,
             "totals": record.totals,
             "updated": listing.updated,
-            "last": listing.last,
+            "last": record.last,
             "rows": record.rows,
             "lost": record.lost,
             "statistics": [

@@ -64,6 +64,8 @@ class RunRecord:
         tags = {id(block.about): block.about for block in self._blocks}.values()
         self._axis = _joined(block.axis for block in self._blocks)
         self.rows = len(self._axis)
+        self.last = int(self._axis.max(initial=0))
+        """The last step on the x-axis."""
         self.steps = self.rows + self.lost
         self._optimizers = _joined(block.optimizers for block in self._blocks)
         optimizers = np.unique(self._optimizers).tolist()
