@@ -151,7 +151,7 @@ def test_a_long_run_says_of_how_many_steps_its_numbers_are(tmp_path: Path) -> No
 
 def test_the_text_says_what_was_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    seen = replace(unhealthy("a_1", "b").incidents[0], message="<b>Small.", noticed=5, closed_step=9)
+    seen = replace(unhealthy("a_1", "b").incidents[0], message="<b>Small.", noticed=5, closed_step=9, times=2)
     seen = replace(seen, effects=(Effect("starved", ("b",)), Effect("stalled", ())))
     whole = replace(alert_of("divergence", "total", step=4, remedy="Less."), sites=())
     untrained = {"b.bias": "unused", "b.scale": "unused"}
@@ -174,7 +174,7 @@ Learning rate: 0.125.
 
 ## 1. error: vanishing in a\_1, b
 
-Since step 3 (noticed at 5), last seen at step 9. Origin: `a_1`.
+Since step 3 (noticed at 5), last seen at step 9, came back 1 time. Origin: `a_1`.
 
 \<b\>Small.
 

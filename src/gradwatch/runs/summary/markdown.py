@@ -46,11 +46,12 @@ def _text(found: Mapping[str, Any], rows: Sequence[Sequence[Any]]) -> str:
         more = f" and {one['layers']['count'] - 4} more" if one["layers"]["count"] > 4 else ""
         until = "still open" if one["last_seen"] is None else f"last seen at step {one['last_seen']}"
         noticed = f" (noticed at {one['noticed']})" if one["noticed"] != one["onset"] else ""
+        returns = f", came back {counted(one['times'] - 1, 'time')}" * (one["times"] > 1)
         origin = f" Origin: `{_code(one['origin'])}`." * (one["origin"] != TOTAL)
         lines += [
             f"## {place}. {one['severity']}: {_plain(one['rule'])} in {_plain(names)}{more}",
             "",
-            f"Since step {one['onset']}{noticed}, {until}.{origin}",
+            f"Since step {one['onset']}{noticed}, {until}{returns}.{origin}",
             "",
             _plain(one["evidence"]),
             "",
