@@ -107,6 +107,7 @@ def test_of_long_runs_some_steps_are_compared(runs: dict[str, Path]) -> None:
     result = compare_runs(*(read(runs["seed 0"], most=most) for most in (60, 100)))
     assert result.headline == "The runs are the same to the last bit, over 50 steps that both have."
     assert result.sentences == ("Of these long runs one of every 4 steps is compared.",)
+    assert "<dt>compared steps</dt><dd>50</dd>" in page(result)
 
 
 def test_runs_without_a_step_that_was_measured_in_both_are_not_called_the_same(tmp_path: Path) -> None:
@@ -391,16 +392,24 @@ def test_a_difference_of_rounding_is_none(tmp_path: Path) -> None:
 
 def test_what_one_run_did_not_measure_is_no_difference(tmp_path: Path) -> None:
     layout, runs = layout_of("a", "b"), []
-    for frozen in (10, 0):
+    for frozen in (10, 0, 20):
         sink = Recorder(folder=tmp_path / str(frozen))
         sink.open(Run(layout, "run"))
         for step in range(20):
             off = step < frozen
             norms, codes = [1.0, np.nan if off else 1.0], [0, Missing.FROZEN * off]
-            feed(sink, record_of(layout, step, norms, codes=codes, loss=2.0 if step < 15 else 1.0 + frozen))
+            feed(sink, record_of(layout, step, norms, codes=codes, loss=2.0 if step < 15 else 1.0 + (frozen == 10)))
         sink.close(HEALTHY)
         runs.append(read(tmp_path / str(frozen)))
-    result = compare_runs(*runs)
+    never = compare_runs(runs[2], runs[2])
+    assert never.sentences == (), "measured in neither"
+    never = compare_runs(*runs[1:])
+    headline = (
+        "In the layers that both measured, the runs are the same but for rounding, over all 20 steps that both have."
+    )
+    assert never.headline == headline
+    assert never.sentences == ("At no step do both runs have a gradient norm of b.",)
+    result = compare_runs(*runs[:2])
     assert result.first_difference.first == Difference(15, "loss", (), 0, 14, 0)
     said = "Up to step 14 they are the same run; at step 15 the losses differ: look at what changes there"
     assert result.sentences[0].startswith(said)

@@ -59,6 +59,15 @@ class Comparison:
         return max(run.values["grad_norm"].every for run in self.runs)
 
     @property
+    def unmeasured(self) -> list[str]:
+        """Layers that have a gradient norm, but at no step in both runs."""
+        a, b = self.pair.sides["grad_norm"]
+        _, mine, other = np.intersect1d(a.keys, b.keys, return_indices=True)
+        apart = np.isnan(a.logs[mine]) | np.isnan(b.logs[other])
+        nowhere = np.isnan(a.logs).all(axis=0) & np.isnan(b.logs).all(axis=0)
+        return [self.pair.layers[layer] for layer in np.flatnonzero(apart.all(axis=0) & ~nowhere)]
+
+    @property
     def headline(self) -> str:
         """The answer in one line, the settings that differ first."""
         if not self.settings:
@@ -81,7 +90,8 @@ class Comparison:
             cause = f"step {rates.step}, in their learning rate, and at " if rates is not None and before else ""
             return f"The runs diverge at {cause}step {first.step}, in {name}: {self.evidence(first)}."
         if like.first is None and like.steps:
-            whole = "In the layers that both have, the runs" if any(self.pair.only) else "The runs"
+            both = "have" if any(self.pair.only) else "measured" if self.unmeasured else ""
+            whole = f"In the layers that both {both}, the runs" if both else "The runs"
             same = "to the last bit" if like.identical else "but for rounding"
             over = f"over {'all ' * (self.every == 1)}{counted(like.steps, 'step')} that both have"
             return f"{whole} are the same {same}, {over}."
@@ -126,6 +136,8 @@ class Comparison:
                 others = counted(len(self.pair.layers), "other")
                 compared = "is" if len(self.pair.layers) == 1 else "are"
                 said.append(f"Only {letter} has {listed(only)}; the {others} {compared} compared.")
+        if self.unmeasured:
+            said.append(f"At no step do both runs have a gradient norm of {listed(self.unmeasured)}.")
         ends = [int(run.values["grad_norm"].steps.max()) for run in self.runs]
         if self.every > 1:
             said.append(f"Of these long runs one of every {self.every} steps is compared.")

@@ -41,7 +41,7 @@ def page(result: Comparison) -> str:
             **{name: f"{a} in A, {b} in B" for name, a, b in result.settings},
             "A": str(result.runs[0].path),
             "B": str(result.runs[1].path),
-            "steps of both": f"{result.first_difference.steps:,}",
+            "steps of both" if result.every == 1 else "compared steps": f"{result.first_difference.steps:,}",
             "layers of both": f"{len(result.pair.layers):,}",
         },
         picture=_picture(result),
