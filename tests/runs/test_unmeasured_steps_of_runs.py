@@ -10,6 +10,7 @@ from torch import nn
 import gradwatch
 from gradwatch import Watch
 from gradwatch.core.alert import Verdict
+from gradwatch.core.record import Run
 from gradwatch.runs.report.card import card
 from gradwatch.runs.report.page import page
 from gradwatch.runs.report.run_data import read_run_data
@@ -18,6 +19,7 @@ from gradwatch.runs.summary.markdown import markdown
 from gradwatch.runs.terminal_view import view
 from gradwatch.sinks.record.recorder import Recorder
 from gradwatch.sinks.record.run_metadata import read_text, verdict_text
+from sink_inputs import feed, layout_of, record_of
 from training import train
 
 
@@ -44,6 +46,20 @@ def test_a_run_had_so_many_steps(every: int, steps: int, run_steps: int | None, 
     assert f"1 layer, {extent}, ended" in view(data, name="run", width=120, height=20).plain
     assert f"  ·  {extent}  ·  " in card(data, source="run")
     assert ("measured steps" in page(data)) == (run_steps is not None)
+
+
+def test_a_run_that_was_killed_or_went_on_had_so_many_steps(tmp_path: Path) -> None:
+    """As far as its steps tell, which are counted from the first to the last that was measured."""
+    layout = layout_of("a")
+    for steps, verdict in ((range(0, 50, 5), None), (range(50, 90, 5), Verdict((), 8, 1, 0.01, {}, run_steps=40))):
+        sink = Recorder(folder=tmp_path)
+        sink.open(Run(layout, "run"))
+        feed(sink, *(record_of(layout, step, [1.0]) for step in steps))
+        if verdict is not None:
+            sink.close(verdict)
+        extent = f"{steps[-1] + 1} steps, {steps[-1] // 5 + 1} of them measured"
+        assert f" 1 layer over {extent}, " in gradwatch.load_run(tmp_path).verdict.lines[0]
+        assert extent in view(read_run_data(tmp_path), name="run", width=120, height=20).plain
 
 
 def test_nothing_is_found_in_measured_steps() -> None:

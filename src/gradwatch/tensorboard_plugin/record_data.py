@@ -67,6 +67,9 @@ class RunRecord:
         self.last = int(self._axis.max(initial=0))
         """The last step on the x-axis."""
         self.steps = self.rows + self.lost
+        steps = _joined(block.steps for block in self._blocks)
+        self.extent = (int(steps[0]), int(steps[-1])) if self.rows else None
+        """The first and the last optimizer step."""
         self._optimizers = _joined(block.optimizers for block in self._blocks)
         optimizers = np.unique(self._optimizers).tolist()
         self._totals = {

@@ -31,7 +31,8 @@ def outcome_of(
     for written, kind, fields in texts:
         outcome.add_text(kind, fields, end=end_of(written, sessions))
     if record is not None:
-        outcome.steps, outcome.layers = record.steps, len(record.names) - len(record.totals)
+        outcome.steps, outcome.extent = record.steps, record.extent
+        outcome.layers = len(record.names) - len(record.totals)
         outcome.losses = record.losses
     return outcome
 

@@ -40,6 +40,8 @@ class Outcome:
         self.notes: tuple[str, ...] = ()
         """What was wrong with the files, a sentence each."""
         self.steps = self.layers = 0
+        self.extent: tuple[int, int] | None = None
+        """The first and the last of the steps."""
         self.losses = LossLevels()
         self._last_verdict = Verdict((), 0, 0, 0.0, {})
         self._overhead = 0.0
@@ -62,6 +64,7 @@ class Outcome:
 
     def add_block(self, block: Block) -> None:
         self.steps += len(block)
+        self.extent = (self.extent or (int(block.steps[0]), 0))[0], int(block.steps[-1])
         self.layers = len(block.layout.layers)
         self.losses.extend(block)
         overhead = block.scalars.get("overhead", np.empty(0))
@@ -72,12 +75,15 @@ class Outcome:
     def verdict(self) -> Verdict:
         """The verdict of the run; without one, the incidents as last recorded."""
         alerts, steps, layers, levels = ranked(self.alerts.values()), self.steps, self.layers, self.losses.levels
+        first, end = self.extent or (0, 0)
+        run_steps = end - first + 1 if end - first + 1 > steps else None
         if self.finished is None:
-            return Verdict(alerts, steps, layers, self._overhead, {}, (CUT_OFF,), loss=levels, ended=False)
-        last = replace(self._last_verdict, incidents=alerts)
-        if steps > last.steps:  # it knows nothing of the sessions before
-            last = replace(last, steps=steps, layers=layers, loss=levels, run_steps=None)
-        return last
+            known = Verdict(alerts, steps, layers, self._overhead, {}, (CUT_OFF,), ended=False)
+        elif steps > self._last_verdict.steps:  # it knows nothing of the sessions before
+            known = replace(self._last_verdict, incidents=alerts, steps=steps, layers=layers)
+        else:
+            return replace(self._last_verdict, incidents=alerts)
+        return replace(known, loss=levels, run_steps=run_steps)
 
     @property
     def loss_levels(self) -> tuple[float, float] | None:
