@@ -319,6 +319,8 @@ def test_a_jump_counts_in_the_steps_just_before() -> None:
     assert before(2, gradients=100.0).sentence == "", "long before"
     assert before(11, gradients=100.0).sentence == "", "not before it"
     assert before(9).sentence == ""
+    turns = [row for rate in [0.1] * 20 + [3.0] * 2 for row in ({"lr": 0.1}, {"lr": rate, "optimizer": 1})]
+    assert beginning(played(*turns), 1).sentence == " At step 41, the learning rate jumped 30 times, to 3."
 
 
 def test_where_gradients_were_clipped_clipping_is_not_proposed() -> None:

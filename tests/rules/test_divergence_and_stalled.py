@@ -153,6 +153,22 @@ def test_a_rate_that_jumps_need_not_be_waited_for() -> None:
     assert silent(judge_steps(Divergence(), net(2), [*steps(30), *steps(1, lr=30.0), *steps(6, loss=4.0)]))  # a restart
 
 
+@pytest.mark.parametrize("jumps", [0, 1])
+def test_a_loss_far_off_is_blamed_on_the_rate_of_its_own_optimizer(jumps: int) -> None:
+    rates = [30.0 if jumps == optimizer else 0.1 for optimizer in (0, 1)]
+    rows = [{**row, "optimizer": optimizer} for row in steps(30) for optimizer in (0, 1)]
+    rows += [
+        {"loss": 1.0, "lr": rates[0]},
+        {"loss": 1.0, "lr": rates[1], "optimizer": 1},
+        {"loss": 40.0, "lr": rates[0]},
+    ]
+    found = judge_steps(Divergence(), net(2), rows)[-1]
+    if jumps == 0:
+        assert ", 2 steps after the learning rate jumped to 30, 300 times that of the step" in only(found).message
+    else:
+        assert not found
+
+
 def test_a_rate_does_not_raise_the_loss_of_its_own_step() -> None:
     """That was there before the weights moved."""
     assert silent(judge_steps(Divergence(), net(2), [*steps(30), *steps(1, loss=40.0, lr=30.0), *steps(5, lr=30.0)]))

@@ -246,6 +246,18 @@ def test_a_rate_that_jumps_is_the_cause() -> None:
     assert "learning rate" not in str(only(judge_rows(Spike(), net(), rows)[-1]))
 
 
+@pytest.mark.parametrize("jumps", [0, 1])
+def test_the_rate_of_another_optimizer_is_not_to_blame(jumps: int) -> None:
+    rates = [30.0 if jumps == optimizer else 0.1 for optimizer in (0, 1)]
+    rows = [{**row, "lr": 0.1, "optimizer": optimizer} for row in noise(30, dex=0) for optimizer in (0, 1)]
+    rows += [{"loss": 1.0, "lr": rates[optimizer], "optimizer": optimizer} for optimizer in (0, 1)]
+    spike, lost = {"gradients": 300.0, "loss": 40.0}, {"gradients": NAN, "loss": NAN, "optimizer": 0}
+    for rule, end in (Spike(), [{**spike, "lr": rates[0]}]), (Nonfinite(), [lost]):
+        found = only(judge_rows(rule, net(), rows + end)[-1])
+        assert ("learning rate jumped" in found.message) is (jumps == 0)
+        assert ("lr_scheduler" in found.remedy) is (jumps == 0)
+
+
 def test_the_first_steps_are_not_judged() -> None:
     assert silent(judge_rows(Spike(), net(), [*noise(19, dex=0), {"gradients": 1e3}]))
 

@@ -391,7 +391,8 @@ def _cause(history: History, back: int, *, records: int) -> tuple[str, str, str,
     headline, empty without a jump; and the onset. `records`: in which the rate may
     have jumped.
     """
-    jump, overwritten = last_jump(history, rate=back, gradient=back, records=records), _overwritten(history, back)
+    jump = last_jump(history, rate=back, gradient=back, of=back, records=records)
+    overwritten = _overwritten(history, back, of=back)
     if isinstance(jump, RateJump):
         distance = distance_text(history, jump.back, until=back)
         when = f", {'at least ' * jump.after_gap}{distance} before" if jump.back > back else ""
@@ -409,9 +410,9 @@ def _adds_up(passes: int) -> str:
     return f"each step adds up the gradients of {passes} backward passes or more"
 
 
-def _overwritten(history: History, back: int) -> str:
+def _overwritten(history: History, back: int, *, of: int = 1) -> str:
     """': what was learnt is overwritten', where something was learnt before the record `back` from the end."""
-    return ": what was learnt is overwritten" if was_learnt(history, back=back + 1) else ""
+    return ": what was learnt is overwritten" if was_learnt(history, back=back + 1, of=of) else ""
 
 
 def _went(rise: tuple[Floats, Floats] | None) -> str:

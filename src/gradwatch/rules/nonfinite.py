@@ -212,7 +212,7 @@ class Nonfinite(CheckedRule):
                 if dex >= self.depth_dex:
                     return (
                         f"it exploded: the signal grew {ratio_text(dex)} times from loss to input just before.",
-                        better_rate(history, back=2),
+                        better_rate(history, back=int(earlier[-1])),
                     )
         totals = history.series("grad_norm")[-earlier]
         totals = totals[np.isfinite(totals) & (totals > 0)]
@@ -226,7 +226,7 @@ class Nonfinite(CheckedRule):
             f"it exploded: the total gradient norm had grown from {number_text(lowest)}, the least of {since}, to "
             f"{number_text(last)}."
         )
-        return grown, better_rate(history, back=2)
+        return grown, better_rate(history, back=int(earlier[-1]))
 
 
 def _number(loss: float) -> str:

@@ -101,11 +101,11 @@ def at_first(history: History) -> str:
     return "at first" if history.whole else f"from step {history.steps[0]} on"
 
 
-def was_learnt(history: History, *, back: int = 1) -> bool:
-    """Whether the loss of the latest record's optimizer had fallen by then, to the record `back` from the end: by a
+def was_learnt(history: History, *, back: int = 1, of: int = 1) -> bool:
+    """Whether the loss of the optimizer of the record `of` had fallen by then, to the record `back` from the end: by a
     tenth of its first level, and by more than it varies.
     """
-    own = own_losses(history, len(history), back=back)
+    own = own_losses(history, len(history), back=back, of=of)
     if len(own) < 2 * LEVEL_RECORDS:
         return False
     early, late = own[:LEVEL_RECORDS], own[-LEVEL_RECORDS:]

@@ -90,12 +90,13 @@ def batch_remedy(batch: str, limit: float) -> str:
     return f"a look at {what}; gradients are clipped to a norm of {number_text(limit)} already."
 
 
-def gradient_jump(history: History, *, back: int = 1) -> GradientJump | None:
+def gradient_jump(history: History, *, back: int = 1, of: int = 1) -> GradientJump | None:
     """The first jump among the `OVERFLOW_RECORDS` records up to the one `back` from the end, compared with the
-    `BASELINE_RECORDS` records before it; None where there is none, or too few records.
+    `BASELINE_RECORDS` records before it, of the optimizer of the record `of`; None where there is none, or too few
+    records.
     """
     n = BASELINE_RECORDS + OVERFLOW_RECORDS + back
-    norms, own = history.window("grad_norm", n, sites=0), np.flatnonzero(is_own(history, n))
+    norms, own = history.window("grad_norm", n, sites=0), np.flatnonzero(is_own(history, n, of=of))
     totals, backs = norms[own], len(norms) - own
     for place in np.flatnonzero((backs >= back) & (backs < back + OVERFLOW_RECORDS)):
         earlier = totals[max(0, place - BASELINE_RECORDS) : place]
@@ -110,7 +111,7 @@ def gradient_jump(history: History, *, back: int = 1) -> GradientJump | None:
         if 0 < highest * JUMP_RATIO <= totals[place] and not growing and not last >= LARGE_UPDATE:
             threw = moved >= LARGE_UPDATE > last
             gone, ratio = int(backs[place]), float(totals[place]) / highest
-            batch, limit = batch_text(history, back=gone), clipping_limit(history)
+            batch, limit = batch_text(history, back=gone), clipping_limit(history, of=of)
             before = steps_text(history, len(earlier), back=gone + 1)
             step = history.steps[-gone] if gone > 1 else None
             return GradientJump(gone, ratio, highest, before, step, batch, threw, limit)
@@ -146,12 +147,12 @@ def largest_update(history: History, back: int) -> float:
 
 
 def last_jump(
-    history: History, *, rate: int, gradient: int, records: int = EFFECT_RECORDS
+    history: History, *, rate: int, gradient: int, of: int = 1, records: int = EFFECT_RECORDS
 ) -> RateJump | GradientJump | None:
     """The jump of the rate up to the record `rate` from the end, as in `rate_jump`; or else that of the gradient up to
     the record `gradient` from the end.
     """
-    return rate_jump(history, back=rate, records=records) or gradient_jump(history, back=gradient)
+    return rate_jump(history, back=rate, of=of, records=records) or gradient_jump(history, back=gradient, of=of)
 
 
 def began_text(history: History, onset: int) -> str:

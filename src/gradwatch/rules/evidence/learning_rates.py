@@ -82,11 +82,11 @@ class RateJump:
         return f"an lr_scheduler in configure_optimizers that does not jump {jump}."
 
 
-def rate_jump(history: History, *, back: int = 1, records: int = EFFECT_RECORDS) -> RateJump | None:
-    """The largest jump of the learning rate at one of the `records` records of one optimizer up to the one `back` from
-    the end; None where it did not jump.
+def rate_jump(history: History, *, back: int = 1, of: int = 1, records: int = EFFECT_RECORDS) -> RateJump | None:
+    """The largest jump of the learning rate at one of the `records` records up to the one `back` from the end that are
+    of the optimizer of the record `of`; None where it did not jump.
     """
-    rates, own = history.scalar("lr", len(history)), own_records(history, of=back)
+    rates, own = history.scalar("lr", len(history)), own_records(history, of=of)
     own = own[own >= back][-records - 1 :]
     known = rates[-own]
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -124,7 +124,7 @@ def rate_text(history: History, *, back: int = 1) -> str:
         return ""
     rates = np.where(is_own(history, back + 19, of=back), rates, np.nan)[: len(rates) + 1 - back]
     said, lowest = f"lr={number_text(rates[-1], 3)}", float(np.nanmin(rates))
-    if (jump := rate_jump(history, back=back)) is not None and jump.rate > rates[-1]:
+    if (jump := rate_jump(history, back=back, of=back)) is not None and jump.rate > rates[-1]:
         said += f", after lr={number_text(jump.rate, 3)}, {ratio_text(np.log10(jump.ratio))} times the rate before it"
     elif rates[-1] > RATE_JUMP_RATIO * lowest > 0:
         then = back + len(rates) - 1 - int(np.flatnonzero(rates == lowest)[-1])
@@ -138,7 +138,7 @@ def rate_text(history: History, *, back: int = 1) -> str:
 
 def better_rate(history: History, *, back: int = 1) -> str:
     """The remedy where steps are too large from the record `back` from the end on: a value that was measured."""
-    if (jump := rate_jump(history, back=back)) is not None:
+    if (jump := rate_jump(history, back=back, of=back)) is not None:
         return jump.remedy
     return measured_remedy(history, back) or _smaller_rate(history, back)
 

@@ -35,13 +35,13 @@ def own_records(history: History, *, of: int = 1) -> Sites:
     return len(history) - np.flatnonzero(is_own(history, len(history), of=of))
 
 
-def own_losses(history: History, n: int, *, back: int = 1) -> Floats:
-    """The finite losses of this optimizer among the last `n` records, up to the one `back` from the end, oldest first;
+def own_losses(history: History, n: int, *, back: int = 1, of: int = 1) -> Floats:
+    """The finite losses of that optimizer among the last `n` records, up to the one `back` from the end, oldest first;
     none where they are not known.
     """
     losses = history.scalar("loss", n)
     until = len(losses) - back + 1
-    return losses[:until][(is_own(history, n) & np.isfinite(losses))[:until]]
+    return losses[:until][(is_own(history, n, of=of) & np.isfinite(losses))[:until]]
 
 
 def is_first_record(history: History, back: int) -> bool:
