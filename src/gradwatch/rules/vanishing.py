@@ -122,8 +122,14 @@ class Vanishing(CheckedRule):
         ended = history.total == 0 and is_alone(history)
         if died := self._ended(history) if ended else self._died(history):
             return [died]
-        if faded := faded_through_time(history, dex=self.time_dex, records=self.records):
+        faded = faded_through_time(history, dex=self.time_dex, records=self.records)
+        if faded and history.whole:
             return [faded]
+        found = self._fades(history)
+        return None if faded and not found else found  # something may have been learnt before the history
+
+    def _fades(self, history: History) -> Sequence[Finding] | None:
+        """What fades from layer to layer: by less counts, where the loss is stuck."""
         judged = judged_profile(history, self.signal_dex, self.gradient_dex, self.stale_records)
         if judged is None:
             return None

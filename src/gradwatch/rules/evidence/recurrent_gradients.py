@@ -70,8 +70,10 @@ def fades_are_due(records: Sites, sampled: Mask) -> Mask:
 
 
 def faded_through_time(history: History, *, dex: float, records: int) -> Finding | None:
-    """A layer's first time step gets `dex` less than its last in `records` samples in a row, and the loss is stuck."""
-    if not fades_are_due(np.array(len(history)), np.array(history.newest("time_growth") == 1)):
+    """A layer's first time step gets `dex` less than its last in `records` samples in a row, and the loss is stuck:
+    since the start of the run, if the history is whole.
+    """
+    if history.whole and not fades_are_due(np.array(len(history)), np.array(history.newest("time_growth") == 1)):
         return None
     backs = _samples(history, records)
     if len(backs) < records:
@@ -113,7 +115,7 @@ def _is_steep(history: History, backs: Sites, dex: float) -> Mask:
 def _stuck(history: History) -> tuple[float, float] | None:
     """The loss at the start and now, where it has not improved in between; None where it has, or is not known."""
     levels = first_and_last_loss(history, UNIMPROVED_RECORDS // 5)
-    if levels is None or not history.whole:
+    if levels is None:
         return None
     first, now = levels
     own = own_losses(history, len(history))
