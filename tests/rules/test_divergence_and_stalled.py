@@ -632,8 +632,8 @@ def test_one_optimizer_of_two_that_goes_on_to_another_layer(since: int) -> None:
     assert found[-1].headline == "another optimizer moves its weights 5000 times as far"
 
 
-def narrow(dtype: str) -> History:
-    shape = layout(["fc0", "fc1"])
+def narrow(dtype: str, *, depth: int = 2) -> History:
+    shape = layout([f"fc{i}" for i in range(depth)])
     sites = [Site(s.name, s.kind, s.module, s.layer, s.numel, dtype and s.dtype and dtype) for s in shape.sites]
     return History(Layout(tuple(sites), shape.order, shape.modules))
 
@@ -663,3 +663,8 @@ def test_a_small_share_of_half_precision_weights_may_move() -> None:
     assert "has changed the weights of any layer but layer fc1 at all; a thousandth is usual." in found.message
     assert found.headline.endswith("no weights but those of layer fc1 have moved at all")
     assert (found.value, found.layer) == (0.0, "total")
+
+
+def test_half_precision_weights_that_move_by_turns_do_not_stand_still() -> None:
+    turns = [row for moves in np.eye(20) for row in steps(1, lr=1e-4, updates=0.02 * moves)]
+    assert silent(judge_steps(Stalled(), narrow("bfloat16", depth=20), turns * 2))

@@ -135,6 +135,8 @@ class Stalled(CheckedRule):
             return []
         most, limits = np.nanmax(moved, axis=0), self._limits(layout, update)[pulled]
         stand = most < limits  # a small share of narrow weights may move
+        if not stand.any():  # by turns all of them
+            return []
         largest, limit = float(most[stand].max()), float(limits[stand].max())
         no_layer, no_weights = "any layer", "no weights"
         if movers := layout.names(layout.layers[pulled][~stand]):
