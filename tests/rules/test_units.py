@@ -702,6 +702,7 @@ def test_a_head_that_starts_near_zero_may_grow_to_what_is_usual_elsewhere() -> N
         grown = [min(largest, 0.1 * 1.3**step) for step in range(60)]
         rows = [Row(outputs=[1.0, 1.0, 1.0, value]) for value in grown]
         assert silent(play(ActBlowup(), rows)) is not finds
+        assert silent(play(ActBlowup(growing=1e5), rows)) is not finds
 
 
 def test_outputs_without_a_gradient_may_grow() -> None:

@@ -153,6 +153,8 @@ class ActBlowup(CheckedRule):
         """Whether the loss fell while an output grew to its present `level`, as it does on the way to large targets."""
         smaller = np.flatnonzero(level <= level[-1] / self.growing)
         series, own = history.scalar("loss", RECENT_RECORDS), is_own(history, RECENT_RECORDS)
+        if not len(smaller):  # `growing` may be more than the growth that is found
+            return False
         end = len(series) + 1 - int(backs[smaller[-1]])
         before = slice(max(0, end - 1 - LEVEL_RECORDS), end)
         then = series[before][own[before]]
