@@ -617,8 +617,10 @@ def test_one_optimizer_of_two() -> None:
     other = Missing.OTHER_OPTIMIZER
     ours = {**steps(1)[0], "codes": {"fc1": other}, "updates": [1e-3, NAN], "optimizer": 0}
     theirs = {**still(1)[0], "codes": {"fc0": other}, "updates": [NAN, 1e-9], "optimizer": 1}
-    found = findings(judge_steps(Stalled(), net(2), [ours, theirs] * 25))
-    assert found[0].sites == ("fc1",)
+    found = findings(judge_steps(Stalled(), net(2), [ours, theirs] * 25))[0]
+    assert found.sites == ("fc1",)
+    assert "none has changed the weights of layer fc1 by more than 1e-9 of their size" in found.message
+    assert found.headline == "in 20 steps no weights of layer fc1 have moved by more than 1e-9 of their size"
 
 
 @pytest.mark.parametrize("since", [0, 8])

@@ -139,7 +139,11 @@ class Stalled(CheckedRule):
             return []
         largest, limit = float(most[stand].max()), float(limits[stand].max())
         no_layer, no_weights = "any layer", "no weights"
-        if movers := layout.names(layout.layers[pulled][~stand]):
+        alone = len(own) == min(len(history), RECENT_RECORDS)
+        if not alone:  # those of another optimizer may have moved
+            no_layer = name_text(layout.names(layout.layers[pulled][stand]))
+            no_weights = f"no weights of {no_layer}"
+        elif movers := layout.names(layout.layers[pulled][~stand]):
             no_layer, no_weights = f"any layer but {name_text(movers)}", f"no weights but those of {name_text(movers)}"
         what = f"by more than {number_text(largest, 1)} of their size" if largest > 0 else "at all"
         cause, remedy = _cause(history, own, int(still[-1]), largest)
@@ -149,7 +153,6 @@ class Stalled(CheckedRule):
             f"Gradients are there, but in {for_long} {none} has changed the weights of {no_layer} {what}; "
             f"a thousandth is usual. {cause}"
         )
-        alone = len(own) == min(len(history), RECENT_RECORDS)
         sites = () if alone else layout.names(layout.layers[pulled])
         layer, onset = sites[0] if sites else TOTAL, int(stood[0])
         headline = f"in {for_long} {no_weights} have moved {what}"
