@@ -430,9 +430,12 @@ def test_a_forgotten_zero_grad(kind: Any, options: dict[str, Any]) -> None:
     assert alert.noticed == alert.step + 2
     assert alert.message.startswith(
         "Gradients are not cleared between steps: 3 times in a row, those already used were still there when new ones "
-        "were added to them. The old ones are "
+        "were added to them. In a few parameters that are checked, the old ones are "
     )
-    assert alert.message.endswith(" times as large as the new ones now. Each step follows old batches again.")
+    assert alert.message.endswith(
+        " times as large as what one backward pass adds now. Each step follows old batches again."
+    )
+    assert alert.headline == "gradients of old steps stay, and new ones are added to them"
     assert alert.remedy == "optimizer.zero_grad() before every backward pass."
 
 
