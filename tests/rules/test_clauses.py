@@ -222,11 +222,17 @@ def test_the_better_rate_says_where_it_comes_from() -> None:
         return better_rate(history)
 
     thrown = after(steps(3, updates=0.6, lr=0.1))
-    assert thrown == "lr=0.005 in configure_optimizers: step 0 would have moved the weights by 0.03 of their size."
+    assert (
+        thrown == "lr=0.005 in configure_optimizers: step 0 would have moved the weights by up to 0.03 of their size."
+    )
     lower = after(steps(30, updates=0.01, lr=0.01), steps(20, updates=0.6, lr=0.04), steps(1, lr=0.04))
-    assert lower == "lr=0.01 in configure_optimizers, as at step 29, which moved the weights by 0.01."
+    assert (
+        lower == "lr=0.01 in configure_optimizers, as at step 29, which moved the weights by up to 0.01 of their size."
+    )
     warmed = after(steps(1, updates=0.0, lr=0.0), steps(20, updates=0.6, lr=0.04))
-    assert warmed == "lr=0.002 in configure_optimizers: step 1 would have moved the weights by 0.03 of their size."
+    assert (
+        warmed == "lr=0.002 in configure_optimizers: step 1 would have moved the weights by up to 0.03 of their size."
+    )
     sane = after(steps(30, updates=0.01, lr=0.1))
     assert "moved the weights" not in sane
     assert "step" not in sane

@@ -83,7 +83,7 @@ def test_a_large_step_of_another_optimizer() -> None:
     first, second = {**steps(1, gradients=7.0)[0], "optimizer": 0}, {"loss": 1.0, "lr": 1e-4, "momentum": 0.999}
     large, second = {**first, "updates": 4.0}, {**second, "optimizer": 1}
     smaller = "a smaller lr in configure_optimizers, or Trainer(gradient_clip_val=9.9), the usual norm before."
-    sane = "lr=0.0008 in configure_optimizers: step 0 would have moved the weights by 0.03 of their size."
+    sane = "lr=0.0008 in configure_optimizers: step 0 would have moved the weights by up to 0.03 of their size."
     for before, remedy in (([], sane), ([first, second] * 3, smaller)):
         found = only(judge_steps(Divergence(), net(2), [*before, large, second])[-1])
         assert "too high for this model and loss (lr=0.1)." in found.message
@@ -302,11 +302,11 @@ def test_a_jump_of_the_gradient_that_is_known_to_do_no_more_is_not_blamed() -> N
     [
         (
             steps(5, updates=0.5) + steps(1, updates=30.0),
-            "lr=0.006 in configure_optimizers: step 0 would have moved the weights by 0.03 of their size.",
+            "lr=0.006 in configure_optimizers: step 0 would have moved the weights by up to 0.03 of their size.",
         ),
         (
             steps(5, lr=0.02, updates=0.01) + steps(1, lr=0.06, updates=0.06) + steps(1, updates=30.0),
-            "lr=0.02 in configure_optimizers, as at step 4, which moved the weights by 0.01.",
+            "lr=0.02 in configure_optimizers, as at step 4, which moved the weights by up to 0.01 of their size.",
         ),
         (
             steps(5, gradients=2.0, clipped=0.1) + steps(1, updates=30.0),

@@ -164,14 +164,14 @@ def measured_remedy(history: History, back: int) -> str:
     lower = (known > 0) & (known < LOWER_RATE_SHARE * rates[-back]) & (moved <= SANE_SHARE)
     if lower.any():
         last = int(np.flatnonzero(lower)[-1])
-        as_then = f"as at step {history.steps[-backs[last]]}, which moved the weights by {number_text(moved[last], 1)}."
-        return f"lr={number_text(known[last])} in configure_optimizers, {as_then}"
+        as_then = f"as at step {history.steps[-backs[last]]}, which moved the weights by up to"
+        return f"lr={number_text(known[last])} in configure_optimizers, {as_then} {number_text(moved[last], 1)} of their size."
     at_this_rate = np.flatnonzero((known == rates[-back]) & np.isfinite(moved))
     if not len(at_this_rate) or not moved[at_this_rate[0]] > SANE_SHARE:
         return ""
     first = int(at_this_rate[0])
     rate = rates[-back] * GOOD_SHARE / moved[first]
-    then = f"step {history.steps[-backs[first]]} would have moved the weights by {GOOD_SHARE:g} of their size"
+    then = f"step {history.steps[-backs[first]]} would have moved the weights by up to {GOOD_SHARE:g} of their size"
     return f"lr={number_text(rate, 1)} in configure_optimizers: {then}."
 
 
