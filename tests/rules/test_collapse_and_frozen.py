@@ -56,7 +56,7 @@ def test_decay_that_halves_the_weights() -> None:
     assert (found.severity, found.layer, found.sites) == (Severity.WARNING, "fc0", ("fc0", "fc1"))
     assert found.message == (
         "The weights of layers fc0, fc1 lose half of their norm in 7 steps, in 2 of 4 layers; the limit is 20 steps. "
-        "Each step takes 9.4 % of them; at lr=0.1 a weight_decay of 0.94 in SGD or AdamW takes as much."
+        "A step took 9.4 % of them on average; at lr=0.1 a weight_decay of 0.94 in SGD or AdamW takes as much."
     )
     assert found.headline == "the weights lose half of their norm in 7 steps"
     then = "at the rate measured, 10,000 steps would halve the weights then."
@@ -129,9 +129,9 @@ def test_weights_that_are_gone() -> None:
     first = next(i for i, found in enumerate(outcome) if found)
     assert first == 133  # 0.5 ** (133 / 40) is a tenth
     assert only(outcome[first]).message == (
-        "The weights of layers fc0, fc1, fc2, fc3 have shrunk to 10 % of their highest norm, in 4 of 4 layers, in the "
-        "133 steps since it. Each step takes 1.7 % of them; at lr=0.1 a weight_decay of 0.17 in SGD or AdamW takes as "
-        "much."
+        "The weights of layers fc0, fc1, fc2, fc3 have shrunk to 10 % of their highest norm, in 4 of 4 layers. "
+        "Together they were largest 133 steps ago. A step took 1.7 % of them on average; at lr=0.1 a weight_decay of "
+        "0.17 in SGD or AdamW takes as much."
     )
 
 

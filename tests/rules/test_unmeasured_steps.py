@@ -108,7 +108,7 @@ def test_weights_shrink_by_what_each_step_takes() -> None:
     half_life = re.search(r"lose half of their norm in ([\d.]+) measured steps, .* is 20 measured steps", found.message)
     assert half_life is not None, found.message
     assert float(half_life[1]) == pytest.approx(68.97 / EVERY, rel=0.02)
-    assert "Each step takes 1 % of them; at lr=0.1 a weight_decay of 0.1 in" in found.message
+    assert "A step took 1 % of them on average; at lr=0.1 a weight_decay of 0.1 in" in found.message
 
 
 def test_weights_grew_within_the_steps_that_it_took() -> None:

@@ -153,7 +153,8 @@ class Collapse(CheckedRule):
             onset = int(backs[::-1][sizes.sum(axis=1)[::-1].argmax()])
             message = (
                 f"The weights of {name_text(names)} have shrunk to {number_text(100 * share)} % of their highest "
-                f"norm, in {len(names)} of {len(layers)} layers, in the {distance_text(history, onset)} since it."
+                f"norm, in {len(names)} of {len(layers)} layers. Together they were largest "
+                f"{distance_text(history, onset)} ago."
             )
             headline = f"the weights shrank to {number_text(100 * share)} % of their highest norm"
             more, remedy = _why(history, names, onset, lower=max(1, onset - 1))
@@ -215,7 +216,7 @@ def _why(history: History, names: tuple[str, ...], onset: int, *, lower: int) ->
     known = how.sentence
     if lost > 0:
         known += (
-            f" Each step takes {number_text(100 * lost)} % of them; at lr={number_text(rate)} a weight_decay of "
+            f" A step took {number_text(100 * lost)} % of them on average; at lr={number_text(rate)} a weight_decay of "
             f"{number_text(lost / rate)} in SGD or AdamW takes as much."
         )
     return known, how.remedy or _less_decay(history, lost, rate)
