@@ -175,12 +175,12 @@ def test_a_layer_whose_gradient_stops() -> None:
         assert found.onset == late + 1 - 50 * (1 + len(between))
         assert found.headline == "no gradient any more, in 100 steps"
         assert found.message == (
-            "Layer fc1 had a gradient at each of 50 steps, and none in the 100 steps since: the loss does not use it any "
-            "more, or detach(), torch.no_grad() or another branch of forward cuts the way to it."
+            "Layer fc1 had a gradient at each of 50 steps, and none in the 100 steps since: the loss does not use it "
+            "any more, or detach(), torch.no_grad() or another branch of forward cuts the way to it."
         )
         assert found.remedy == (
-            "no detach() or no_grad() between layer fc1 and the loss, which must use it; if its training is meant to end "
-            "there, requires_grad_(False)."
+            "no detach() or no_grad() between layer fc1 and the loss, which must use it; if its training is meant to "
+            "end there, requires_grad_(False)."
         )
 
 

@@ -55,8 +55,8 @@ TEXTS = {
     ),
     "stopped": (
         "no gradient any more, in {steps}",
-        "{All} had a gradient at each of {before}, and none in the {steps} since: the loss does not use {them} any more, "
-        "or detach(), torch.no_grad() or another branch of forward cuts the way to it.",
+        "{All} had a gradient at each of {before}, and none in the {steps} since: the loss does not use {them} any "
+        "more, or detach(), torch.no_grad() or another branch of forward cuts the way to it.",
         "no detach() or no_grad() between {kind} {last} and the loss, which must use it; if its training is meant to "
         "end there, requires_grad_(False).",
     ),

@@ -64,8 +64,8 @@ class StaleGrad(CheckedRule):
         whose = f" of {name_text(held)}" if held else ""
         message = (
             f"Gradients{whose} are not cleared between steps: {often} in a row, those already used were still there "
-            f"when new ones were added to them. In a few parameters that are checked, the old ones are {ratio} times as "
-            "large as what one backward pass adds now. Each step follows old batches again."
+            f"when new ones were added to them. In a few parameters that are checked, the old ones are {ratio} times "
+            "as large as what one backward pass adds now. Each step follows old batches again."
         )
         remedy = "an optimizer_zero_grad that clears at each call."
         headline = "gradients of old steps stay, and new ones are added to them"

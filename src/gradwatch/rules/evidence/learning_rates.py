@@ -165,7 +165,8 @@ def measured_remedy(history: History, back: int) -> str:
     if lower.any():
         last = int(np.flatnonzero(lower)[-1])
         as_then = f"as at step {history.steps[-backs[last]]}, which moved the weights by up to"
-        return f"lr={number_text(known[last])} in configure_optimizers, {as_then} {number_text(moved[last], 1)} of their size."
+        most = f"{number_text(moved[last], 1)} of their size"
+        return f"lr={number_text(known[last])} in configure_optimizers, {as_then} {most}."
     at_this_rate = np.flatnonzero((known == rates[-back]) & np.isfinite(moved))
     if not len(at_this_rate) or not moved[at_this_rate[0]] > SANE_SHARE:
         return ""
