@@ -394,6 +394,16 @@ def test_weights_that_are_carried_away() -> None:
     assert len(outcome) - found.onset == first
 
 
+def test_weights_that_grew_at_once_were_not_carried_away_by_small_steps() -> None:
+    """A checkpoint was loaded, for example."""
+    rows = [row | ({"updates": 1e-3} if "weights" in row else {}) for row in carried(1.8)]
+    rows = [
+        row | ({"weights": USUAL * (5 if at >= 60 else 1)} if "weights" in row else {}) for at, row in enumerate(rows)
+    ]
+    found = only(judge_steps(Divergence(), net(2), rows)[-1])
+    assert found.message.endswith("from 1 to 1.8: single steps were large, or something else wrote the weights.")
+
+
 def test_a_momentum_that_forgets_nothing() -> None:
     rows = [row | {"momentum": 1.0} for row in carried(1.8)]
     found = only(judge_steps(Divergence(), net(2), rows)[-1])
