@@ -370,6 +370,13 @@ def test_a_spike_of_one_optimizer_is_compared_with_its_own_opening() -> None:
     assert "The whole model's gradient jumped" in alone.message
 
 
+def test_a_step_without_a_gradient_is_no_normal_one() -> None:
+    rows = [*steps(40), {"gradients": 0.0, "loss": 1.0}, *steps(20), *steps(1, gradients=300.0, loss=40.0)]
+    found = only(judge_rows(Spike(), net(), rows)[-1])
+    assert "the highest of its last 60 normal steps, in" in found.message
+    assert found.remedy.endswith("the highest norm of the whole model in 60 normal steps.")
+
+
 def test_a_spike_where_gradients_are_clipped_already() -> None:
     spike = {"gradients": 60.0, "loss": 40.0, "batch": 60, "epoch": 1}
     found = only(judge_steps(Spike(), net(2), [*steps(60, clipped=0.1), spike])[-1])

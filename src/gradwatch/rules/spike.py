@@ -232,7 +232,7 @@ def _clipping(history: History, window: int, back: int, of_layer: str) -> str:
     """
     norms, own = history.window("grad_norm", window + back), _own(history, window + back, back)
     totals = norms[own, 0]
-    normal = totals[history.trusted(window + back)[own, 0] & np.isfinite(totals)]
+    normal = totals[history.trusted(window + back)[own, 0] & np.isfinite(totals) & (totals > 0)]
     highest = float(normal.max(initial=0.0))
     if (limit := clipping_limit(history)) is not None and limit <= highest:
         return batch_remedy(batch_text(history, back=back), limit)
