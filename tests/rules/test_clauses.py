@@ -28,6 +28,7 @@ from gradwatch.rules.evidence.baseline import first_steps, median_and_spread, wa
 from gradwatch.rules.evidence.jumps import began_text, beginning, gradient_jump
 from gradwatch.rules.evidence.layer_levels import bias_text, factor_text, gives_its_bias_alone
 from gradwatch.rules.evidence.learning_rates import better_rate, rate_text
+from gradwatch.rules.evidence.wording import percent_text
 from synthetic_history import INF, NAN, USUAL, judge_rows, judge_steps, layout, net, only, record, steps
 
 GROWING = 10 ** np.linspace(4.9, 0, 8)
@@ -584,3 +585,7 @@ def test_medians_are_those_of_numpy(rows: int) -> None:
     numbers[1:][np.random.default_rng(0).random((rows - 1, 40)) < 0.4] = NAN
     np.testing.assert_allclose(median(numbers), np.nanmedian(numbers, axis=0))
     assert np.isnan(median(np.full((rows, 1), NAN))).all()
+
+
+def test_a_hundred_percent_is_all() -> None:
+    assert [percent_text(share) for share in (0.004, 0.934, 0.996, 1.0)] == ["0 %", "93 %", "99 %", "100 %"]

@@ -38,7 +38,7 @@ from gradwatch.rules.evidence.samples import (
     onset_of,
     samples,
 )
-from gradwatch.rules.evidence.wording import name_text, steps_text
+from gradwatch.rules.evidence.wording import name_text, percent_text, steps_text
 from gradwatch.rules.rule import CheckedRule
 
 GRADIENT_LOOKBACK = 200
@@ -159,7 +159,7 @@ class Dead(CheckedRule):
         activation, layer, onset = _origin(history, sites, idle >= self.dead_share, backs, gradients=False)
         death, limit = death_of(history, layer, onset), self.dead_share
         value = float(share[history.layout.index[activation.name]])
-        percent = f"{100 * value:.0f} %"
+        percent = percent_text(value)
         message = (
             f"{percent} of the units of the {activation.module} {activation.name} after layer {death.layer} have not "
             f"fired for any example of the sampled batches in {steps_text(history, self.records)}, and get no gradient "
@@ -245,7 +245,7 @@ class Dead(CheckedRule):
             if share < ENDS_SHARE:
                 cause = (
                     f"most often what follows the {activation.module} {activation.name} makes it 0, such as a mask: "
-                    f"{100 * share:.0f} % of its outputs lie at its ends.{began_text(history, onset)}"
+                    f"{percent_text(share)} of its outputs lie at its ends.{began_text(history, onset)}"
                 )
                 remedy = f"the outputs of {activation.name} without what multiplies them by 0."
             else:

@@ -27,7 +27,7 @@ from gradwatch.rules.evidence.depth import faded
 from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.records import is_alone, own_losses
 from gradwatch.rules.evidence.samples import forward_order, in_run_order, layer_before, own_samples
-from gradwatch.rules.evidence.wording import capitalized, name_text, steps_text
+from gradwatch.rules.evidence.wording import capitalized, name_text, percent_text, steps_text
 from gradwatch.rules.rule import CheckedRule
 
 FLAT_SHARE = 0.9
@@ -413,8 +413,8 @@ def _flat_activation(history: History, layers: Sites, records: int) -> tuple[str
     flat, before = flat[np.isin(before, layers)], before[np.isin(before, layers)]
     if not len(flat):
         return "", ""
-    site, share = layout.sites[flat[-1]], 100 * float(shares[-1, flat[-1]])
-    cause = f"the {site.module} {site.name}, {share:.0f} % of whose outputs lie in its flat part; or "
+    site, share = layout.sites[flat[-1]], float(shares[-1, flat[-1]])
+    cause = f"the {site.module} {site.name}, {percent_text(share)} of whose outputs lie in its flat part; or "
     return cause, f"nn.LayerNorm after layer {layout.sites[before[-1]].name}, before the {site.module}; or "
 
 

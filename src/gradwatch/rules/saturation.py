@@ -34,7 +34,7 @@ from gradwatch.rules.evidence.samples import (
     reaches_start,
     samples,
 )
-from gradwatch.rules.evidence.wording import steps_text
+from gradwatch.rules.evidence.wording import percent_text, steps_text
 from gradwatch.rules.rule import CheckedRule
 
 
@@ -97,11 +97,11 @@ class Saturation(CheckedRule):
         activation, share = layout.sites[first], float(shares[-1, first])
         how = beginning(history, onset)
         message = (
-            f"{100 * share:.0f} % of the outputs of the {activation.module} {activation.name} after layer {layer} lie "
-            f"in its flat part, where less than 5 % of a gradient passes, for "
+            f"{percent_text(share)} of the outputs of the {activation.module} {activation.name} after layer {layer} "
+            f"lie in its flat part, where less than 5 % of a gradient passes, for "
             f"{steps_text(history, self.records)} or more.{how.began}{how.sentence}"
         )
-        headline = f"{100 * share:.0f} % of its {activation.module} outputs lie in the flat part{how.headline}"
+        headline = f"{percent_text(share)} of its {activation.module} outputs lie in the flat part{how.headline}"
         cause, remedy = _cause(history, site, onset)
         text, remedy = message + cause, how.remedy or remedy
         return Finding(self.name, Severity.WARNING, layer, names, share, self.flat_share, text, remedy, onset, headline)

@@ -16,6 +16,11 @@ def ratio_text(dex: float) -> str:
     return f"{ratio:.0f}" if 10 <= ratio < 10_000 else number_text(ratio)
 
 
+def percent_text(share: float) -> str:
+    """'93 %'; '100 %' of all only."""
+    return f"{min(round(100 * share), 99) if share < 1 else 100} %"
+
+
 def steps_text(history: History, count: int, *, back: int = 1, kind: str = "") -> str:
     """'20 steps', of as many records up to the one `back` from the end; '20 measured steps' where steps between these
     were not measured. `kind`: 'normal ', for '20 normal steps'.
