@@ -6,6 +6,7 @@ import importlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
+from gradwatch import Watch
 from gradwatch.core.record import ROOT, clean_name
 from gradwatch.measure.layers import check_patterns, find_layers, is_lazy, layout_of, libraries_of, structure_of
 
@@ -292,3 +294,13 @@ def test_any_change_of_what_a_model_is_made_of_is_seen(change: Callable[[nn.Modu
     assert structure_of(model) == before, "neither a step nor a mode is a change"
     change(model)
     assert structure_of(model) != before
+
+
+@pytest.mark.parametrize(("layers", "partial"), [(None, False), ("*", False), ("0", True), (["*", "!2"], True)])
+def test_a_layout_says_whether_all_layers_are_watched(layers: Any, partial: bool) -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.ReLU(), nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Watch(model, layers=layers) as watch:
+        model(torch.ones(4, 3)).sum().backward()
+        watch.step(optimizer)
+    assert watch.history.layout.partial is partial

@@ -19,6 +19,7 @@ from gradwatch.rules import (
     Frozen,
     InputScale,
     Nonfinite,
+    Rule,
     Spike,
     Stalled,
     Vanishing,
@@ -589,3 +590,31 @@ def test_medians_are_those_of_numpy(rows: int) -> None:
 
 def test_a_hundred_percent_is_all() -> None:
     assert [percent_text(share) for share in (0.004, 0.934, 0.996, 1.0)] == ["0 %", "93 %", "99 %", "100 %"]
+
+
+def test_what_is_not_watched_is_not_spoken_of() -> None:
+    def found(rule: Rule, *rows: Any, partial: bool = True) -> Finding:
+        history = History(replace(layout(["fc0", "fc1"]), partial=partial))
+        return only([one for outcome in judge_rows(rule, history, rows) for one in outcome or ()][-1:])
+
+    quiet, usual = {"gradients": 0.0, "loss": 2.0}, {"gradients": 1.0, "loss": 2.0}
+    ended = found(Vanishing(), *[usual] * 40, *[quiet] * 30)
+    assert ended.sites == ("fc0", "fc1")
+    assert ended.message.startswith("The gradient of layers fc0, fc1, all that is watched, has been exactly 0 for ")
+    assert "(2 at first): nothing is learnt there any more. Most often a ReLU or clamp of what follows" in ended.message
+    assert ended.headline.startswith("every watched gradient has been exactly 0")
+    faint = found(Vanishing(), *[usual] * 40, *[usual | {"gradients": 1e-6}] * 30)
+    assert faint.message.startswith("The gradient of layers fc0, fc1, all that is watched, fell from a norm of 1.4 to ")
+    assert faint.message.endswith(
+        "nothing is learnt there any more. Most often units are saturated or dead, after too large a step."
+    )
+    spoilt = found(Nonfinite(), usual, usual | {"gradients": NAN})
+    assert spoilt.message.startswith("The gradient of layers fc0, fc1, all that is watched, is not finite; ")
+    lost = found(Nonfinite(), usual, usual | {"loss": INF})
+    assert lost.message.startswith("The loss is inf, while every watched gradient is finite; ")
+    jumped = found(Spike(), *[usual] * 60, {"gradients": 300.0, "loss": 40.0})
+    assert jumped.message.startswith("The gradient of layers fc0, fc1, all that is watched, jumped, its norm to 420, ")
+    assert jumped.remedy.endswith("the highest norm of all that is watched in 60 normal steps.")
+    whole = found(Vanishing(), *[usual] * 40, *[quiet] * 30, partial=False)
+    assert (whole.layer, whole.sites) == ("total", ())
+    assert whole.message.startswith("The gradient of every layer has been exactly 0 for ")

@@ -103,7 +103,8 @@ class GradientReader:
             return ()
         modules = frozenset(type(module).__name__ for module in self.model.modules())
         libraries = libraries_of(self.model)
-        self.layout = layout_of(self.layers, before=self.layout, modules=modules, libraries=libraries)
+        partial = len(self.layers) < len(find_layers(self.model))
+        self.layout = layout_of(self.layers, before=self.layout, modules=modules, libraries=libraries, partial=partial)
         self.parameters = [found.get(name, REMOVED) for name in self.layout.names(self.layout.parameters)]
         self._place = {id(p): place for place, p in enumerate(self.parameters) if p is not REMOVED}
         doubles = has_doubles(self.parameters)

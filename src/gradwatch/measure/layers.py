@@ -254,8 +254,10 @@ def layout_of(
     before: Layout | None = None,
     modules: frozenset[str] = frozenset(),
     libraries: Mapping[str, str] | None = None,
+    partial: bool = False,
 ) -> Layout:
-    """The sites of `layers`: the total, the layers, their parameters, the activations that follow them.
+    """The sites of `layers`: the total, the layers, their parameters, the activations that follow them. `partial`:
+    whether the model has more layers than these.
 
     Sites of `before` keep their indices; a tapped tensor with the name of a new site gets a number behind its name.
     """
@@ -286,7 +288,7 @@ def layout_of(
             taken.add(sites[key].name)
     order, edges = (before.order, before.edges) if before else ((), None)
     modules = modules or (before.modules if before else frozenset())
-    return Layout(tuple(sites.values()), order, modules, edges, libraries=libraries or {})
+    return Layout(tuple(sites.values()), order, modules, edges, partial=partial, libraries=libraries or {})
 
 
 @cache

@@ -32,7 +32,7 @@ from gradwatch.rules.evidence.layer_levels import (
 from gradwatch.rules.evidence.learning_rates import MAXIMIZES, MAXIMIZES_REMEDY, better_rate, maximizes, may_be_large
 from gradwatch.rules.evidence.paths import NO_LAYER, Paths, paths
 from gradwatch.rules.evidence.recent_rows import RecentRows
-from gradwatch.rules.evidence.records import held_layers, is_first_record
+from gradwatch.rules.evidence.records import held_layers, held_text, is_alone, is_first_record
 from gradwatch.rules.evidence.recurrent_gradients import grown_through_time
 from gradwatch.rules.evidence.samples import in_run_order, own_onset, samples
 from gradwatch.rules.evidence.weights import has_norm_layers, norms_text, sensitivity
@@ -317,8 +317,8 @@ class Exploding(CheckedRule):
         onset = own_onset(history, history.series("grad_norm") >= early * over)
         layer, sites, grew, whose = TOTAL, held_layers(history), "The total gradient norm grew from", "the"
         if sites:
-            layer, whose = sites[0], "its"
-            grew = f"The gradient of {name_text(sites)}, all that this optimizer holds, grew from a norm of"
+            layer, whose = sites[0], "the" if is_alone(history) else "its"
+            grew = f"The gradient of {name_text(sites)}, {held_text(history)}, grew from a norm of"
         message = (
             f"{grew} {number_text(early)} to {number_text(now)} and {whose} loss rose with it, "
             f"from {number_text(loss[0], 3)} to {number_text(loss[1], 3)}: "

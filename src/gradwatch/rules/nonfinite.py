@@ -19,7 +19,7 @@ from gradwatch.rules.evidence.learning_rates import RateJump, better_rate
 from gradwatch.rules.evidence.nonfinite_forward import NonfiniteForward, first_nonfinite_output, from_replay
 from gradwatch.rules.evidence.paths import paths
 from gradwatch.rules.evidence.recent_rows import RecentRows
-from gradwatch.rules.evidence.records import is_own, own_records
+from gradwatch.rules.evidence.records import held_text, is_own, own_records
 from gradwatch.rules.evidence.samples import forward_order, in_a_row, own_onset
 from gradwatch.rules.evidence.wording import batch_text, capitalized, name_text, ratio_text, uncapitalized
 from gradwatch.rules.rule import CheckedRule
@@ -91,7 +91,8 @@ class Nonfinite(CheckedRule):
             forward = from_replay(history, history.nonfinite_origin)
         if bad.any():
             return [self._gradients(history, unhealthy, healthy, loss, bad_loss, forward)]
-        what = f"The loss is {_number(loss)}{batch_text(history)}, while every gradient is finite"
+        every = f"every {'watched ' * history.layout.partial}gradient"
+        what = f"The loss is {_number(loss)}{batch_text(history)}, while {every} is finite"
         severity = Severity.WARNING if np.isnan(loss) else Severity.ERROR  # an average over nothing harms no weight
         site, cause, remedy = (
             TOTAL,
@@ -122,8 +123,8 @@ class Nonfinite(CheckedRule):
         )
         if len(healthy):
             what = f"The gradient of {name_text(names)} is not finite"
-        elif (history.codes(1)[0, history.layout.layers] == OTHER_OPTIMIZER).any():
-            what = f"The gradient of {name_text(names)}, all that this optimizer holds, is not finite"
+        elif history.layout.partial or (history.codes(1)[0, history.layout.layers] == OTHER_OPTIMIZER).any():
+            what = f"The gradient of {name_text(names)}, {held_text(history)}, is not finite"
         else:
             what = "No layer has a finite gradient"
         if forward is not None and (forward.traced or not (np.isfinite(loss) and len(healthy))):

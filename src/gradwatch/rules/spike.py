@@ -16,7 +16,7 @@ from gradwatch.rules.evidence.baseline import largest_first_loss, median_and_spr
 from gradwatch.rules.evidence.jumps import LARGE_UPDATE, batch_remedy, grew_alike, jump_text, largest_update
 from gradwatch.rules.evidence.learning_rates import SANE_SHARE, clipping_limit, rate_jump
 from gradwatch.rules.evidence.recent_rows import RecentRows
-from gradwatch.rules.evidence.records import is_alone, is_own
+from gradwatch.rules.evidence.records import held_text, is_alone, is_own, is_whole
 from gradwatch.rules.evidence.samples import FIRST_SAMPLES
 from gradwatch.rules.evidence.weights import relative_updates, update_samples
 from gradwatch.rules.evidence.wording import batch_text, capitalized, name_text, ratio_text, steps_text
@@ -164,8 +164,8 @@ class Spike(CheckedRule):
         layer = history.layout.sites[sites[worst]].name
         shown = 0 if whole else worst
         who = "The whole model's gradient"
-        if whole and not is_alone(history):
-            who = f"The gradient of {name_text(history.layout.names(measured))}, all that this optimizer holds,"
+        if whole and not is_whole(history):
+            who = f"The gradient of {name_text(history.layout.names(measured))}, {held_text(history)},"
         elif not whole:
             who = f"The gradient of {name_text(names)}"
         whose = "its norm" if whole or len(names) == 1 else f"that of layer {layer}"
@@ -241,7 +241,7 @@ def _clipping(history: History, window: int, back: int, of_layer: str) -> str:
     if norms[-back, 0] <= highest:
         return of_layer
     steps = steps_text(history, len(normal), back=back + 1, kind="normal ")
-    whose = "the whole model" if is_alone(history) else "all that this optimizer holds"
+    whose = "the whole model" if is_whole(history) else held_text(history)
     return f"Trainer(gradient_clip_val={number_text(highest)}), the highest norm of {whose} in {steps}."
 
 

@@ -139,8 +139,8 @@ class Stalled(CheckedRule):
             return []
         largest, limit = float(most[stand].max()), float(limits[stand].max())
         no_layer, no_weights = "any layer", "no weights"
-        alone = len(own) == min(len(history), RECENT_RECORDS)
-        if not alone:  # those of another optimizer may have moved
+        alone = len(own) == min(len(history), RECENT_RECORDS) and not layout.partial
+        if not alone:  # those of another optimizer may have moved, and what is not watched
             no_layer = name_text(layout.names(layout.layers[pulled][stand]))
             no_weights = f"no weights of {no_layer}"
         elif movers := layout.names(layout.layers[pulled][~stand]):

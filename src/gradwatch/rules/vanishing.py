@@ -42,7 +42,7 @@ from gradwatch.rules.evidence.layer_levels import (
 )
 from gradwatch.rules.evidence.paths import NO_LAYER, paths
 from gradwatch.rules.evidence.recent_rows import RecentRows
-from gradwatch.rules.evidence.records import held_layers, is_alone
+from gradwatch.rules.evidence.records import held_layers, held_text, is_alone
 from gradwatch.rules.evidence.recurrent_gradients import faded_through_time, fades_are_due
 from gradwatch.rules.evidence.samples import forward_order, own_onset
 from gradwatch.rules.evidence.weights import has_norm_layers, norms_text, sensitivity, starts_from_zero
@@ -59,6 +59,9 @@ Judgement."""
 
 CLOSING_BIAS = 1.0
 """Root mean square of a layer's biases at which a gate may be closed by them. Judgement: a sigmoid at -1 is 0.27."""
+
+STOPPED = ("the model stopped learning", "nothing is learnt there any more")
+"""Of the whole model, and of a part of it that is watched."""
 
 DEEP = 12
 """Layers from the faint to the strongest signal from which residual connections are a remedy. Judgement."""
@@ -257,15 +260,19 @@ class Vanishing(CheckedRule):
             return None
         onset = own_onset(history, norms == 0)
         for_long = steps_text(history, onset)
+        part, sites = history.layout.partial, held_layers(history)
+        whose = f"{name_text(sites)}, {held_text(history)}," if part else "every layer"
         message = (
-            f"The gradient of every layer has been exactly 0 for {for_long}, and the loss is {number_text(loss[1], 3)} "
-            f"({number_text(loss[0], 3)} {at_first(history)}): the model stopped learning. Most often a ReLU or clamp "
-            "of its outputs gives one number only, or its units are saturated or dead, after too large a step."
+            f"The gradient of {whose} has been exactly 0 for {for_long}, and the loss is {number_text(loss[1], 3)} "
+            f"({number_text(loss[0], 3)} {at_first(history)}): {STOPPED[part]}. Most often a ReLU or clamp of "
+            f"{'what follows' if part else 'its outputs'} gives one number only, or {'its ' * (not part)}units are "
+            "saturated or dead, after too large a step."
         )
-        headline = f"every gradient has been exactly 0 for {for_long}"
+        headline = f"every {'watched ' * part}gradient has been exactly 0 for {for_long}"
         remedy = "no ReLU or clamp after the last layer; or a smaller lr in configure_optimizers, with warm-up."
         limit = float(self.ended_records)
-        return Finding(self.name, Severity.WARNING, TOTAL, (), onset, limit, message, remedy, onset, headline)
+        layer = sites[0] if sites else TOTAL
+        return Finding(self.name, Severity.WARNING, layer, sites, onset, limit, message, remedy, onset, headline)
 
     def _died(self, history: History) -> Finding | None:
         """The whole gradient fell, and the loss did not."""
@@ -287,21 +294,22 @@ class Vanishing(CheckedRule):
             return None
         fall = float(np.log10(early / now)) if now > 0 else -LOWEST
         onset = own_onset(history, history.series("grad_norm") <= early * under)
+        layer, sites = TOTAL, held_layers(history)
+        fell = f"The gradient of {name_text(sites)}, {held_text(history)}, fell from a norm of"
+        levels_text = f"({number_text(loss[0], 3)} {at_first(history)}, now {number_text(loss[1], 3)})"
         message = (
-            f"The total gradient norm fell from {number_text(early)} to {number_text(now)} while the loss did not "
-            f"improve ({number_text(loss[0], 3)} {at_first(history)}, now {number_text(loss[1], 3)}): the model "
-            "stopped learning. Most often its units are saturated or dead, after too large a step."
+            f"{fell if sites else 'The total gradient norm fell from'} {number_text(early)} to {number_text(now)} "
+            f"while the loss did not improve {levels_text}: {STOPPED[history.layout.partial]}. Most often "
+            f"{'its ' * (not sites)}units are saturated or dead, after too large a step."
         )
         headline = f"the gradient norm fell from {number_text(early)} to {number_text(now)}, the loss did not"
         remedy = "a smaller lr in configure_optimizers, with warm-up."
-        layer, sites = TOTAL, held_layers(history)
         if sites:
             layer = sites[0]
+        if not is_alone(history):
             message = (
-                f"The gradient of {name_text(sites)}, all that this optimizer holds, fell from a norm of "
-                f"{number_text(early)} to {number_text(now)} while its loss did not improve "
-                f"({number_text(loss[0], 3)} {at_first(history)}, now {number_text(loss[1], 3)}): it learns nothing "
-                "more. Most often its loss is flat where another model is sure, as log(1 - D(G(z))) is."
+                f"{fell} {number_text(early)} to {number_text(now)} while its loss did not improve {levels_text}: it "
+                "learns nothing more. Most often its loss is flat where another model is sure, as log(1 - D(G(z))) is."
             )
             remedy = "a loss with a slope there, such as F.softplus(-logits); or fewer and smaller steps of the others."
         return Finding(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from gradwatch.core.history import History
-from gradwatch.core.record import MEASURED, Floats, Mask, Sites
+from gradwatch.core.record import MEASURED, OTHER_OPTIMIZER, Floats, Mask, Sites
 
 
 def is_own(history: History, n: int, *, of: int = 1) -> Mask:
@@ -24,10 +24,23 @@ def is_alone(history: History) -> bool:
     return bool(is_own(history, len(history)).all())
 
 
+def is_whole(history: History) -> bool:
+    """Whether the latest record is of all layers of the model: one optimizer steps, and all are watched."""
+    return is_alone(history) and not history.layout.partial
+
+
 def held_layers(history: History) -> tuple[str, ...]:
-    """Names of the layers that the latest record's optimizer holds; none where all records are of that one."""
+    """Names of the watched layers that the latest record's optimizer holds; none where that is the whole model."""
     layers = history.layout.layers
-    return () if is_alone(history) else history.layout.names(layers[history.codes(1)[0, layers] == MEASURED])
+    return () if is_whole(history) else history.layout.names(layers[history.codes(1)[0, layers] == MEASURED])
+
+
+def held_text(history: History) -> str:
+    """What `held_layers` are, for a sentence."""
+    others = (history.codes(1)[0, history.layout.layers] == OTHER_OPTIMIZER).any()  # they may have no record yet
+    if is_alone(history) and not others:
+        return "all that is watched"
+    return f"all that {'is watched of what ' * history.layout.partial}this optimizer holds"
 
 
 def own_records(history: History, *, of: int = 1) -> Sites:
