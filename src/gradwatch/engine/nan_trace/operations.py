@@ -143,7 +143,7 @@ def forward(name: str, inputs: Sequence[InputSummary], *, nan: bool, dtype: str)
         )
     peak, most = max(map(_peak, inputs), default=0.0), _most(dtype)
     if not nan and (scaled := _scaled(op, inputs)) is not None:
-        return Explanation(f"it {scaled[0]}, which is more than {most}", scaled[1], True)
+        return Explanation(f"it {scaled[0]}, and the result is more than {most}", scaled[1], True)
     if dtype == "float16":
         return Explanation(
             f"its input reaches {number_text(peak, 3)} and its output more than {most}",
