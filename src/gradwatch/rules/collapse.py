@@ -18,6 +18,7 @@ from gradwatch.rules.evidence.jumps import beginning
 from gradwatch.rules.evidence.recent_rows import ROUNDING, RecentRows
 from gradwatch.rules.evidence.records import is_alone, is_own, own_losses, own_records
 from gradwatch.rules.evidence.samples import RECENT_RECORDS, in_a_row, lasted, onset_of, own_samples, samples
+from gradwatch.rules.evidence.weights import outside_writes
 from gradwatch.rules.evidence.wording import distance_text, name_text
 from gradwatch.rules.rule import CheckedRule
 
@@ -31,10 +32,6 @@ theorem 2.1), while decay and penalties take the same share of all."""
 
 IMPROVED_RATIO = 0.9
 """The loss is clearly better below this share of its level at the peak of the weights. Judgement."""
-
-OUTSIDE_WRITE_RATIO = 2.0
-"""Ratio of a fall of the weights to the most that the optimizer's steps can have taken (logarithms) above which
-something else wrote them, and the least factor by which they fall then. Judgement."""
 
 SHORTEST_DECAY = 4
 """Steps over which a decay stands out from the noise of single steps; the first samples span as many. Judgement."""
@@ -266,18 +263,10 @@ def _less_decay(history: History, lost: float, rate: float) -> str:
 def _unwritten(history: History, layers: Sites, backs: Sites) -> Sites:
     """Those of the samples `backs` since something other than the optimizer last wrote any of `layers`: clipped or
     pruned them, say.
-
-    Then they shrank by far more between two samples than the updates of the steps between account for: a step of
-    `moved` of their size leaves 1 - moved of it or more.
     """
     if len(backs) < 2:
         return backs
-    own = np.cumsum(is_own(history, RECENT_RECORDS))[-backs]
-    norms, moved = (history.at(name, backs)[:, layers] for name in ("weight_norm", "update_ratio"))
-    with np.errstate(divide="ignore", invalid="ignore"):
-        fell = np.log(norms[:-1] / norms[1:])
-        taken = -np.diff(own)[:, None] * np.log1p(-np.minimum(np.fmax(moved[:-1], moved[1:]), 1.0))
-    written = np.flatnonzero((fell > np.maximum(OUTSIDE_WRITE_RATIO * taken, np.log(OUTSIDE_WRITE_RATIO))).any(axis=1))
+    written = np.flatnonzero(outside_writes(history, layers, backs, grew=False).any(axis=1))
     return backs[written[-1] + 1 :] if len(written) else backs
 
 

@@ -34,6 +34,7 @@ from gradwatch.rules.evidence.samples import RECENT_RECORDS, own_samples
 from gradwatch.rules.evidence.weights import (
     WEIGHT_FLOOR_SHARE,
     has_norm_layers,
+    outside_writes,
     relative_updates,
     update_samples,
     usual_norms,
@@ -71,9 +72,6 @@ SHIFT_RISE = 3.0
 
 ANEW_RECORDS = 20
 """Losses after a shift by which the later half is lower than the earlier, if they are learnt anew. Judgement."""
-
-OUTSIDE_WRITE_RATIO = 2.0
-"""As in `Collapse`, of a growth of the weights to the most that such steps add (logarithms)."""
 
 STILL_LEARNT_SHARE = 0.5
 """Below this share of its first level the loss still counts as learnt. Judgement."""
@@ -246,7 +244,7 @@ class Divergence(CheckedRule):
             f"from {number_text(levels[1], 3)} to {number_text(levels[2], 3)}",
         )
         carried = f"the steps carry the weights away{rate_text(history, back=onset)}"
-        if not _added_by_steps(history, layout.layers[furthest], backs):
+        if outside_writes(history, layout.layers[[furthest]], backs, grew=True).any():
             carried = "single steps were large, or something else wrote the weights"
         message = (
             f"The weights of {name_text(names)} have grown {'up to ' * (len(names) > 1)}{number_text(growth)} times in "
@@ -479,17 +477,6 @@ def _weight_growth(history: History, records: int) -> tuple[Floats, Sites] | Non
     trained = (history.codes(1)[0, layout.layers] == MEASURED) & (first >= WEIGHT_FLOOR_SHARE * usual_norms(layout))
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(trained, norms / first, np.nan), backs
-
-
-def _added_by_steps(history: History, layer: int, backs: Sites) -> bool:
-    """Whether steps like those that were measured at the samples `backs` can have added what the weights of `layer` (a
-    site) gained from each to the next: a step of `moved` of their size leaves 1 + moved of it at most.
-    """
-    norms, moved = (history.at(name, backs)[:, layer] for name in ("weight_norm", "update_ratio"))
-    steps = np.diff(np.cumsum(is_own(history, RECENT_RECORDS))[-backs])
-    with np.errstate(divide="ignore", invalid="ignore"):
-        added, grew = steps * np.log1p(np.fmax(moved[:-1], moved[1:])), np.log(norms[1:] / norms[:-1])
-    return not (grew > np.maximum(OUTSIDE_WRITE_RATIO * added, np.log(OUTSIDE_WRITE_RATIO))).any()
 
 
 def _levels(history: History) -> tuple[float, float, float] | None:

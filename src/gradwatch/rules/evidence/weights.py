@@ -8,6 +8,7 @@ import numpy as np
 
 from gradwatch.core.history import History
 from gradwatch.core.record import Floats, Layout, Mask, Sites
+from gradwatch.rules.evidence.records import is_own
 from gradwatch.rules.evidence.samples import RECENT_RECORDS, own_samples, sampled
 
 NEAR_ZERO_SHARE = 1e-3
@@ -24,8 +25,27 @@ WEIGHT_FLOOR_SHARE = 0.1
 measured where the weights are smaller: what starts at zero may grow many times over. Prototype, where it is 0.1 /
 sqrt(fan_in) an element; an n x n matrix has just that norm."""
 
+OUTSIDE_WRITE_RATIO = 2.0
+"""Ratio of a change of the weights to the most that the optimizer's steps can have made (logarithms) above which
+something else wrote them, and the least factor by which they change then. Judgement."""
+
 GROWTH_SAMPLES = 10
 """Samples needed to see that weights do not grow: a random walk may turn back at first. Judgement."""
+
+
+def outside_writes(history: History, layers: Sites, backs: Sites, *, grew: bool) -> Mask:
+    """Between which of the samples `backs` the weights of `layers` grew (`grew`) or shrank by far more than the updates
+    of the steps between account for, so that something else wrote them: shape [samples - 1, layers].
+
+    A step of `moved` of their size leaves 1 + moved of it at most, and 1 - moved at least.
+    """
+    steps = np.diff(np.cumsum(is_own(history, RECENT_RECORDS))[-backs])[:, None]
+    norms, moved = (history.at(name, backs)[:, layers] for name in ("weight_norm", "update_ratio"))
+    most = np.fmax(moved[:-1], moved[1:])
+    with np.errstate(divide="ignore", invalid="ignore"):
+        change = np.log(norms[1:] / norms[:-1] if grew else norms[:-1] / norms[1:])
+        made = steps * (np.log1p(most) if grew else -np.log1p(-np.minimum(most, 1.0)))
+        return np.asarray(change > np.maximum(OUTSIDE_WRITE_RATIO * made, np.log(OUTSIDE_WRITE_RATIO)))
 
 
 def has_float16(layout: Layout) -> bool:
