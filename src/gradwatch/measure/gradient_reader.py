@@ -16,6 +16,7 @@ from gradwatch.measure.device_buffer import AFTER, BEFORE, EDITED, DeviceBuffer,
 from gradwatch.measure.devices import moved
 from gradwatch.measure.dtensor import is_dtensor
 from gradwatch.measure.layers import (
+    ALL_LAYERS,
     REMOVED,
     Layer,
     Structure,
@@ -103,7 +104,7 @@ class GradientReader:
             return ()
         modules = frozenset(type(module).__name__ for module in self.model.modules())
         libraries = libraries_of(self.model)
-        partial = len(self.layers) < len(find_layers(self.model))
+        partial = self.patterns != ALL_LAYERS and len(self.layers) < len(find_layers(self.model))
         self.layout = layout_of(self.layers, before=self.layout, modules=modules, libraries=libraries, partial=partial)
         self.parameters = [found.get(name, REMOVED) for name in self.layout.names(self.layout.parameters)]
         self._place = {id(p): place for place, p in enumerate(self.parameters) if p is not REMOVED}

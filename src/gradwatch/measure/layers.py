@@ -25,6 +25,9 @@ from gradwatch.core.guard import UserFacingError
 from gradwatch.core.record import ROOT, TOTAL, Layout, Site, clean_name
 
 # fmt: off
+ALL_LAYERS = ("*",)
+"""The patterns of a model that is watched whole."""
+
 ACTIVATIONS = frozenset({
     "CELU", "ELU", "GELU", "GLU", "Hardshrink", "Hardsigmoid", "Hardswish", "Hardtanh", "LeakyReLU", "LogSigmoid",
     "LogSoftmax", "Mish", "RReLU", "ReLU", "ReLU6", "SELU", "SiLU", "Sigmoid", "Softmax", "Softmax2d", "Softmin",
@@ -76,7 +79,7 @@ class NoSuchLayer(UserFacingError, ValueError):  # noqa: N818 (the base says wha
 def check_patterns(layers: object) -> tuple[str, ...]:
     """The `layers` argument as a tuple of patterns. Raises TypeError or ValueError."""
     if layers is None:
-        return ("*",)
+        return ALL_LAYERS
     expected = "None, a shell pattern such as 'encoder.*' or a list of them such as ['*', '!head']"
     patterns = check_pattern_list("layers", layers, expected)
     if not patterns or not all(p.lstrip("!") for p in patterns):
@@ -86,13 +89,13 @@ def check_patterns(layers: object) -> tuple[str, ...]:
     return patterns
 
 
-def find_layers(model: nn.Module, patterns: Sequence[str] = ("*",), *, require_match: bool = True) -> list[Layer]:
+def find_layers(model: nn.Module, patterns: Sequence[str] = ALL_LAYERS, *, require_match: bool = True) -> list[Layer]:
     """The layers of `model` that `patterns` choose, in model order; later patterns win, '!' excludes.
 
     Raises NoSuchLayer, a ValueError, for a pattern that matches no layer, unless `require_match` is False.
     """
     layers = list(_all_layers(model))
-    if tuple(patterns) == ("*",):
+    if tuple(patterns) == ALL_LAYERS:
         return layers
     chosen = set(choose([layer.name for layer in layers], patterns, require_match=require_match))
     return [layer for layer in layers if layer.name in chosen]
