@@ -11,7 +11,7 @@ import numpy as np
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
 from gradwatch.core.number_text import number_text
-from gradwatch.core.record import MEASURED, OTHER_OPTIMIZER, TOTAL, Mask, Sites
+from gradwatch.core.record import MEASURED, TOTAL, Mask, Sites
 from gradwatch.rules.evidence.baseline import first_steps
 from gradwatch.rules.evidence.depth import profile
 from gradwatch.rules.evidence.jumps import last_jump
@@ -19,7 +19,7 @@ from gradwatch.rules.evidence.learning_rates import RateJump, better_rate
 from gradwatch.rules.evidence.nonfinite_forward import NonfiniteForward, first_nonfinite_output, from_replay
 from gradwatch.rules.evidence.paths import paths
 from gradwatch.rules.evidence.recent_rows import RecentRows
-from gradwatch.rules.evidence.records import held_text, is_own, own_records
+from gradwatch.rules.evidence.records import has_others_layers, held_text, is_own, own_records
 from gradwatch.rules.evidence.samples import forward_order, in_a_row, own_onset
 from gradwatch.rules.evidence.wording import batch_text, capitalized, name_text, ratio_text, uncapitalized
 from gradwatch.rules.rule import CheckedRule
@@ -123,7 +123,7 @@ class Nonfinite(CheckedRule):
         )
         if len(healthy):
             what = f"The gradient of {name_text(names)} is not finite"
-        elif history.layout.partial or (history.codes(1)[0, history.layout.layers] == OTHER_OPTIMIZER).any():
+        elif history.layout.partial or has_others_layers(history):
             what = f"The gradient of {name_text(names)}, {held_text(history)}, is not finite"
         else:
             what = "No layer has a finite gradient"

@@ -35,10 +35,14 @@ def held_layers(history: History) -> tuple[str, ...]:
     return () if is_whole(history) else history.layout.names(layers[history.codes(1)[0, layers] == MEASURED])
 
 
+def has_others_layers(history: History) -> bool:
+    """Whether another optimizer holds watched layers; it may have no record yet."""
+    return bool((history.codes(1)[0, history.layout.layers] == OTHER_OPTIMIZER).any())
+
+
 def held_text(history: History) -> str:
     """What `held_layers` are, for a sentence."""
-    others = (history.codes(1)[0, history.layout.layers] == OTHER_OPTIMIZER).any()  # they may have no record yet
-    if is_alone(history) and not others:
+    if is_alone(history) and not has_others_layers(history):
         return "all that is watched"
     return f"all that {'is watched of what ' * history.layout.partial}this optimizer holds"
 
