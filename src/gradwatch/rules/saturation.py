@@ -72,12 +72,11 @@ class Saturation(CheckedRule):
         stuck = lasted(shares >= self.least_share, backs, samples=FIRST_SAMPLES, records=self.records)
         sites = activations[stuck[activations]]
         sites = sites[shares[-FIRST_SAMPLES - 1 :, sites].mean(axis=0) >= self.flat_share]
-        last = self._followed_by_nothing(history, sites)
-        begun = [site for site in last.tolist() if _first(shares[:, site]) >= self.least_share]
-        sites = np.setdiff1d(sites, last)
-        if reaches_start(history):
-            sites = np.append(sites, np.array(begun, dtype=np.intp))
-        elif begun and not len(sites):
+        last = self._followed_by_nothing(history, sites).tolist()
+        from_start = [site for site in last if _first(shares[:, site]) >= self.least_share]
+        known = from_start if reaches_start(history) else []
+        sites = np.setdiff1d(sites, [site for site in last if site not in known])
+        if not len(sites) and from_start:
             return None
         return [self._finding(history, sites, shares, backs)] if len(sites) else []
 
