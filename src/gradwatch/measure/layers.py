@@ -24,10 +24,10 @@ from gradwatch.core.arguments import SHOWN_CHARACTERS, check_pattern_list, shown
 from gradwatch.core.guard import UserFacingError
 from gradwatch.core.record import ROOT, TOTAL, Layout, Site, clean_name
 
-# fmt: off
 ALL_LAYERS = ("*",)
 """The patterns of a model that is watched whole."""
 
+# fmt: off
 ACTIVATIONS = frozenset({
     "CELU", "ELU", "GELU", "GLU", "Hardshrink", "Hardsigmoid", "Hardswish", "Hardtanh", "LeakyReLU", "LogSigmoid",
     "LogSoftmax", "Mish", "RReLU", "ReLU", "ReLU6", "SELU", "SiLU", "Sigmoid", "Softmax", "Softmax2d", "Softmin",
