@@ -128,18 +128,17 @@ class _Arrivals:
 
     def _measure_pending(self) -> None:
         pending, self.pending = self.pending, []
-        if pending:
-            arrived: dict[torch.device, tuple[list[int], list[Tensor]]] = {}
-            for place in pending:
-                parameter = self.parameters[place]()
-                # torch.autograd.grad returns gradients, and they have arrived nowhere
-                if parameter is not None and (gradient := parameter.grad) is not None:
-                    places, gradients = arrived.setdefault(gradient.device, ([], []))
-                    places.append(place)
-                    gradients.append(gradient)
-            for device, (places, gradients) in arrived.items():
-                self.on(device).add_pass(places, gradients)
-                self.places.update(places)
+        arrived: dict[torch.device, tuple[list[int], list[Tensor]]] = {}
+        for place in pending:
+            parameter = self.parameters[place]()
+            # torch.autograd.grad returns gradients, and they have arrived nowhere
+            if parameter is not None and (gradient := parameter.grad) is not None:
+                places, gradients = arrived.setdefault(gradient.device, ([], []))
+                places.append(place)
+                gradients.append(gradient)
+        for device, (places, gradients) in arrived.items():
+            self.on(device).add_pass(places, gradients)
+            self.places.update(places)
 
     def on(self, device: torch.device) -> _DeviceSquares:
         found = self.devices.get(device)
