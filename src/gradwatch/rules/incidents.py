@@ -13,6 +13,10 @@ from gradwatch.core.typed_values import typed
 OVER_AT_ONCE = ("nonfinite", "spike")
 """Rules whose fault has no place that it stays in: the next one, in another layer, belongs to the same incident."""
 
+CLEAN_EVALUATIONS = 5
+"""Evaluations in a row without a finding that close an incident at least: where a rule judges samples, they may be far
+apart. Judgement."""
+
 MOST_APART = 2
 """Incidents of a rule from which on one that returns soon, in other layers, is none of its own. Judgement."""
 
@@ -50,7 +54,7 @@ class IncidentTracker:
 
     def __init__(self, *, close_after: int = 20, reopen_within: int = 200, effects_within: int = 50) -> None:
         self.close_after = close_after
-        """Evaluations in a row without a finding that close an incident. Judgement."""
+        """Steps without a finding that close an incident, if its rule has been evaluated often enough. Judgement."""
         self.reopen_within = reopen_within
         """Steps after its end during which a fault that returns reopens its incident. Judgement."""
         self.effects_within = effects_within
@@ -96,7 +100,12 @@ class IncidentTracker:
         clean = [rule for rule, found in findings.items() if found is not None and not found and rule in self._open]
         for rule in clean:
             self._clean_evaluations[rule] += 1
-        over = [rule for rule in clean if self._clean_evaluations[rule] >= self.close_after]
+        enough = min(CLEAN_EVALUATIONS, self.close_after)
+        over = [
+            rule
+            for rule in clean
+            if self._clean_evaluations[rule] >= enough and step - self._last_seen[rule] >= self.close_after
+        ]
         if not over and not any(findings.values()):
             return IncidentChanges()
         before = self._incidents()
