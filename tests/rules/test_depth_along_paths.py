@@ -535,6 +535,16 @@ def test_a_layer_that_starts_from_zero_excuses_its_own_path_only() -> None:
     assert silent(judge_rows(Vanishing(), history(made), rows))
 
 
+@pytest.mark.parametrize(("small", "faulty"), [("b", False), ("abc", True)], ids=["scales", "a small start"])
+def test_a_layer_that_starts_from_zero_waits_as_its_neighbours_do(small: str, faulty: bool) -> None:
+    made, rows = shape("abcdh", "ab", "bc", "cd", "dh"), []
+    for step in range(12):
+        growing = 1e-6 * 2.0**step
+        weights = [growing if name in small + "d" else 1 for name in "abcdh"]
+        rows.append({"signals": [1e-7, 1e-7, 1e-7, 1, 1], "weights": weights})
+    assert bool(judge_rows(Vanishing(), history(made), rows)[-1]) is faulty
+
+
 def test_weights_that_start_from_zero_somewhere_else_excuse_all() -> None:
     made = layout(list("abcdg"), order=list("abcd"))
     rows = [{"signals": [1e-6, 1e-6, 1e-6, 1, 0], "weights": [1, 1, 1, 1, 1e-6 * 2.0**step]} for step in range(12)]

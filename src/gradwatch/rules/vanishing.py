@@ -57,6 +57,10 @@ SHRUNK_RATIO = 0.9
 """Ratio of the weights of these layers to their first ones, in the median, above which they have not shrunk.
 Judgement."""
 
+SMALL_SHARE = 0.5
+"""Share of the faint layers over which the start is too small, so that those which start from nearly zero wait for
+nothing. Judgement: a block with a scale that starts at 1e-5 has six other layers."""
+
 CLOSING_BIAS = 1.0
 """Root mean square of a layer's biases at which a gate may be closed by them. Judgement: a sigmoid at -1 is 0.27."""
 
@@ -183,15 +187,19 @@ class Vanishing(CheckedRule):
         return now.sites[faint]
 
     def _unexcused(self, history: History, now: Profile, faint: Sites) -> Sites:
-        """Those of `faint` with no layer behind them that starts from zero; none where a norm absorbs the scale."""
+        """Those of `faint` that wait for no layer behind them which starts from zero; none where a norm absorbs the
+        scale.
+        """
         order = forward_order(history.layout)
         elsewhere = np.setdiff1d(history.layout.layers, order)  # parameters used by others: who knows where
         if len(elsewhere) and starts_from_zero(history, elsewhere).any():
             return faint[:0]
         whole, zero = paths(history.layout, order), starts_from_zero(history, order)
         if zero.any():
-            # those that start from nearly zero themselves, as all do where the start is too small, wait for nothing
-            faint = np.setdiff1d(faint, order[whole.above(zero) & ~zero])
+            waiting, small = whole.above(zero), zero[np.isin(order, faint)]
+            if small.sum() > SMALL_SHARE * len(small):
+                waiting &= ~zero
+            faint = np.setdiff1d(faint, order[waiting])
         found = sensitivity(history, now.sites)
         if len(faint) and found is not None:
             inside = np.isin(now.sites, faint)
