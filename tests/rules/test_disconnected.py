@@ -385,6 +385,15 @@ def test_an_activation_in_its_flat_part_comes_first_among_the_causes() -> None:
     assert alert.remedy.startswith("nn.LayerNorm after layer 2, before the Sigmoid; or a weight above 0 for")
 
 
+def test_a_relu_of_few_units_that_never_fires_comes_first_among_the_causes() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2), nn.ReLU(), nn.Linear(2, 1))
+    model[2].bias.data.fill_(-40.0)
+    alert = zero_gradients_of(model)
+    assert "0 at each of 20 steps: the ReLU 3, 100 % of whose outputs lie in its flat part; or a loss" in alert.message
+    assert alert.remedy.startswith("nn.LeakyReLU after layer 2; or a weight above 0 for")
+
+
 def test_outputs_that_are_clamped() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))

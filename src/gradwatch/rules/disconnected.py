@@ -404,18 +404,23 @@ def _flat_activation(history: History, layers: Sites, records: int) -> tuple[str
     """The last activation after one of `layers` whose outputs lay in its flat part at the newest sample of the last
     `records`, as a cause, and what to change; empty without one.
     """
-    shares, backs = history.samples("saturated", records)
-    if not len(backs):
+    back = min(history.newest("saturated"), history.newest("zero_share"))
+    if back > records:
         return "", ""
-    layout, back = history.layout, int(backs[-1])
-    flat = in_run_order(history, layout.activations[shares[-1, layout.activations] >= FLAT_SHARE], back=back)
+    layout = history.layout
+    shares, off = history.row("saturated", back=back), history.row("zero_share", back=back) == 1
+    shares = np.where(off, 1.0, shares)  # the flat part of a ReLU is 0
+    flat = in_run_order(history, layout.activations[shares[layout.activations] >= FLAT_SHARE], back=back)
     before = np.array([layer_before(history, int(site), back=back) for site in flat], dtype=np.intp)
     flat, before = flat[np.isin(before, layers)], before[np.isin(before, layers)]
     if not len(flat):
         return "", ""
-    site, share = layout.sites[flat[-1]], float(shares[-1, flat[-1]])
+    last, layer = flat[-1], layout.sites[before[-1]].name
+    site, share = layout.sites[last], float(shares[last])
     cause = f"the {site.module} {site.name}, {percent_text(share)} of whose outputs lie in its flat part; or "
-    return cause, f"nn.LayerNorm after layer {layout.sites[before[-1]].name}, before the {site.module}; or "
+    if off[last]:
+        return cause, f"nn.LeakyReLU after layer {layer}; or "
+    return cause, f"nn.LayerNorm after layer {layer}, before the {site.module}; or "
 
 
 def _as_they_run(layout: Layout, sites: Sites) -> list[int]:
