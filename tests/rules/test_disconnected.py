@@ -53,6 +53,26 @@ def test_an_unused_layer(order: tuple[str, ...], words: str) -> None:
     assert found.remedy == "call layer fc1 in forward, or leave its parameters out in configure_optimizers."
 
 
+def test_parameters_of_a_module_of_which_another_method_than_forward_is_called() -> None:
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mask, self.inner = nn.Parameter(torch.zeros(8)), nn.Linear(8, 8)
+
+        def encode(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x)  # type: ignore[no-any-return]
+
+    class Net(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self[1](self[0].encode(x))  # type: ignore[no-any-return]
+
+    alert = zero_gradients_of(Net(Encoder(), nn.Linear(8, 1)))
+    assert (alert.severity, alert.sites) == ("warning", ("0.mask",))
+    assert alert.message.startswith(
+        "Parameter 0.mask got no gradient in 20 steps, while others of the module did: forward does not use it, or"
+    )
+
+
 def test_a_layer_that_a_library_does_not_use_is_a_notice() -> None:
     """With which options it would, its user has not written; layers below a part that no one calls are the user's."""
     names = ["vae.z", "vae.l.0", "vae.l.1", "vae.own", "other.0", "head"]
@@ -69,6 +89,10 @@ def test_a_layer_that_a_library_does_not_use_is_a_notice() -> None:
     )
     assert notice.remedy == "an option of scvi that uses layer vae.l.1, if that should train."
     assert (warning.severity, warning.sites) == (Severity.WARNING, ("vae.own", "other.0"))
+    around = History(replace(layout(["vae", "vae.z", "head"], order=["vae.z", "head"]), libraries=libraries))
+    gone = dict.fromkeys(("vae", "vae.weight", "vae.bias"), Missing.NO_GRADIENT)
+    notice = only(judge_rows(Disconnected(), around, [{"codes": gone}] * 20)[19])
+    assert (notice.severity, notice.sites) == (Severity.NOTICE, ("vae.weight", "vae.bias"))
 
 
 @pytest.mark.slow
@@ -249,7 +273,7 @@ def test_an_unused_parameter_of_a_layer_that_runs() -> None:
     found = only(judge_rows(Disconnected(), net(3), [{"codes": {"fc1.weight": Missing.NO_GRADIENT}}] * 20)[-1])
     assert (found.sites, found.severity) == (("fc1.weight",), Severity.WARNING)
     assert found.message == (
-        "Parameter fc1.weight got no gradient in 20 steps, while others of the layer did: forward does not use it, or "
+        "Parameter fc1.weight got no gradient in 20 steps, while others of the module did: forward does not use it, or "
         "the loss does not depend on it, as a derivative does not on a last bias."
     )
 

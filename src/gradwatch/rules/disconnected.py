@@ -115,7 +115,7 @@ TEXTS = {
     ),
     "left_out": (
         "the loss does not depend on it",
-        "{All} got no gradient in {steps}, while others of the layer did: forward does not use {them}, or the loss "
+        "{All} got no gradient in {steps}, while others of the module did: forward does not use {them}, or the loss "
         "does not depend on {them}, as a derivative does not on a last bias.",
         "use {last} in forward, or remove it.",
     ),
@@ -169,6 +169,7 @@ class Disconnected(CheckedRule):
         layout, found = history.layout, self._no_longer(history, sites)
         for records in self._looks:
             sites = sites[~(history.codes(records)[:, sites] == MEASURED).any(axis=0)]
+        sites = sites[[not _is_around(layout, site) for site in sites.tolist()]]
         sites, owners = _without_parts(layout, sites)
         whole = sites == owners
         ran = np.isin(owners, np.array(layout.order, dtype=np.intp))
@@ -180,17 +181,18 @@ class Disconnected(CheckedRule):
         nowhere = self._nowhere(history, self.rare_records)
         cut = whole & ~cleared & (not nowhere)
         without = _libraries_without(layout)
-        library = np.array([without.get(int(site), "") for site in sites], dtype=np.str_)
-        library[~(cut & ~ran)] = ""
+        library = np.array([without.get(int(site), "") for site in owners], dtype=np.str_)
+        library[whole & ~(cut & ~ran)] = ""
         for kind, text in (
             (whole & cleared, "cleared"),
             (whole & ~cleared & nowhere, "no_backward"),
             (cut & ran & hidden, "without_gradients"),
             (cut & ran & ~hidden, "detached"),
             (cut & ~ran & (library == ""), "unused" if layout.order else "unreached"),
-            *((library == name, "unused_by") for name in np.unique(library[library != ""])),
+            *((whole & (library == name), "unused_by") for name in np.unique(library[whole & (library != "")])),
             (~whole & cleared, "cleared"),
-            (~whole & ~cleared, "left_out"),
+            (~whole & ~cleared & (library == ""), "left_out"),
+            (~whole & ~cleared & (library != ""), "left_out"),
         ):
             if (kind & unhealthy).any():
                 chosen = sites[kind & unhealthy]
@@ -317,14 +319,27 @@ def _worded(text: str, names: Sequence[str], steps: str, kind: str = "layer", **
     return [part.format(**more) for part in TEXTS[text]]
 
 
+def _is_around(layout: Layout, site: int) -> bool:
+    """Whether `site` is a layer that no one calls, while layers inside it run: another method than forward calls
+    these, and may not use its own parameters.
+    """
+    return layout.sites[site].name in _running(layout) and site not in layout.order
+
+
+@lru_cache(maxsize=8)
+def _running(layout: Layout) -> set[str]:
+    """The modules around the layers that have run."""
+    return {part for site in layout.order for part in _around(layout.sites[site].name)}
+
+
 @lru_cache(maxsize=8)
 def _libraries_without(layout: Layout) -> dict[int, str]:
-    """Layers that have not run -> the installed library of the module around them that has."""
-    running = {part for site in layout.order for part in _around(layout.sites[site].name)}
+    """Layers -> the installed library of the module, the innermost around them or they themselves, that has run."""
+    running = {*_running(layout), *(layout.sites[site].name for site in layout.order)}
     found: dict[int, str] = {}
-    for site in {*layout.layers.tolist()}.difference(layout.order):
+    for site in layout.layers.tolist():
         name = layout.sites[site].name
-        part = next((part for part in _around(name) if part in running), None)
+        part = next((part for part in (name, *_around(name)) if part in running), None)
         if part is not None and part in layout.libraries and name in layout.libraries:
             found[site] = layout.libraries[part]
     return found
