@@ -150,6 +150,7 @@ def test_gradients_that_are_cleared_before_the_step(how: str, signals: Any) -> N
     (alert,) = watch.alerts
     assert (alert.layer, alert.step) == ("head", 0)
     assert (alert.sites == ("head",)) == (how == "of one layer")
+    assert alert.severity == ("notice" if how == "of one layer" else "warning")
     assert alert.headline == "its gradient is cleared before the step"
     assert alert.message.endswith("zero_grad(), p.grad = None or a hook clears it in between.")
     assert alert.remedy.startswith("zero_grad() before backward(), not between it and the step;")

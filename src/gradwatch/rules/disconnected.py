@@ -204,7 +204,8 @@ class Disconnected(CheckedRule):
                 onset = _onset(codes == MEASURED, codes == NO_GRADIENT, codes)
                 finding = self._finding(names, counts, wanted[kind & unhealthy], wording, onset)
                 biases = text == "left_out" and all(name.endswith(".bias") for name in names)
-                found.append(replace(finding, severity=Severity.NOTICE) if whose or biases else finding)
+                meant = _is_meant(history, text)
+                found.append(replace(finding, severity=Severity.NOTICE) if whose or biases or meant else finding)
         return found
 
     def _no_longer(self, history: History, sites: Sites) -> list[Finding]:
@@ -293,8 +294,9 @@ class Disconnected(CheckedRule):
                     more[key] = name_text(history.layout.names(layers[chosen]))
                 more["scalar"] = "no softmax or norm of its one number, " * _gives_one(history.layout, names[-1])
                 wording = _worded(text, names, steps_text(history, int(counts.min())), **more)
-                wanted = np.full(len(counts), self.zero_records)
-                found.append(self._finding(names, counts, wanted, wording, onset))
+                finding = self._finding(names, counts, np.full(len(counts), self.zero_records), wording, onset)
+                meant = _is_meant(history, text)
+                found.append(replace(finding, severity=Severity.NOTICE) if meant else finding)
         return found
 
     @property
@@ -317,6 +319,13 @@ def _worded(text: str, names: Sequence[str], steps: str, kind: str = "layer", **
     more |= {"run": "runs" if one else "run", "output": "its output" if one else "their outputs"}
     more |= {"own": "layer it is" if one else "layers they are", "them": "it" if one else "them"}
     return [part.format(**more) for part in TEXTS[text]]
+
+
+def _is_meant(history: History, text: str) -> bool:
+    """Whether gradients are cleared before the step of some layers alone, as DINO does with its last one at first: a
+    zero_grad() in the wrong place clears all.
+    """
+    return text == "cleared" and bool(history.total > 0)
 
 
 def _is_around(layout: Layout, site: int) -> bool:
