@@ -125,6 +125,8 @@ BAD_SIGMOIDS = {
     "module": lambda z: nn.BCEWithLogitsLoss()(nn.Sigmoid()(z), SOFT),
     "squeezed": lambda z: F.binary_cross_entropy_with_logits(z.sigmoid()[:, 0], SOFT[:, 0]),
     "classes": lambda z: F.cross_entropy(z.sigmoid(), Y),
+    "dice": lambda z: 1 - (F.logsigmoid(z.sigmoid().view(6, -1)).exp() * SOFT).sum() / (SOFT.sum() + 1),
+    "distance": lambda z: (z.sigmoid().sigmoid() - SOFT).abs().mean(),
 }
 
 OTHER_DIMENSION = {
@@ -367,6 +369,19 @@ def test_a_softmax_after_a_head_whose_weights_are_those_of_an_embedding() -> Non
     alert = only(watched(Tied()))
     assert (alert.rule, alert.layer) == ("bad_head", "embedding")
     assert alert.message.startswith("The output of the layer that shares the weights of layer embedding goes through a")
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:lightning.*")
+def test_a_sigmoid_in_front_of_a_loss_with_a_sigmoid() -> None:
+    def dice(model: nn.Module, x: Tensor) -> Tensor:
+        p, y = F.logsigmoid(model(x)).exp(), (x[:, :CLASSES] > 0).float()
+        return 1 - 2 * (p * y).sum() / (p + y).sum()
+
+    alert = only(fitted(nn.Sequential(nn.Linear(8, CLASSES), nn.Sigmoid()), dice))
+    assert alert.message.startswith(
+        "The output of layer net.0 goes through a sigmoid into a loss that applies a sigmoid itself: probabilities, "
+    )
+    assert alert.remedy == "the output of layer net.0 as it is for the loss, and the sigmoid for predictions only."
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:lightning.*")

@@ -62,6 +62,9 @@ RESHAPES = VIEWS - {"Squeeze", "Clone", "ToCopy", "Alias"}
 CROSS_ENTROPY, BINARY_CROSS_ENTROPY = 1.0, 2.0
 """Which loss takes the activation's output as logits: one with a log-softmax, or a binary cross entropy with logits."""
 
+SIGMOID = 5.0
+"""In place of these: any other loss that applies a sigmoid, as a Dice loss of logits does."""
+
 OTHER_DIMENSION, NO_LOGARITHM = 3.0, 4.0
 """In place of these, what a negative log-likelihood gets: a log-softmax over another dimension than the classes, or a
 softmax.
@@ -171,6 +174,8 @@ def head_faults(loss: Tensor) -> list[HeadFault]:
         if kind.startswith("NllLoss"):
             classes = True
             found += _no_log_probabilities(before[0]) if linear else []
+        if kind in ("LogSigmoid", "Sigmoid"):
+            found += _activations_before(before[0], SIGMOID, sigmoids=True)
         if kind == "LogSoftmax":
             found += _activations_before(before[0], CROSS_ENTROPY, sigmoids=classes)
         elif kind == "BinaryCrossEntropyWithLogits":
