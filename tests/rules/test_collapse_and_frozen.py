@@ -205,7 +205,8 @@ def test_small_outputs_are_said_to_be_small_and_no_more() -> None:
 
 
 def test_a_group_without_a_rate() -> None:
-    outcome = judge_steps(Frozen(), net(3), steps(40, updates=[0.0, 0.0, 1e-3]))
+    """Rates that are tensors are not read."""
+    outcome = judge_steps(Frozen(), net(3), steps(40, updates=[0.0, 0.0, 1e-3], lr=NAN))
     assert silent(outcome[:30])
     found = only(outcome[30])
     assert (found.severity, found.layer, found.sites) == (Severity.WARNING, "fc0", ("fc0", "fc1"))
@@ -221,6 +222,34 @@ def test_a_group_without_a_rate() -> None:
     )
 
 
+def test_the_rate_is_not_to_blame_where_all_groups_have_it() -> None:
+    """Gradient centralization takes from each row of a weight's gradient its mean: all of it, where there is one input.
+
+    It does so inside the optimizer, as Ranger and its like do.
+    """
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer, inputs = torch.optim.SGD(model.parameters(), lr=0.05), torch.randn(64, 1)
+
+    def centralize(*_: Any) -> None:
+        for weight in (model[0].weight, model[2].weight):
+            weight.grad -= weight.grad.mean(dim=1, keepdim=True)
+
+    optimizer.register_step_pre_hook(centralize)
+    watch = Watch(model, sinks=())
+    train(optimizer, lambda _: (model(inputs) - inputs.sin()).square().mean(), watch, steps=80)
+    (alert,) = watch.alerts
+    assert (alert.rule, alert.sites) == ("frozen", ("0.weight",))
+    assert alert.message.endswith(
+        "Most often something makes its gradient 0 after it is measured, as a mask does, or an optimizer that "
+        "centralizes gradients that of weights with one input; or puts the old values back after the step."
+    )
+    assert alert.remedy == (
+        "an optimizer that does not centralize gradients (Ranger with use_gc=False); or no mask, hook or copy_() that "
+        "keeps parameter 0.weight."
+    )
+
+
 @pytest.mark.parametrize(
     ("kept", "all_named", "first_named"),
     [
@@ -229,7 +258,7 @@ def test_a_group_without_a_rate() -> None:
     ],
 )
 def test_layers_and_parameters_are_each_called_what_they_are(kept: str, all_named: str, first_named: str) -> None:
-    rows = steps(40, updates=[0.0, 0.0, 1e-3], codes={kept: Missing.NO_GRADIENT})
+    rows = steps(40, updates=[0.0, 0.0, 1e-3], codes={kept: Missing.NO_GRADIENT}, lr=NAN)
     found = only(judge_steps(Frozen(), net(3), rows)[30])
     assert found.message.startswith(f"{all_named} not changed at all in 30 steps")
     assert found.remedy == f"an lr above 0 for the parameter group of {first_named} in configure_optimizers."

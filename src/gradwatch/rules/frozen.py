@@ -209,14 +209,26 @@ class Frozen(CheckedRule):
         names, all_named, first_named = _named(layout, sites)
         have, their = ("has", "its") if len(names) == 1 else ("have", "their")
         for_long = steps_text(history, int(steps.min()))
-        message = (
-            f"{capitalized(all_named)} {have} not changed at all in {for_long}, in spite of a gradient and "
-            f"while others train. Most often the learning rate of {their} parameter group is 0, or so small that "
-            "rounding swallows every update."
-        )
         highest = history.number("lr_highest")
-        better = f"lr={number_text(highest)}, the highest of all groups," if highest > 0 else "an lr above 0"
-        remedy = f"{better} for the parameter group of {first_named} in configure_optimizers."
+        if history.number("lr") > 0 and not highest > 0:  # the rate of all groups
+            cause = (
+                f"something makes {their} gradient 0 after it is measured, as a mask does, or an optimizer that "
+                "centralizes gradients that of weights with one input; or puts the old values back after the step."
+            )
+            remedy = (
+                "an optimizer that does not centralize gradients (Ranger with use_gc=False); or no mask, hook or "
+                f"copy_() that keeps {first_named}."
+            )
+        else:
+            cause = (
+                f"the learning rate of {their} parameter group is 0, or so small that rounding swallows every update."
+            )
+            better = f"lr={number_text(highest)}, the highest of all groups," if highest > 0 else "an lr above 0"
+            remedy = f"{better} for the parameter group of {first_named} in configure_optimizers."
+        message = (
+            f"{capitalized(all_named)} {have} not changed at all in {for_long}, in spite of a gradient and while "
+            f"others train. Most often {cause}"
+        )
         severity = Severity.NOTICE if self._scheduled(history, parameters[moving]) else Severity.WARNING
         onset = int(onsets.max())
         headline = f"not changed in {for_long}, in spite of a gradient"
