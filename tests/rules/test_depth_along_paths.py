@@ -116,6 +116,18 @@ def test_a_norm_of_single_numbers_passes_nothing_on() -> None:
     assert incidents_of(Normed(nn.GroupNorm(4, 32))) == {}
 
 
+def test_a_norm_of_two_numbers_passes_next_to_nothing_on() -> None:
+    """As where a temporal fusion transformer weighs two variables."""
+    pair = nn.Linear(32, 2)
+    nn.init.constant_(pair.bias[0], 10.0)
+    found = incidents_of(Normed(nn.Sequential(pair, nn.LayerNorm(2), nn.Linear(2, 32))))["vanishing"]
+    assert (found.layer, found.sites) == ("model.2.0", ("model.0", "model.2.0"))
+    assert found.message.endswith(
+        "Layer model.2.1 normalises two numbers: it makes 1 and -1 of them, whatever they are."
+    )
+    assert found.remedy == "a norm over more features in place of layer model.2.1, or none."
+
+
 class Bias(nn.Module):
     """A linear map whose bias is the layer's own, as in graph convolutions."""
 

@@ -39,6 +39,7 @@ from gradwatch.rules.evidence.layer_levels import (
     latest,
     median_over_usual,
     median_weight_change,
+    normalises_two_numbers,
 )
 from gradwatch.rules.evidence.paths import NO_LAYER, paths
 from gradwatch.rules.evidence.recent_rows import RecentRows
@@ -238,6 +239,9 @@ class Vanishing(CheckedRule):
             cause, remedy = _gradual(history, now.sites, faint, rate, onset, from_start)
             if peak >= DEEP and "residual" not in remedy:
                 remedy = f"{remedy.removesuffix('.')}; or residual connections around the layers: x + layer(x)."
+        elif normalises_two_numbers(layout, after):
+            cause = f"Layer {after} normalises two numbers: it makes 1 and -1 of them, whatever they are."
+            remedy = f"a norm over more features in place of layer {after}, or none."
         elif gives_its_bias_alone(history, after):
             cause = (
                 f"Layer {after} gives little but its bias: it normalises one number at a time, or numbers that hardly "

@@ -7,7 +7,7 @@ import numpy as np
 from gradwatch.core.history import History
 from gradwatch.core.median import median
 from gradwatch.core.number_text import number_text
-from gradwatch.core.record import Floats, Sites
+from gradwatch.core.record import Floats, Layout, Sites
 from gradwatch.rules.evidence.records import own_records
 
 BIAS_RATIO = 0.5
@@ -112,6 +112,13 @@ def gives_its_bias_alone(history: History, layer: str) -> bool:
     beyond = outputs - np.nan_to_num(biases_of(history, site))
     known = np.flatnonzero(~np.isnan(beyond + weight))[:1]
     return bool((beyond[known] <= LEFT_SHARE * weight[known]).any())
+
+
+def normalises_two_numbers(layout: Layout, layer: str) -> bool:
+    """Whether `layer` takes the mean from two numbers and divides by what is left: of each that is 1 or -1."""
+    site = layout.index[layer]
+    shapes = [layout.sites[part].shape for part in layout.parameters_of(site).tolist()]
+    return layout.sites[site].module == "LayerNorm" and (2,) in shapes
 
 
 def latest(series: Floats) -> float:
