@@ -95,6 +95,41 @@ def test_a_layer_that_a_library_does_not_use_is_a_notice() -> None:
     assert (notice.severity, notice.sites) == (Severity.NOTICE, ("vae.weight", "vae.bias"))
 
 
+def test_a_parameter_that_a_library_has_no_use_for_is_a_notice() -> None:
+    """A layer of its own that leaves out a parameter, as a wavelet that has fewer than others."""
+    known = replace(layout(["wave", "own"]), libraries={"wave": "some"})
+    gone = dict.fromkeys(("wave.weight", "own.weight"), Missing.NO_GRADIENT)
+    warning, notice = judge_rows(Disconnected(), History(known), [{"codes": gone}] * 20)[19] or ()
+    assert (warning.severity, warning.sites) == (Severity.WARNING, ("own.weight",))
+    assert (notice.severity, notice.sites) == (Severity.NOTICE, ("wave.weight",))
+    assert notice.headline == "some has no use for it"
+    assert notice.message == (
+        "Parameter wave.weight got no gradient in 20 steps, while others of the module did: some, whose parameter "
+        "it is, has no use for it."
+    )
+    assert notice.remedy == "an option of some that uses wave.weight, if that should train."
+
+
+def test_a_library_that_weighs_a_single_variable_is_a_notice() -> None:
+    """A softmax of one number is 1, whatever the layers before it give."""
+    names = ["tft.vsn.lin", "tft.vsn.out", "tft.vsn.value", "head"]
+    libraries = dict.fromkeys(("tft", "tft.vsn", *names[:3]), "some")
+    shape = layout(names)
+    one = tuple(s._replace(numel=1) if s.name == "tft.vsn.out.bias" else s for s in shape.sites)
+    rows = [{"gradients": [0.0, 0.0, 1.0, 1.0]}] * 20
+    found = only(judge_steps(Disconnected(), History(replace(shape, sites=one, libraries=libraries)), rows)[19])
+    assert (found.severity, found.sites) == (Severity.NOTICE, ("tft.vsn.lin", "tft.vsn.out"))
+    assert found.message == (
+        "The gradient of layers tft.vsn.lin, tft.vsn.out was exactly 0 at each of 20 steps, while others beside them "
+        "had one: most often some, whose layers they are, takes a softmax of the one number that layer tft.vsn.out "
+        "gives, as of a single variable."
+    )
+    assert found.remedy == "more variables, if some should weigh them; otherwise none."
+    for known in (replace(shape, libraries=libraries), replace(shape, sites=one)):
+        found = only(judge_steps(Disconnected(), History(known), rows)[19])
+        assert found.severity == Severity.WARNING
+
+
 @pytest.mark.slow
 def test_rare_experts_have_time() -> None:
     history = History(layout(["experts.0", "experts.1", "head"], order=["experts.0", "head"]))

@@ -108,6 +108,18 @@ TEXTS = {
         "{All} never {run}: {steps} without a gradient. {library}, whose {own}, runs without {them}.",
         "an option of {library} that uses layer {last}, if that should train.",
     ),
+    "left_out_by": (
+        "{library} has no use for it",
+        "{All} got no gradient in {steps}, while others of the module did: {library}, whose {own}, has no use for "
+        "{them}.",
+        "an option of {library} that uses {last}, if that should train.",
+    ),
+    "weighs_one": (
+        "its gradient was exactly 0 at each of {steps}",
+        "The gradient of {all} was exactly 0 at each of {steps}, while others beside {them} had one: most often "
+        "{library}, whose {own}, takes a softmax of the one number that {kind} {last} gives, as of a single variable.",
+        "more variables, if {library} should weigh them; otherwise none.",
+    ),
     "unreached": (
         "no gradient in {steps}",
         "{All} got no gradient in {steps}: unused in forward, or detached.",
@@ -120,8 +132,8 @@ TEXTS = {
         "use {last} in forward, or remove it.",
     ),
 }
-"""Headline, message and remedy of each kind; `unused_by`: which options of a library use which layers is not for its
-user to write; `unreached`: where it is not known what runs."""
+"""Headline, message and remedy of each kind; `unused_by`, `left_out_by`, `weighs_one`: what a library does inside its
+modules is not for its user to write; `unreached`: where it is not known what runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,19 +192,22 @@ class Disconnected(CheckedRule):
         hidden, cleared = _ran_without_gradients(history, sites), self._arrived(history, sites)
         nowhere = self._nowhere(history, self.rare_records)
         cut = whole & ~cleared & (not nowhere)
-        without = _libraries_without(layout)
-        library = np.array([without.get(int(site), "") for site in owners], dtype=np.str_)
-        library[whole & ~(cut & ~ran)] = ""
+        unused, left_out = cut & ~ran, ~whole & ~cleared
+        own = [layout.libraries.get(layout.sites[site].name, "") for site in owners]
+        library = np.where(unused, _libraries_around(layout, sites, layout.order), np.where(left_out, own, ""))
         for kind, text in (
             (whole & cleared, "cleared"),
             (whole & ~cleared & nowhere, "no_backward"),
             (cut & ran & hidden, "without_gradients"),
             (cut & ran & ~hidden, "detached"),
-            (cut & ~ran & (library == ""), "unused" if layout.order else "unreached"),
-            *((whole & (library == name), "unused_by") for name in np.unique(library[whole & (library != "")])),
+            (unused & (library == ""), "unused" if layout.order else "unreached"),
             (~whole & cleared, "cleared"),
-            (~whole & ~cleared & (library == ""), "left_out"),
-            (~whole & ~cleared & (library != ""), "left_out"),
+            (left_out & (library == ""), "left_out"),
+            *(
+                (kind & (library == name), text)
+                for name in np.unique(library[library != ""])
+                for kind, text in ((unused, "unused_by"), (left_out, "left_out_by"))
+            ),
         ):
             if (kind & unhealthy).any():
                 chosen = sites[kind & unhealthy]
@@ -204,8 +219,8 @@ class Disconnected(CheckedRule):
                 onset = _onset(codes == MEASURED, codes == NO_GRADIENT, codes)
                 finding = self._finding(names, counts, wanted[kind & unhealthy], wording, onset)
                 biases = text == "left_out" and all(name.endswith(".bias") for name in names)
-                meant = _is_meant(history, text)
-                found.append(replace(finding, severity=Severity.NOTICE) if whose or biases or meant else finding)
+                notice = text in {"unused_by", "left_out_by"} or biases or _is_meant(history, text)
+                found.append(replace(finding, severity=Severity.NOTICE) if notice else finding)
         return found
 
     def _no_longer(self, history: History, sites: Sites) -> list[Finding]:
@@ -285,6 +300,8 @@ class Disconnected(CheckedRule):
             why = "no_slope_inside"
         elif (zero & reached).any() and (zero & ~reached).any():
             why = "zero_weights"
+        layout = history.layout
+        trained = layout.layers[history.row("grad_norm")[layout.layers] > 0]
         for kind, text in ((cleared, "cleared"), (~cleared, why)):
             if kind.any():
                 names, counts = history.layout.names(_as_they_run(history.layout, layers[kind])), zeros[kind]
@@ -292,11 +309,15 @@ class Disconnected(CheckedRule):
                 more = {"flat": flat, "normed": normed, "since": "" if ever else " from the start"}
                 for key, chosen in (("zeros", zero), ("hidden", zero & ~reached)):
                     more[key] = name_text(history.layout.names(layers[chosen]))
-                more["scalar"] = "no softmax or norm of its one number, " * _gives_one(history.layout, names[-1])
+                one = _gives_one(layout, names[-1])
+                libraries = {*_libraries_around(layout, layers[kind], trained)} if one and text == "no_slope" else {""}
+                more["scalar"], more["library"] = "no softmax or norm of its one number, " * one, min(libraries)
+                text = "weighs_one" if "" not in libraries else text
                 wording = _worded(text, names, steps_text(history, int(counts.min())), **more)
-                finding = self._finding(names, counts, np.full(len(counts), self.zero_records), wording, onset)
-                meant = _is_meant(history, text)
-                found.append(replace(finding, severity=Severity.NOTICE) if meant else finding)
+                wanted = np.full(len(counts), self.zero_records)
+                finding = self._finding(names, counts, wanted, wording, onset)
+                notice = text == "weighs_one" or _is_meant(history, text)
+                found.append(replace(finding, severity=Severity.NOTICE) if notice else finding)
         return found
 
     @property
@@ -317,7 +338,7 @@ def _worded(text: str, names: Sequence[str], steps: str, kind: str = "layer", **
     every, one = name_text(names, kind), len(names) == 1
     more |= {"all": every, "All": capitalized(every), "last": names[-1], "steps": steps, "kind": kind}
     more |= {"run": "runs" if one else "run", "output": "its output" if one else "their outputs"}
-    more |= {"own": "layer it is" if one else "layers they are", "them": "it" if one else "them"}
+    more |= {"own": f"{kind} it is" if one else f"{kind}s they are", "them": "it" if one else "them"}
     return [part.format(**more) for part in TEXTS[text]]
 
 
@@ -332,26 +353,26 @@ def _is_around(layout: Layout, site: int) -> bool:
     """Whether `site` is a layer that no one calls, while layers inside it run: another method than forward calls
     these, and may not use its own parameters.
     """
-    return layout.sites[site].name in _running(layout) and site not in layout.order
+    return layout.sites[site].name in _holding(layout, layout.order) and site not in layout.order
 
 
-@lru_cache(maxsize=8)
-def _running(layout: Layout) -> set[str]:
-    """The modules around the layers that have run."""
-    return {part for site in layout.order for part in _around(layout.sites[site].name)}
-
-
-@lru_cache(maxsize=8)
-def _libraries_without(layout: Layout) -> dict[int, str]:
-    """Layers -> the installed library of the module, the innermost around them or they themselves, that has run."""
-    running = {*_running(layout), *(layout.sites[site].name for site in layout.order)}
-    found: dict[int, str] = {}
-    for site in layout.layers.tolist():
-        name = layout.sites[site].name
-        part = next((part for part in (name, *_around(name)) if part in running), None)
-        if part is not None and part in layout.libraries and name in layout.libraries:
-            found[site] = layout.libraries[part]
+def _libraries_around(layout: Layout, layers: Sites, others: Sequence[int] | Sites) -> list[str]:
+    """Of each of `layers` the installed library of the nearest module around it that holds one of `others`, if both are
+    of one; empty without.
+    """
+    if not layout.libraries:
+        return [""] * len(layers)
+    holding, found = _holding(layout, tuple(others)), []
+    for name in layout.names(layers):
+        part = next((part for part in _around(name) if part in holding), None)
+        found.append(layout.libraries.get(part, "") if part is not None and name in layout.libraries else "")
     return found
+
+
+@lru_cache(maxsize=8)
+def _holding(layout: Layout, layers: tuple[int, ...]) -> frozenset[str]:
+    """The names of the modules that hold any of `layers`."""
+    return frozenset(part for site in layers for part in _around(layout.sites[site].name))
 
 
 def _around(name: str) -> list[str]:
