@@ -376,7 +376,8 @@ def test_what_is_off_on_purpose_between_others(
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.body, self.rest, self.sum = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+        self.body, self.sum = nn.Linear(8, 8), nn.Linear(8, 4)
+        self.rest = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
 
 
 class Stack(nn.Module):
@@ -396,20 +397,24 @@ class Stack(nn.Module):
         return total + x[:, :4] if self.all_used else total
 
 
+@pytest.mark.parametrize("finite", [True, False])
 @pytest.mark.parametrize("used", [True, False])
-def test_a_layer_of_whose_output_nothing_is_made_is_off_on_purpose(used: bool) -> None:
+def test_a_layer_of_whose_output_nothing_is_made_is_off_on_purpose(used: bool, finite: bool) -> None:
+    """Also where no signal is known, as with NaN in the data."""
     torch.manual_seed(0)
     model = Stack(all_used=used)
     optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], 1e-3)
     with Watch(model, sinks=()) as watch:
         for _ in range(60):
-            x = torch.randn(32, 8)
+            x = torch.randn(32, 8) if finite else torch.full((32, 8), torch.nan)
             loss = (model(x) - x[:, :4]).square().mean()
             optimizer.zero_grad()
             loss.backward()
             watch.step(optimizer, loss=loss)
             optimizer.step()
-    assert [(alert.rule, alert.layer) for alert in watch.alerts] == [("frozen", "blocks.3.rest")] * used
+    frozen = [alert.layer for alert in watch.alerts if alert.rule == "frozen"]
+    assert frozen == ["blocks.3.rest.0"] * used
+    assert len(watch.alerts) == used + (not finite)
 
 
 def behind_what_trains(head: nn.Linear) -> list[tuple[str, str]]:

@@ -26,7 +26,7 @@ from gradwatch.core.record import (
     Mask,
     Sites,
 )
-from gradwatch.rules.evidence.paths import paths
+from gradwatch.rules.evidence.paths import paths, used
 from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.samples import RECENT_RECORDS, forward_order, in_a_row, sampled, still_in_model
 from gradwatch.rules.evidence.weights import update_samples, zeroed_by_interventions
@@ -350,14 +350,19 @@ def _is_reached(history: History, layers: Sites) -> Mask:
 
 
 def _used(history: History, layers: Sites) -> Sites:
-    """`layers` without those of whose output nothing is made: layers that train feed them, and no signal comes back.
+    """`layers` without those of whose output nothing is made: layers that train feed them, and no signal comes back, or
+    no way leads to the loss where signals are not known.
 
     Switched off on purpose, as in the last block of N-BEATS: they could not train.
     """
-    if history.layout.edges is None or not history.has("signal_norm") or not len(layers):
+    layout = history.layout
+    if layout.edges is None or not len(layers):
         return layers
-    fed = np.isin(layers, [after for _, after in history.layout.edges])
-    return layers[~fed | _is_reached(history, layers)]
+    fed = np.isin(layers, [after for _, after in layout.edges])
+    if history.has("signal_norm"):
+        return layers[~fed | _is_reached(history, layers)]
+    known = list(used(layout))  # none where the loss is not known
+    return layers[~fed | np.isin(layers, known or layers)]
 
 
 def _untrained(history: History, layers: Sites, order: Sites, off: Mask) -> Sites:

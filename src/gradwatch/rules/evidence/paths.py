@@ -153,14 +153,27 @@ def _paths(layout: Layout, chosen: bytes) -> Paths:
 
 def _ends(layout: Layout, order: NDArray[np.intp], kept: Mask) -> Mask:
     """Which of the `kept` layers reach the loss through no other kept layer."""
+    chosen = order[kept].tolist()
+    reached = _reaching_loss(layout, frozenset(chosen))
+    return np.array([site in reached for site in chosen], dtype=bool)
+
+
+@lru_cache(maxsize=8)
+def used(layout: Layout) -> frozenset[int]:
+    """The layers of whose output the loss is made, through whatever layers; only where the flow is known."""
+    return _reaching_loss(layout, frozenset())
+
+
+def _reaching_loss(layout: Layout, others: frozenset[int]) -> frozenset[int]:
+    """The layers that reach the loss through none of `others`."""
     assert layout.edges is not None
     before: dict[int, list[int]] = {}
     for first, second in layout.edges:
         before.setdefault(second, []).append(first)
-    chosen, reached, stack = set(order[kept].tolist()), set[int](), list(before.get(0, ()))
+    reached, stack = set[int](), list(before.get(0, ()))
     while stack:
         site = stack.pop()
         if site not in reached:
             reached.add(site)
-            stack += [] if site in chosen else before.get(site, ())
-    return np.array([site in reached for site in order[kept].tolist()], dtype=bool)
+            stack += [] if site in others else before.get(site, ())
+    return frozenset(reached)
