@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -248,6 +249,24 @@ def test_the_rate_is_not_to_blame_where_all_groups_have_it() -> None:
         "an optimizer that does not centralize gradients (Ranger with use_gc=False); or no mask, hook or copy_() that "
         "keeps parameter 0.weight."
     )
+
+
+def test_what_adam_does_not_move_after_far_larger_gradients_is_not_frozen() -> None:
+    """It divides by a mean of squares that remembers them: rounding swallows what is left of a step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer, inputs = torch.optim.Adam(model.parameters(), lr=1e-3, betas=(0.0, 0.999)), torch.randn(64, 8)
+
+    def loss(step: int) -> torch.Tensor:
+        found = (model(inputs) - inputs.sum(1, keepdim=True)).square().mean()
+        return found + 1e9 * model[0].bias.sum() * (step < 2) - 1e9 * model[0].bias.sum() * (2 <= step < 4)
+
+    bias = model[0].bias
+    watch, values = Watch(model, sinks=()), []
+    optimizer.register_step_post_hook(lambda *_: values.append(bias.detach().clone()))
+    train(optimizer, loss, watch, steps=120)
+    assert sum(torch.equal(a, b) for a, b in pairwise(values[40:])) > 60
+    assert not [alert for alert in watch.alerts if alert.rule == "frozen"]
 
 
 @pytest.mark.parametrize(

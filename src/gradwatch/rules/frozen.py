@@ -79,6 +79,10 @@ class Frozen(CheckedRule):
     """Update relative to its size, at the rate of the others, below which rounding may hide the movement. Judgement:
     float32 resolves 1e-7."""
 
+    least_gradient: float = 1e-3
+    """Ratio of its gradient to the largest it had below which rounding may hide the movement. Judgement: Adam divides
+    by a thirtieth of that for hundreds of steps."""
+
     idle_records: int = 100
     """Records of other optimizers after the first epoch, or ten times as many in all, in which its own never stepped.
     Judgement: a critic steps more often, and what starts later mostly starts with an epoch."""
@@ -238,14 +242,16 @@ class Frozen(CheckedRule):
     def _visible(self, history: History, ratios: Floats, gradients: Floats, moving: Mask) -> Mask:
         """Which parameters would be seen to move at the step before the latest, if they had the rate of others.
 
-        That is SGD's rate, update over gradient; Adam moves small gradients by more.
+        That is SGD's rate, update over gradient; Adam moves small gradients by more, but those after far larger ones.
         """
         sizes = history.row("weight_norm", back=2)[history.layout.parameters]
         rates = ratios[moving] * sizes[moving] / gradients[moving]
         rates = rates[rates > 0]
         usual = float(np.median(rates)) if len(rates) else 0.0
         there = np.where(gradients < np.inf, gradients, 0.0)
-        return np.asarray(usual * there >= self.expected_update * sizes) & (usual > 0)
+        largest = np.fmax.reduce(history.window("grad_norm", len(history))[:, history.layout.parameters])
+        visible = (usual * there >= self.expected_update * sizes) & (there >= self.least_gradient * largest)
+        return np.asarray(visible & (usual > 0))
 
     def _stood(self, history: History, sites: Sites) -> tuple[Sites, Sites]:
         """The record at which each of `sites` was first seen not to move since it last did, 0 where it was not; and how
