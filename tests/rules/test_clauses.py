@@ -130,6 +130,14 @@ def test_norms_and_residual_connections_may_be_there_already() -> None:
     assert "a smaller lr" not in deep(Vanishing(), FADING, modules=("LayerNorm",))
 
 
+def test_gates_of_a_model_with_norms_are_to_blame_from_the_start_only() -> None:
+    """Later, as in a temporal fusion transformer, it is what steps have made of the weights."""
+    gated = ("Linear", "LayerNorm", "Sigmoid")
+    assert "nn.ReLU instead of nn.Sigmoid" in deep(Vanishing(), FADING, modules=gated)
+    assert "a smaller lr, or residual" in deep(Vanishing(), FADING, modules=gated, late=True)
+    assert "nn.ReLU instead of nn.Sigmoid" in deep(Vanishing(), FADING, modules=("Sigmoid",), late=True)
+
+
 @pytest.mark.parametrize(
     ("module", "clause"),
     [

@@ -335,7 +335,7 @@ def _gradual(
     """The likely cause of a signal that fades along `layers`, to those that are `faint`, and what to change."""
     layout, fades = history.layout, f"It fades gradually, by {ratio_text(dex_per_layer)} times a layer"
     squashing = next((name for name in ("Sigmoid", "Tanh", "Softmax") if name in layout.modules), None)
-    if squashing == "Sigmoid":
+    if squashing == "Sigmoid" and (from_start or not has_norm_layers(layout)):
         cause = f"{fades}: nn.Sigmoid passes on a quarter of a signal at most."
         return cause, "nn.ReLU instead of nn.Sigmoid, with nn.init.kaiming_normal_ weights."
     if has_norm_layers(layout):
