@@ -269,6 +269,13 @@ def test_what_adam_does_not_move_after_far_larger_gradients_is_not_frozen() -> N
     assert not [alert for alert in watch.alerts if alert.rule == "frozen"]
 
 
+@pytest.mark.parametrize("before", [1e9, INF])
+def test_one_far_larger_gradient_does_not_blind_it_to_a_rate_of_0(before: float) -> None:
+    row: dict[str, Any] = {"updates": [0.0, 0.0, 1e-3], "lr": 0.0, "lr_highest": 0.005}
+    rows = [*steps(1, gradients=[before, before, 1.0], **row), *steps(40, **row)]
+    assert only(judge_steps(Frozen(), net(3), rows)[31]).sites == ("fc0", "fc1")
+
+
 @pytest.mark.parametrize(
     ("kept", "all_named", "first_named"),
     [

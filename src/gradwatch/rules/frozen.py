@@ -214,7 +214,7 @@ class Frozen(CheckedRule):
         have, their = ("has", "its") if len(names) == 1 else ("have", "their")
         for_long = steps_text(history, int(steps.min()))
         highest = history.number("lr_highest")
-        if history.number("lr") > 0 and not highest > 0:  # the rate of all groups
+        if _has_one_rate(history):
             cause = (
                 f"something makes {their} gradient 0 after it is measured, as a mask does, or an optimizer that "
                 "centralizes gradients that of weights with one input; or puts the old values back after the step."
@@ -242,16 +242,19 @@ class Frozen(CheckedRule):
     def _visible(self, history: History, ratios: Floats, gradients: Floats, moving: Mask) -> Mask:
         """Which parameters would be seen to move at the step before the latest, if they had the rate of others.
 
-        That is SGD's rate, update over gradient; Adam moves small gradients by more, but those after far larger ones.
+        That is SGD's rate, update over gradient; Adam moves small gradients by more, but those after far larger ones,
+        which explain it where no rate does.
         """
         sizes = history.row("weight_norm", back=2)[history.layout.parameters]
         rates = ratios[moving] * sizes[moving] / gradients[moving]
         rates = rates[rates > 0]
         usual = float(np.median(rates)) if len(rates) else 0.0
         there = np.where(gradients < np.inf, gradients, 0.0)
-        largest = np.fmax.reduce(history.window("grad_norm", len(history))[:, history.layout.parameters])
-        visible = (usual * there >= self.expected_update * sizes) & (there >= self.least_gradient * largest)
-        return np.asarray(visible & (usual > 0))
+        visible = np.asarray(usual * there >= self.expected_update * sizes) & (usual > 0)
+        if _has_one_rate(history):
+            before = history.window("grad_norm", len(history))[:, history.layout.parameters]
+            visible &= there >= self.least_gradient * np.where(before < np.inf, before, 0.0).max(axis=0)
+        return visible
 
     def _stood(self, history: History, sites: Sites) -> tuple[Sites, Sites]:
         """The record at which each of `sites` was first seen not to move since it last did, 0 where it was not; and how
@@ -346,6 +349,11 @@ def _reached(history: History, chosen: Mask) -> tuple[Sites, bool]:
     """
     parameters, known = history.layout.parameters[chosen], history.has("signal_norm")
     return (parameters[_is_reached(history, history.layout.owners[chosen])] if known else parameters), known
+
+
+def _has_one_rate(history: History) -> bool:
+    """Whether all groups of the optimizer have the same learning rate, and it is not 0."""
+    return history.number("lr") > 0 and not history.number("lr_highest") > 0
 
 
 def _is_reached(history: History, layers: Sites) -> Mask:
