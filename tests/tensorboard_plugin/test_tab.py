@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
 from werkzeug.test import Client, TestResponse
 
 from gradwatch.core.alert import Severity, Verdict
@@ -739,6 +740,26 @@ def test_a_region_counts_what_is_in_it(board: Client) -> None:
     }
     for wrong in ("", "x", "9-3", "100-200"):
         assert ask(board, "region", run="unhealthy", statistic="grad_norm", layers=wrong).status_code == 400
+
+
+def test_a_tag_that_tensorboard_is_about_to_read_is_waited_for(tmp_path: Path) -> None:
+    """Its slower reader runs beside the requests, and keeps the name of a new tag before its first event."""
+    healthy_run(tmp_path / "new")
+    provider = slow(tmp_path)
+    read, asked = provider._multiplexer.GetAccumulator("new").tensors_by_tag, []
+
+    def list_tensors(*given: Any, **more: Any) -> Any:
+        asked.append(kept := dict(read))
+        if len(asked) < 3:
+            read.clear()
+        try:
+            return MultiplexerDataProvider.list_tensors(provider, *given, **more)
+        finally:
+            read.update(kept)
+
+    provider.list_tensors = list_tensors
+    assert [run["name"] for run in ask(client(provider), "runs").json["runs"]] == ["new"]
+    assert len(asked) == 3
 
 
 @given(

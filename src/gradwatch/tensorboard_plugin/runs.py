@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from time import sleep
 from typing import Any
 
 from tensorboard.data.provider import RunTagFilter  # type: ignore[import-untyped]
@@ -14,6 +16,10 @@ from gradwatch.sinks.record.record_format import PLUGIN, RECORD_TAG_PREFIX, TagD
 
 ALL_EVENTS = 10**6
 """Events of a tag that TensorBoard is asked for: all that it has kept, and it wants a number."""
+
+
+TRIES, BETWEEN_TRIES = 5, 0.05
+"""How often TensorBoard is asked which tags there are, and seconds between. Judgement: it reads an event in less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +63,11 @@ class TensorBoardData:
 
     def runs(self, run: str | None = None) -> dict[str, RunTags]:
         """Run -> what it has; of one `run` or of all."""
-        chosen = RunTagFilter(runs=None if run is None else [run])
-        found = self._provider.list_tensors(
-            self._context, experiment_id=self.experiment, plugin_name=PLUGIN, run_tag_filter=chosen
-        )
-        return {name: _listing(series) for name, series in found.items()}
+        for _ in range(TRIES - 1):
+            with suppress(KeyError):  # TensorBoard's slower reader has the name of a new tag before its first event
+                return self._listed(run)
+            sleep(BETWEEN_TRIES)
+        return self._listed(run)
 
     def read(self, run: str, tags: Sequence[str]) -> Mapping[str, list[Any]]:
         """Tag -> its data, `TensorDatum`s with `step` and `numpy`, oldest first.
@@ -81,6 +87,13 @@ class TensorBoardData:
                 return {}
             return {tag: data for each in tags for tag, data in self.read(run, [each]).items()}
         return found.get(run, {})  # type: ignore[no-any-return]
+
+    def _listed(self, run: str | None) -> dict[str, RunTags]:
+        chosen = RunTagFilter(runs=None if run is None else [run])
+        found = self._provider.list_tensors(
+            self._context, experiment_id=self.experiment, plugin_name=PLUGIN, run_tag_filter=chosen
+        )
+        return {name: _listing(series) for name, series in found.items()}
 
 
 def _listing(series: Mapping[str, Any]) -> RunTags:
