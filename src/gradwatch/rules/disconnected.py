@@ -181,10 +181,12 @@ class Disconnected(CheckedRule):
         layout, found = history.layout, self._no_longer(history, sites)
         for records in self._looks:
             sites = sites[~(history.codes(records)[:, sites] == MEASURED).any(axis=0)]
-        sites = sites[[not _is_around(layout, site) for site in sites.tolist()]]
-        sites, owners = _without_parts(layout, sites)
+        order, around = np.array(layout.order, dtype=np.intp), _holding(layout, layout.order)
+        # another method than forward calls the layers inside those, and may not use their own parameters
+        uncalled = np.array([name in around for name in layout.names(sites)], dtype=bool) & ~np.isin(sites, order)
+        sites, owners = _without_parts(layout, sites[~uncalled])
         whole = sites == owners
-        ran = np.isin(owners, np.array(layout.order, dtype=np.intp))
+        ran = np.isin(owners, order)
         rare = whole & _have_running_siblings(history, owners, self.unused_records)
         wanted = np.where(whole & ran, self.detached_records, np.where(rare, self.rare_records, self.unused_records))
         absences = (history.codes(self.rare_records)[:, sites] == NO_GRADIENT).sum(axis=0)
@@ -347,13 +349,6 @@ def _is_meant(history: History, text: str) -> bool:
     zero_grad() in the wrong place clears all.
     """
     return text == "cleared" and bool(history.total > 0)
-
-
-def _is_around(layout: Layout, site: int) -> bool:
-    """Whether `site` is a layer that no one calls, while layers inside it run: another method than forward calls
-    these, and may not use its own parameters.
-    """
-    return layout.sites[site].name in _holding(layout, layout.order) and site not in layout.order
 
 
 def _libraries_around(layout: Layout, layers: Sites, others: Sequence[int] | Sites) -> list[str]:
