@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar
 
@@ -219,10 +219,8 @@ class Disconnected(CheckedRule):
                 wording = _worded(text, names, steps_text(history, int(counts.min())), kind_of, library=whose)
                 codes = history.codes(len(history))[:, chosen]
                 onset = _onset(codes == MEASURED, codes == NO_GRADIENT, codes)
-                finding = self._finding(names, counts, wanted[kind & unhealthy], wording, onset)
-                biases = text == "left_out" and all(name.endswith(".bias") for name in names)
-                notice = text in {"unused_by", "left_out_by"} or biases or _is_meant(history, text)
-                found.append(replace(finding, severity=Severity.NOTICE) if notice else finding)
+                severity = _severity(history, text, names)
+                found.append(self._finding(names, counts, wanted[kind & unhealthy], wording, onset, severity))
         return found
 
     def _no_longer(self, history: History, sites: Sites) -> list[Finding]:
@@ -306,20 +304,18 @@ class Disconnected(CheckedRule):
         trained = layout.layers[history.row("grad_norm")[layout.layers] > 0]
         for kind, text in ((cleared, "cleared"), (~cleared, why)):
             if kind.any():
-                names, counts = history.layout.names(_as_they_run(history.layout, layers[kind])), zeros[kind]
+                names, counts = layout.names(_as_they_run(layout, layers[kind])), zeros[kind]
                 onset = _onset(norms[:, kind] > 0, norms[:, kind] == 0, codes[:, kind])
                 more = {"flat": flat, "normed": normed, "since": "" if ever else " from the start"}
                 for key, chosen in (("zeros", zero), ("hidden", zero & ~reached)):
-                    more[key] = name_text(history.layout.names(layers[chosen]))
+                    more[key] = name_text(layout.names(layers[chosen]))
                 one = _gives_one(layout, names[-1])
                 libraries = {*_libraries_around(layout, layers[kind], trained)} if one and text == "no_slope" else {""}
                 more["scalar"], more["library"] = "no softmax or norm of its one number, " * one, min(libraries)
                 text = "weighs_one" if "" not in libraries else text
                 wording = _worded(text, names, steps_text(history, int(counts.min())), **more)
                 wanted = np.full(len(counts), self.zero_records)
-                finding = self._finding(names, counts, wanted, wording, onset)
-                notice = text == "weighs_one" or _is_meant(history, text)
-                found.append(replace(finding, severity=Severity.NOTICE) if notice else finding)
+                found.append(self._finding(names, counts, wanted, wording, onset, _severity(history, text, names)))
         return found
 
     @property
@@ -328,11 +324,17 @@ class Disconnected(CheckedRule):
         return self.unused_records, 5 * self.unused_records, self.rare_records
 
     def _finding(
-        self, names: Sequence[str], records: Sites, wanted: Sites, texts: Sequence[str], onset: int
+        self,
+        names: Sequence[str],
+        records: Sites,
+        wanted: Sites,
+        texts: Sequence[str],
+        onset: int,
+        severity: Severity = Severity.WARNING,
     ) -> Finding:
         headline, message, remedy = texts
         value, limit, sites = float(records.min()), float(wanted.min()), tuple(names)
-        return Finding(self.name, Severity.WARNING, names[-1], sites, value, limit, message, remedy, onset, headline)
+        return Finding(self.name, severity, names[-1], sites, value, limit, message, remedy, onset, headline)
 
 
 def _worded(text: str, names: Sequence[str], steps: str, kind: str = "layer", **more: str) -> list[str]:
@@ -344,11 +346,14 @@ def _worded(text: str, names: Sequence[str], steps: str, kind: str = "layer", **
     return [part.format(**more) for part in TEXTS[text]]
 
 
-def _is_meant(history: History, text: str) -> bool:
-    """Whether gradients are cleared before the step of some layers alone, as DINO does with its last one at first: a
-    zero_grad() in the wrong place clears all.
+def _severity(history: History, text: str, names: Sequence[str]) -> Severity:
+    """A notice where it may be meant: by a library, for biases alone, or where gradients are cleared before the step of
+    some layers only, as DINO does with its last one at first, while a zero_grad() in the wrong place clears all.
     """
-    return text == "cleared" and bool(history.total > 0)
+    meant = text in ("unused_by", "left_out_by", "weighs_one")
+    meant |= text == "left_out" and all(name.endswith(".bias") for name in names)
+    meant |= text == "cleared" and bool(history.total > 0)
+    return Severity.NOTICE if meant else Severity.WARNING
 
 
 def _libraries_around(layout: Layout, layers: Sites, others: Sequence[int] | Sites) -> list[str]:
