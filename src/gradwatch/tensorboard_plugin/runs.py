@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from time import sleep
 from typing import Any
 
@@ -16,7 +17,6 @@ from gradwatch.sinks.record.record_format import PLUGIN, RECORD_TAG_PREFIX, TagD
 
 ALL_EVENTS = 10**6
 """Events of a tag that TensorBoard is asked for: all that it has kept, and it wants a number."""
-
 
 TRIES, BETWEEN_TRIES = 5, 0.05
 """How often TensorBoard is asked which tags there are, and seconds between. Judgement: it reads an event in less."""
@@ -63,11 +63,7 @@ class TensorBoardData:
 
     def runs(self, run: str | None = None) -> dict[str, RunTags]:
         """Run -> what it has; of one `run` or of all."""
-        for _ in range(TRIES - 1):
-            with suppress(KeyError):  # TensorBoard's slower reader has the name of a new tag before its first event
-                return self._listed(run)
-            sleep(BETWEEN_TRIES)
-        return self._listed(run)
+        return {name: _listing(series) for name, series in self._listed(run).items()}
 
     def read(self, run: str, tags: Sequence[str]) -> Mapping[str, list[Any]]:
         """Tag -> its data, `TensorDatum`s with `step` and `numpy`, oldest first.
@@ -88,12 +84,21 @@ class TensorBoardData:
             return {tag: data for each in tags for tag, data in self.read(run, [each]).items()}
         return found.get(run, {})  # type: ignore[no-any-return]
 
-    def _listed(self, run: str | None) -> dict[str, RunTags]:
+    def _listed(self, run: str | None) -> Mapping[str, Mapping[str, Any]]:
+        """Run -> tag -> what TensorBoard says of it."""
         chosen = RunTagFilter(runs=None if run is None else [run])
-        found = self._provider.list_tensors(
-            self._context, experiment_id=self.experiment, plugin_name=PLUGIN, run_tag_filter=chosen
+        ask = partial(
+            self._provider.list_tensors,
+            self._context,
+            experiment_id=self.experiment,
+            plugin_name=PLUGIN,
+            run_tag_filter=chosen,
         )
-        return {name: _listing(series) for name, series in found.items()}
+        for _ in range(TRIES - 1):
+            with suppress(KeyError):  # TensorBoard's slower reader has the name of a new tag before its first event
+                return ask()  # type: ignore[no-any-return]
+            sleep(BETWEEN_TRIES)
+        return ask()  # type: ignore[no-any-return]
 
 
 def _listing(series: Mapping[str, Any]) -> RunTags:
