@@ -80,8 +80,8 @@ class Frozen(CheckedRule):
     float32 resolves 1e-7."""
 
     least_gradient: float = 1e-3
-    """Ratio of its gradient to the largest it had below which rounding may hide the movement. Judgement: Adam divides
-    by a thirtieth of that for hundreds of steps."""
+    """Ratio of its gradient to the largest it had below which rounding may hide the movement, where all groups have one
+    learning rate. Judgement: Adam divides by a thirtieth of that for hundreds of steps."""
 
     idle_records: int = 100
     """Records of other optimizers after the first epoch, or ten times as many in all, in which its own never stepped.
