@@ -298,9 +298,9 @@ def test_a_softmax_in_front_of_a_cross_entropy(accumulate: int) -> None:
     assert (alert.step, alert.noticed) == (0, 1)
     assert alert.headline == "a softmax goes into a loss that applies a softmax itself"
     assert alert.message == (
-        "The output of layer net.head goes through a softmax into a loss that applies a softmax itself, a cross "
-        "entropy: probabilities, which lie between 0 and 1, are taken for logits. The loss cannot get near 0, and its "
-        "gradient fades where the model is sure, right or wrong."
+        "The output of layer net.head goes through a softmax into a loss that applies a softmax itself, as a "
+        "cross entropy does: probabilities, which lie between 0 and 1, are taken for logits. The loss cannot get near "
+        "0, and its gradient fades where the model is sure, right or wrong."
     )
     assert alert.remedy == ("the output of layer net.head as it is for the loss, and the softmax for predictions only.")
 

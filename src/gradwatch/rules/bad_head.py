@@ -28,8 +28,8 @@ from gradwatch.rules.rule import CheckedRule
 BEYOND = 1.001
 """Times the most that a loss can be with targets in reach, rounding left aside, above which not all are."""
 
-LOSS_NAMES = {1: "a cross entropy", 2: "a binary cross entropy with logits"}
-"""Value of `softmax_head` and `sigmoid_head` -> the loss it stands for, where that is known."""
+LOSSES = {1: ", as a cross entropy does", 2: ", a binary cross entropy with logits"}
+"""Value of `softmax_head` and `sigmoid_head` -> what is known of the loss."""
 
 TEXTS = {
     ("softmax_head", 3): (
@@ -149,10 +149,9 @@ class BadHead(CheckedRule):
     ) -> Finding:
         """`measured`: the value and its limit."""
         layer, whose = _named(history, site)
-        function = f", {LOSS_NAMES[loss]}" if loss in LOSS_NAMES else ""
         again = "applies a softmax itself" if loss == 1 else "applies a sigmoid itself"
         message = (
-            f"The output of {whose} goes through {what} into a loss that {again}{function}: "
+            f"The output of {whose} goes through {what} into a loss that {again}{LOSSES.get(loss, '')}: "
             "probabilities, which lie between 0 and 1, are taken for logits. The loss cannot get near 0, and its "
             "gradient fades where the model is sure, right or wrong."
         )
