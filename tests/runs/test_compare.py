@@ -236,6 +236,20 @@ def test_layers_that_share_a_norm_begin_with_constants(tmp_path: Path) -> None:
     assert compare_runs(*runs).first_difference.first == Difference(0, "weight_norm", (3,), 0, None, 3)
 
 
+def test_a_rate_that_one_run_does_not_know_is_no_other_rate(tmp_path: Path) -> None:
+    layout, runs = layout_of("a", "b"), []
+    for known in (0, 5):
+        sink = Recorder(folder=tmp_path / str(known))
+        sink.open(Run(layout, "run"))
+        for step in range(20):
+            feed(sink, record_of(layout, step, [1.0, 1.0], lr=0.1 if step >= known else float("nan")))
+        sink.close(HEALTHY)
+        runs.append(read(tmp_path / str(known)))
+    result = compare_runs(*runs)
+    assert result.first_difference.first is None
+    assert (result.settings, result.sentences) == ((), ())
+
+
 @pytest.mark.parametrize("seed", [0, 7])
 def test_a_changed_rate_is_named(runs: dict[str, Path], seed: int) -> None:
     for name, rate, headline in (

@@ -254,6 +254,13 @@ def test_layers_that_are_left_out_may_have_alerts(tmp_path: Path) -> None:
     assert f"Left out: {1200 - len(found['layers'])} of 1,200 layers.\n" in markdown(found)
 
 
+def test_the_text_says_how_many_incidents_are_left_out(tmp_path: Path) -> None:
+    alerts = tuple(alert_of("dead", "a", step=step) for step in range(70))
+    text = markdown(document(gradwatch.load_run(recorded(tmp_path, ("a",), Verdict(alerts, 80, 1, 0.01, {})))))
+    assert text.count("## 64. ") == 1
+    assert "\nLeft out: 6 incidents.\n" in text
+
+
 def test_what_is_hostile_has_no_more_room(tmp_path: Path) -> None:
     face = "\N{GRINNING FACE}" * 900
     names = tuple(f"{face}{i}" for i in range(300))

@@ -64,6 +64,8 @@ def _text(found: Mapping[str, Any], rows: Sequence[Sequence[Any]]) -> str:
                 f"What follows: {_plain(effect['rule'])}" + (f" in {counted(count, 'layer')}." if count else "."),
                 "",
             ]
+    if found["left_out"]["incidents"]:
+        lines += [f"Left out: {counted(found['left_out']['incidents'], 'incident')}.", ""]
     lines += [f"- {_plain(note)}" for note in (*verdict["interventions"], *verdict["notes"])]
     lines += [
         f"- Not trained, {_plain(one['reason'])}: {_plain(', '.join(one['parameters']['names'][:4]))}"
