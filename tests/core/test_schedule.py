@@ -132,7 +132,7 @@ def test_automatic_measuring_keeps_the_budget() -> None:
 def test_early_samples_are_whole_and_one_in_four_after_them() -> None:
     schedule = schedule_for(50, 10**6)
     samples = sampled(schedule, 8_000)
-    whole = [index for index in samples if schedule.measures_everything(index)]
+    whole = [index for index in samples if schedule.is_whole_sample(index)]
     early = [index for index in samples if index <= WHOLE_UNTIL]
     assert whole[: len(early)] == early
     assert len(whole) - len(early) == pytest.approx((len(samples) - len(early)) / 4, rel=0.1)

@@ -581,7 +581,7 @@ def test_what_is_sampled(signals: Any, activations: Any, expected: set[str]) -> 
     model, samples = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1)), SampledStep(signals, activations)
     layers = find_layers(model)
     layout = layout_of(layers)
-    samples.hook_modules(layers, layout, everything=True, whole_batch=False)
+    samples.hook_modules(layers, layout, whole_sample=True, whole_batch=False)
     model(torch.randn(4, 2, requires_grad=True)).sum().backward()
     reading = samples.collect(layout)
     values = reading.values() if reading else {}

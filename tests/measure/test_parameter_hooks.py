@@ -479,7 +479,7 @@ def test_later_samples_have_hooks_where_there_is_more_to_see(passes: int) -> Non
     layer, measured = nn.Linear(3, 1), []
     norms = hooks_for(layer.parameters())
     for sample in range(20):
-        norms.arm(everything=sample % 4 == 0)
+        norms.arm(whole_sample=sample % 4 == 0)
         if norms.armed:
             measured.append(sample)
         assert len(hooks_on(layer)) == 2 * norms.armed

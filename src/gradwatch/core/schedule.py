@@ -81,8 +81,8 @@ class SamplingSchedule:
         """Whether the measured step `index` is to be sampled too: signals, weights, updates."""
         return self.next_sampled(index) == index
 
-    def measures_everything(self, index: int) -> bool:
-        """Whether the sampled step `index` measures what no rule needs at each sample, too: all to `WHOLE_UNTIL` do."""
+    def is_whole_sample(self, index: int) -> bool:
+        """Whether the sampled step `index` measures what no rule needs at each sample, too; all to `WHOLE_UNTIL` do."""
         first = index // self._apart
         return first <= WHOLE_UNTIL or first // self.interval % INTERVALS_APART == 0
 

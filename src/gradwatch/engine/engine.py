@@ -126,7 +126,7 @@ class Engine:
         """Identities of those that have stepped after another's were measured."""
         self._not_taken = 0
         """Steps of the user's own loop that were measured and not taken."""
-        self._measuring = self._sampling = self._everything = False
+        self._measuring = self._sampling = self._whole_sample = False
         """Whether the coming step is measured, whether it is sampled, and with what only some samples measure."""
         self._suspended = False
         """Whether the hooks are off until the next batch."""
@@ -567,8 +567,8 @@ class Engine:
         ordinary = self.schedule.every_step and not self._sampling
         self._ordinary = range(index, self.schedule.next_sampled(index) if ordinary else index)
         if self._measuring:
-            self._everything = self._sampling and self.schedule.measures_everything(index)
-            self._reader.arm(sampled=self._sampling, everything=self._everything)
+            self._whole_sample = self._sampling and self.schedule.is_whole_sample(index)
+            self._reader.arm(sampled=self._sampling, whole_sample=self._whole_sample)
             if self.source.may_hook:
                 self.source.arm(() if self._reader.shards else self._reader.parameters)
         else:
@@ -584,7 +584,7 @@ class Engine:
     def _hook_modules(self) -> None:
         assert self._reader is not None
         self._samples.hook_modules(
-            self._reader.layers, self._reader.layout, everything=self._everything, whole_batch=self._batches
+            self._reader.layers, self._reader.layout, whole_sample=self._whole_sample, whole_batch=self._batches
         )
 
     def _register(self, optimizers: Iterable[Any], *, rescan: bool = False, first: bool = False) -> None:

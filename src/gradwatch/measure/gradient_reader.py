@@ -63,7 +63,7 @@ class GradientReader:
         """What `measure` has read of the gradients that are about to be used, if it has."""
         self.waiting = False
         """Whether lazy parameters have not been materialised yet."""
-        self._everything = True
+        self._whole_sample = True
         """Whether the coming step measures what only some samples do, if it is sampled."""
         self._block: RowBlock | None = None
         """Where the norms of a step go."""
@@ -164,14 +164,14 @@ class GradientReader:
             self._forget_coverage()
         return adopted
 
-    def arm(self, *, sampled: bool, everything: bool = True) -> None:
+    def arm(self, *, sampled: bool, whole_sample: bool = True) -> None:
         """Prepare the step to come: tapped tensors are measured, and on a `sampled` step what arrives at parameters.
 
-        `everything`: as `SamplingSchedule.measures_everything` says.
+        `whole_sample`: as `SamplingSchedule.is_whole_sample` says.
         """
-        self._everything = everything
+        self._whole_sample = whole_sample
         if sampled:
-            self.parameter_hooks.arm(everything=everything)
+            self.parameter_hooks.arm(whole_sample=whole_sample)
         elif self.parameter_hooks.armed:
             self.parameter_hooks.disarm()
         self.tensor_taps.armed = True
@@ -305,7 +305,7 @@ class GradientReader:
                 parameters.coverage = Coverage(self.layout, found)
         index = {"grad_norm": parameters.reduce(buffer, "grad_norm", gradients)}
         if sampled:
-            if self._everything:
+            if self._whole_sample:
                 index["zeros"] = parameters.reduce(buffer, "zeros", gradients, reduction=ZEROS)
             index["weights"] = parameters.reduce(buffer, "weights", parameters.weights())
             parameters.copy_weights(buffer)

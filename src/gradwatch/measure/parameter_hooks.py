@@ -221,13 +221,13 @@ class ParameterHooks:
         if armed:
             self.arm()
 
-    def arm(self, *, everything: bool = True) -> None:
+    def arm(self, *, whole_sample: bool = True) -> None:
         """Put the hooks on, frozen parameters too, if this sample is to have them; twice does nothing.
 
-        `everything`: as `SamplingSchedule.measures_everything` says.
+        `whole_sample`: as `SamplingSchedule.is_whole_sample` says.
         """
         # where each parameter gets one gradient in a step, `p.grad` says as much
-        if self.armed or not (self._several or everything):
+        if self.armed or not (self._several or whole_sample):
             return
         self.armed, arrivals = True, self._arrivals
         arrivals.places.clear()

@@ -70,14 +70,14 @@ class SampledStep:
         """Whether a sampled step has hooks on modules."""
         return len(self._module_hooks.statistics) > 0
 
-    def hook_modules(self, layers: Sequence[Layer], layout: Layout, *, everything: bool, whole_batch: bool) -> None:
+    def hook_modules(self, layers: Sequence[Layer], layout: Layout, *, whole_sample: bool, whole_batch: bool) -> None:
         """Hook the modules until `unhook_modules` or `collect`; a second call does nothing.
 
-        `everything`: as `SamplingSchedule.measures_everything` says: then gradients are computed a second time.
+        `whole_sample`: as `SamplingSchedule.is_whole_sample` says: then gradients are computed a second time.
         `whole_batch`: whether that comes with the end of the batch: then reference cycles wait for it, too.
         """
         if self.hooks_modules:
-            self._recomputed.on = everything
+            self._recomputed.on = whole_sample
             if self.pause is None:
                 self.pause = ExitStack()
                 self.pause.enter_context(no_collections())
