@@ -95,6 +95,31 @@ def test_a_layer_that_a_library_does_not_use_is_a_notice() -> None:
     assert (notice.severity, notice.sites) == (Severity.NOTICE, ("vae.weight", "vae.bias"))
 
 
+def test_an_output_of_a_library_that_the_loss_does_not_use_is_a_notice() -> None:
+    """As what BERT pools, where sentences are means of hidden states; a whole model without a gradient is cut off."""
+    names, libraries = ["bert.layer", "bert.pooler.dense", "head"], dict.fromkeys(("bert", "bert.layer"), "some")
+    libraries |= dict.fromkeys(("bert.pooler", "bert.pooler.dense"), "some")
+    known, gone = replace(layout(names), libraries=libraries), {"bert.pooler.dense": Missing.NO_GRADIENT}
+    outcome = judge_rows(Disconnected(), History(known), [{"codes": gone}] * 5)
+    assert silent(outcome[:4])
+    notice = only(outcome[4])
+    assert (notice.severity, notice.sites) == (Severity.NOTICE, ("bert.pooler.dense",))
+    assert notice.message == (
+        "Layer bert.pooler.dense runs in the forward pass and got no gradient in 5 steps, while others of the module "
+        "did: most often some, whose layer it is, gives several outputs, and the loss uses others."
+    )
+    assert notice.remedy == (
+        "an option of some that leaves it out, such as add_pooling_layer=False of BERT; or a loss that uses the "
+        "output of layer bert.pooler.dense, if that should train."
+    )
+    cut = {"bert.layer": Missing.NO_GRADIENT}  # what comes later in the same module trains
+    warning = only(judge_rows(Disconnected(), History(known), [{"codes": cut}] * 5)[4])
+    assert (warning.severity, warning.sites) == (Severity.WARNING, ("bert.layer",))
+    gone |= cut
+    warning = only(judge_rows(Disconnected(), History(known), [{"codes": gone}] * 5)[4])
+    assert (warning.severity, warning.sites) == (Severity.WARNING, ("bert.layer", "bert.pooler.dense"))
+
+
 def test_a_parameter_that_a_library_has_no_use_for_is_a_notice() -> None:
     """A layer of its own that leaves out a parameter, as a wavelet that has fewer than others."""
     known = replace(layout(["wave", "own"]), libraries={"wave": "some"})

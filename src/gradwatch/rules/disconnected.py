@@ -102,6 +102,13 @@ TEXTS = {
         "no detach(), no_grad() or .numpy() between layer {last} and the loss, which must use its output; for f(x) "
         "such as x > 0, y + (f(x) - y).detach() with y = x.clamp(-1, 1).",
     ),
+    "output_unused": (
+        "no gradient in {steps}, although it runs",
+        "{All} {run} in the forward pass and got no gradient in {steps}, while others of the module did: most often "
+        "{library}, whose {own}, gives several outputs, and the loss uses others.",
+        "an option of {library} that leaves {them} out, such as add_pooling_layer=False of BERT; or a loss that "
+        "uses the output of layer {last}, if that should train.",
+    ),
     "unused": ("it never runs", "{All} never {run}: {steps} without a gradient.", CALL_IT),
     "unused_by": (
         "it never runs",
@@ -132,8 +139,8 @@ TEXTS = {
         "use {last} in forward, or remove it.",
     ),
 }
-"""Headline, message and remedy of each kind; `unused_by`, `left_out_by`, `weighs_one`: what a library does inside its
-modules is not for its user to write; `unreached`: where it is not known what runs."""
+"""Headline, message and remedy of each kind; `output_unused`, `unused_by`, `left_out_by`, `weighs_one`: what a library
+does inside its modules is not for its user to write; `unreached`: where it is not known what runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,21 +201,29 @@ class Disconnected(CheckedRule):
         hidden, cleared = _ran_without_gradients(history, sites), self._arrived(history, sites)
         nowhere = self._nowhere(history, self.rare_records)
         cut = whole & ~cleared & (not nowhere)
-        unused, left_out = cut & ~ran, ~whole & ~cleared
-        own = [layout.libraries.get(layout.sites[site].name, "") for site in owners]
-        library = np.where(unused, _libraries_around(layout, sites, layout.order), np.where(left_out, own, ""))
+        unused, detached, left_out = cut & ~ran, cut & ran & ~hidden, ~whole & ~cleared
+        trained = layout.layers[history.codes(1)[0, layout.layers] == MEASURED]
+        library = np.select(
+            [left_out, unused, detached & _ran_last(layout, sites, trained)],
+            [
+                np.array([layout.libraries.get(layout.sites[site].name, "") for site in owners]),
+                np.array(_libraries_around(layout, sites, layout.order)),
+                np.array(_libraries_around(layout, sites, trained)),
+            ],
+            "",
+        )
         for kind, text in (
             (whole & cleared, "cleared"),
             (whole & ~cleared & nowhere, "no_backward"),
             (cut & ran & hidden, "without_gradients"),
-            (cut & ran & ~hidden, "detached"),
+            (detached & (library == ""), "detached"),
             (unused & (library == ""), "unused" if layout.order else "unreached"),
             (~whole & cleared, "cleared"),
             (left_out & (library == ""), "left_out"),
             *(
                 (kind & (library == name), text)
                 for name in np.unique(library[library != ""])
-                for kind, text in ((unused, "unused_by"), (left_out, "left_out_by"))
+                for kind, text in ((detached, "output_unused"), (unused, "unused_by"), (left_out, "left_out_by"))
             ),
         ):
             if (kind & unhealthy).any():
@@ -350,7 +365,7 @@ def _severity(history: History, text: str, names: Sequence[str]) -> Severity:
     """A notice where it may be meant: by a library, for biases alone, or where gradients are cleared before the step of
     some layers only, as DINO does with its last one at first, while a zero_grad() in the wrong place clears all.
     """
-    meant = text in ("unused_by", "left_out_by", "weighs_one")
+    meant = text in ("output_unused", "unused_by", "left_out_by", "weighs_one")
     meant |= text == "left_out" and all(name.endswith(".bias") for name in names)
     meant |= text == "cleared" and bool(history.total > 0)
     return Severity.NOTICE if meant else Severity.WARNING
@@ -369,10 +384,24 @@ def _libraries_around(layout: Layout, layers: Sites, others: Sequence[int] | Sit
     return found
 
 
+def _ran_last(layout: Layout, layers: Sites, others: Sites) -> Mask:
+    """Which of `layers` run after all of `others` in the nearest module around that holds any: none of these is meant
+    to get what they give.
+    """
+    places, last = {site: i for i, site in enumerate(layout.order)}, _holding(layout, tuple(others))
+    parts = (next((part for part in _around(name) if part in last), None) for name in layout.names(layers))
+    after = [part is not None and places.get(site, -1) > last[part] for part, site in zip(parts, layers, strict=True)]
+    return np.array(after, dtype=bool)
+
+
 @lru_cache(maxsize=8)
-def _holding(layout: Layout, layers: tuple[int, ...]) -> frozenset[str]:
-    """The names of the modules that hold any of `layers`."""
-    return frozenset(part for site in layers for part in _around(layout.sites[site].name))
+def _holding(layout: Layout, layers: tuple[int, ...]) -> dict[str, int]:
+    """The names of the modules that hold any of `layers`, and the place of the last of these in the forward order."""
+    places, found = {site: i for i, site in enumerate(layout.order)}, dict[str, int]()
+    for site in layers:
+        for part in _around(layout.sites[site].name):
+            found[part] = max(found.get(part, -1), places.get(site, -1))
+    return found
 
 
 def _around(name: str) -> list[str]:
