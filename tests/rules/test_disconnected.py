@@ -155,6 +155,23 @@ def test_a_library_that_weighs_a_single_variable_is_a_notice() -> None:
         assert found.severity == Severity.WARNING
 
 
+@pytest.mark.parametrize("queries", ["dit.attn.to_q", "dit.attn.to_q.lora_A", "dit.attn.add_q_proj"])
+def test_queries_of_a_library_without_effect_are_a_notice(queries: str) -> None:
+    """As of a single token, or in the last block of a diffusion transformer, which gives out no text."""
+    names = ["dit.norm", queries, "dit.attn.to_k", "dit.attn.add_k_proj", "dit.out"]
+    rows = [{"gradients": [0.0, 0.0, 1.0, 1.0, 1.0]}] * 20
+    known = replace(layout(names), libraries=dict.fromkeys(("dit", "dit.attn", *names), "some"))
+    found = only(judge_steps(Disconnected(), History(known), rows)[19])
+    assert (found.severity, found.sites) == (Severity.NOTICE, ("dit.norm", queries))
+    assert found.message == (
+        f"The gradient of layers dit.norm, {queries} was exactly 0 at each of 20 steps, while others beside them had "
+        "one: most often some, whose layers they are, attends to a single token, of which a softmax is 1, or uses "
+        "nothing of what these queries find, as the last block of SD3 does."
+    )
+    assert found.remedy == f"more than one token to attend to, if layer {queries} should train; otherwise none."
+    assert only(judge_steps(Disconnected(), History(layout(names)), rows)[19]).severity == Severity.WARNING
+
+
 @pytest.mark.slow
 def test_rare_experts_have_time() -> None:
     history = History(layout(["experts.0", "experts.1", "head"], order=["experts.0", "head"]))

@@ -23,6 +23,7 @@ from gradwatch.core.record import (
     Mask,
     Sites,
 )
+from gradwatch.rules.evidence.attention import makers_of_scores
 from gradwatch.rules.evidence.depth import faded
 from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.records import is_alone, own_losses
@@ -127,6 +128,13 @@ TEXTS = {
         "{library}, whose {own}, takes a softmax of the one number that {kind} {last} gives, as of a single variable.",
         "more variables, if {library} should weigh them; otherwise none.",
     ),
+    "attends": (
+        "its gradient was exactly 0 at each of {steps}",
+        "The gradient of {all} was exactly 0 at each of {steps}, while others beside {them} had one: most often "
+        "{library}, whose {own}, attends to a single token, of which a softmax is 1, or uses nothing of what these "
+        "queries find, as the last block of SD3 does.",
+        "more than one token to attend to, if {kind} {last} should train; otherwise none.",
+    ),
     "unreached": (
         "no gradient in {steps}",
         "{All} got no gradient in {steps}: unused in forward, or detached.",
@@ -139,8 +147,8 @@ TEXTS = {
         "use {last} in forward, or remove it.",
     ),
 }
-"""Headline, message and remedy of each kind; `output_unused`, `unused_by`, `left_out_by`, `weighs_one`: what a library
-does inside its modules is not for its user to write; `unreached`: where it is not known what runs."""
+"""Headline, message and remedy of each kind; `output_unused`, `unused_by`, `left_out_by`, `weighs_one`, `attends`: what
+a library does inside its modules is not for its user to write; `unreached`: where it is not known what runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -325,9 +333,12 @@ class Disconnected(CheckedRule):
                 for key, chosen in (("zeros", zero), ("hidden", zero & ~reached)):
                     more[key] = name_text(layout.names(layers[chosen]))
                 one = _gives_one(layout, names[-1])
-                libraries = {*_libraries_around(layout, layers[kind], trained)} if one and text == "no_slope" else {""}
+                attends = layout.index[names[-1]] in makers_of_scores(layout)
+                within = (one or attends) and text == "no_slope"
+                libraries = {*_libraries_around(layout, layers[kind], trained)} if within else {""}
                 more["scalar"], more["library"] = "no softmax or norm of its one number, " * one, min(libraries)
-                text = "weighs_one" if "" not in libraries else text
+                if "" not in libraries:
+                    text = "weighs_one" if one else "attends"
                 wording = _worded(text, names, steps_text(history, int(counts.min())), **more)
                 wanted = np.full(len(counts), self.zero_records)
                 found.append(self._finding(names, counts, wanted, wording, onset, _severity(history, text, names)))
@@ -365,7 +376,7 @@ def _severity(history: History, text: str, names: Sequence[str]) -> Severity:
     """A notice where it may be meant: by a library, for biases alone, or where gradients are cleared before the step of
     some layers only, as DINO does with its last one at first, while a zero_grad() in the wrong place clears all.
     """
-    meant = text in ("output_unused", "unused_by", "left_out_by", "weighs_one")
+    meant = text in ("output_unused", "unused_by", "left_out_by", "weighs_one", "attends")
     meant |= text == "left_out" and all(name.endswith(".bias") for name in names)
     meant |= text == "cleared" and bool(history.total > 0)
     return Severity.NOTICE if meant else Severity.WARNING

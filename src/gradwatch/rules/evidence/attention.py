@@ -18,6 +18,7 @@ QUERIES_AND_KEYS = {
     "linear_q": "linear_k",
     "query_proj": "key_proj",
     "query_layer": "key_layer",
+    "add_q_proj": "add_k_proj",
 }
 """What layers that make queries are called, and those beside them that make keys."""
 
