@@ -218,6 +218,17 @@ def test_a_norm_may_absorb_the_scale_of_the_weights(rule: Any, scale: float) -> 
     assert not silent(judge_rows(rule, net(modules=("ReLU",)), rows))
 
 
+def test_a_signal_that_grows_and_comes_to_no_gradient() -> None:
+    """A norm multiplies by 1,000 what flows back to inputs of 0, as to the embedding of padding: they make no gradient.
+    Weights of a norm may start at 0, to which it adds 1.
+    """
+    row = {"signals": [1e10, 1e8, 1e5, 1e3, 1, 1], "weights": [1.0, 1.0, 1.0, 1.0, 0.0, 0.0]}
+    embedded = {**row, "gradients": [3.0, 2.0, 1.0, 1.0, 0.1, 0.1]}
+    assert silent(judge_rows(Exploding(), net(modules=("RMSNorm",)), [embedded] * 3))
+    grown = {**row, "gradients": [1e10, 1e8, 1e5, 1e3, 1, 1]}
+    assert not silent(judge_rows(Exploding(), net(modules=("RMSNorm",)), [grown] * 3))
+
+
 def dying(losses: Sequence[float], levels: Sequence[float]) -> list[dict[str, Any]]:
     return [{"gradients": level, "loss": loss} for loss, level in zip(losses, levels, strict=True)]
 

@@ -120,6 +120,9 @@ class Exploding(CheckedRule):
     sensitivity_dex: float = 1.5
     """Decades by which |gradient| |weight| must be higher, where a norm makes the scale of the signal arbitrary.
     Judgement."""
+    gradient_share: float = 0.5
+    """Share of the decades by which the signal grows, by which gradients must grow, too, in models with norms.
+    Judgement: gradients grow as signals do where inputs are of one size, as norms make them."""
     activation_dex: float = 3.0
     """Decades by which outputs near the loss are above all before them, if no norm absorbs the growth; and the last
     ones above the inputs, if the weights start too large. Prototype."""
@@ -213,12 +216,16 @@ class Exploding(CheckedRule):
         return _Growth(now, flow, first, int(places[first]), ends, float(rises[first]), now.sites[strong])
 
     def _only_rescaled(self, history: History, found: _Growth) -> bool:
-        """Whether a norm absorbs the growth: the first layers matter to the loss as much as the last."""
-        weights = sensitivity(history, found.now.sites)
+        """Whether a norm absorbs the growth: the first layers matter to the loss as much as the last, or hardly any of
+        it comes to gradients, as where only inputs of 0 are multiplied, of which a norm makes nothing larger.
+        """
+        weights, gradients = sensitivity(history, found.now.sites), history.row("grad_norm")[found.now.sites]
         if weights is None:
             return False
+        first, last = found.way[: found.ends], found.last_layers
         return bool(
-            weights[found.way[: found.ends]].max() < weights[found.last_layers].max() * 10.0**self.sensitivity_dex
+            weights[first].max() < weights[last].max() * 10.0**self.sensitivity_dex
+            or gradients[first].max() < gradients[last].max() * 10.0 ** (self.gradient_share * found.dex)
         )
 
     def _activations_grow(self, history: History, found: _Growth) -> bool:
