@@ -53,6 +53,7 @@ def test_nonfinite_everywhere_came_with_the_loss(loss: dict[str, float], words: 
     history = net(3)
     found = only(judge_rows(Nonfinite(), history, [*noise(3, layers=3), {"gradients": NAN, "loss": NAN, **loss}])[-1])
     assert found.message.startswith(f"No layer has a finite gradient; {words}")
+    assert ("clipping before gradients were measured" in found.message) == (not loss)
     assert len(found.sites) == 3
 
 

@@ -143,10 +143,12 @@ class Nonfinite(CheckedRule):
             remedy = "Trainer(detect_anomaly=True) for this batch: it names the operation, if one made it."
         else:
             origin = TOTAL
-            already = f"the loss is {_number(loss)} already, most often by"
+            said, clipped = f"the loss is {_number(loss)} already, most often by", ""
+            if not bad_loss:
+                said = "most often the loss was not finite either, by"
+                clipped = "; or clipping before gradients were measured, which makes all of them NaN where one is"
             cause = (
-                f"{already if bad_loss else 'most often the loss was not finite either, by'} a batch that is not "
-                "finite, or an overflow or a division by 0 in the forward pass. "
+                f"{said} a batch that is not finite, or an overflow or a division by 0 in the forward pass{clipped}. "
                 f"Outputs were not sampled {'there' if _elsewhere(history) else 'at this step'}, and so do not tell "
                 "where."
             )
