@@ -384,6 +384,47 @@ def test_a_batch_that_cannot_be_run_again_is_looked_at(value: str, words: str) -
     assert ("the batch has" in alert.message) is bool(words)
 
 
+class Graph:
+    """A batch of a class of its own, as those of graphs are."""
+
+    def __init__(self, nodes: Tensor) -> None:
+        self.parts = {"nodes": nodes}
+
+
+class OfGraphs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+
+    def forward(self, graph: Graph) -> Tensor:
+        found: Tensor = self.layer(graph.parts["nodes"])
+        return found
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_batch_of_the_users_own_class_is_looked_into(named: bool) -> None:
+    nodes = torch.randn(4, 3)
+    nodes[1, 2] = float("nan")
+    batch, model = batch_of(Graph(nodes)), Model(OfGraphs(), lambda net, g: (net(graph=g) if named else net(g)).mean())
+    found = run_again(model, batch, 1.0, None)
+    assert found is not None
+    assert (found.source, found.site) == ("batch", "")
+    assert found.explanation == "what the batch has at .parts['nodes'] has NaN in it, and the loss is computed from it."
+    assert batch.unchanged
+    nodes.zero_()
+    assert not batch.unchanged
+
+
+class Shifted(nn.Linear):
+    def forward(self, inputs: Tensor, *, shift: Tensor) -> Tensor:
+        return super().forward(inputs + shift)
+
+
+def test_a_module_with_a_named_input_that_is_not_finite_is_not_blamed() -> None:
+    shift = torch.tensor(float("nan"))
+    assert traced(lambda net, x: net["a"](x, shift=shift).mean(), net=nn.ModuleDict({"a": Shifted(3, 1)})) is None
+
+
 def test_weights_that_an_unmeasured_step_spoilt_are_not_the_optimizers_fault() -> None:
     torch.manual_seed(0)
     watch = GradWatch(sinks=[], budget=None, every_n_steps=2)

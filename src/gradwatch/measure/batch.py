@@ -164,8 +164,12 @@ def cuda_devices_of(model: nn.Module) -> tuple[torch.device, ...]:
     return tuple(dict.fromkeys(tensor.device for tensor in tensors if tensor is not None and tensor.is_cuda))
 
 
-def tensors_of(data: object, path: str = "", depth: int = MAX_DEPTH) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a batch with their paths in it ('[0]', "['image']"), within `MAX_DEPTH` and `MAX_ITEMS`."""
+def tensors_of(
+    data: object, path: str = "", depth: int = MAX_DEPTH, *, objects: bool = False
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a batch with their paths in it ('[0]', "['image']"), within `MAX_DEPTH` and `MAX_ITEMS`. `objects`:
+    those in attributes of objects too, as of a graph ('.edges').
+    """
     if isinstance(data, Tensor):
         yield path, data
         return
@@ -178,8 +182,10 @@ def tensors_of(data: object, path: str = "", depth: int = MAX_DEPTH) -> Iterator
         parts = ((f"[{i}]", item) for i, item in enumerate(data))
     elif dataclasses.is_dataclass(data):
         parts = ((f".{field.name}", getattr(data, field.name, None)) for field in dataclasses.fields(data))
+    elif objects and not isinstance(data, type | nn.Module):
+        parts = ((f".{name}", item) for name, item in getattr(data, "__dict__", {}).items())
     for name, item in islice(parts, MAX_ITEMS):
-        yield from tensors_of(item, path + name, depth - 1)
+        yield from tensors_of(item, path + name, depth - 1, objects=objects)
 
 
 def version_counters(data: object) -> tuple[int, ...]:
@@ -187,7 +193,7 @@ def version_counters(data: object) -> tuple[int, ...]:
     try:
         # most batches are lists of tensors, which takes a quarter of the time of the search (measured)
         flat = isinstance(data, list | tuple) and len(data) <= MAX_ITEMS and {*map(type, data)} <= {Tensor}
-        tensors: Iterable[Tensor] = data if flat else [tensor for _, tensor in tensors_of(data)]  # type: ignore[assignment]
+        tensors: Iterable[Tensor] = data if flat else [tensor for _, tensor in tensors_of(data, objects=True)]  # type: ignore[assignment]
         return (
             tuple(map(version_of, tensors)) if any(map(Tensor.is_inference, tensors)) else tuple(map(_VERSION, tensors))
         )

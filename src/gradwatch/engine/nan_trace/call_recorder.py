@@ -101,12 +101,13 @@ class CallRecorder(TorchFunctionMode):
         self.buffers = frozenset(clean_name(name) for name, _ in model.named_buffers())
         for name, tensor in chain[tuple[str, Tensor]](model.named_parameters(), model.named_buffers()):
             self._name_storage(clean_name(name), tensor)
-        for path, tensor in tensors_of(data):
+        for path, tensor in tensors_of(data, objects=True):
             self._name_storage(f"batch{path}", tensor)
         for name, module in model.named_modules():
             if not isinstance(module, torch.jit.ScriptModule):
                 owns = next(module.parameters(recurse=False), None) is not None
-                self._hooks.add(module.register_forward_pre_hook(partial(self._enter, clean_name(name))))
+                enter = partial(self._enter, clean_name(name))
+                self._hooks.add(module.register_forward_pre_hook(enter, with_kwargs=True))
                 self._hooks.add(module.register_forward_hook(partial(self._leave, owns), always_call=True))
 
     def close(self) -> None:
@@ -148,8 +149,9 @@ class CallRecorder(TorchFunctionMode):
         if address:
             self._names.setdefault(address, name)
 
-    def _enter(self, name: str, module: nn.Module, args: object) -> None:
-        self._stack.append((name, worst_finiteness(tensors_in(args))))
+    def _enter(self, name: str, module: nn.Module, *arguments: object) -> None:
+        inputs = (tensor for _, tensor in tensors_of(arguments, objects=True))
+        self._stack.append((name, worst_finiteness(inputs)))
 
     def _leave(self, owns: bool, module: nn.Module, args: object, output: object) -> None:
         name, inputs = self._stack.pop()

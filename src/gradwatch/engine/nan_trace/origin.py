@@ -44,7 +44,7 @@ def origin_in_batch(data: object) -> NonfiniteOrigin | None:
     """The value in the batch itself that is not finite, for a batch that cannot be run again. None where the batch is
     finite except for -inf, which masks contain.
     """
-    for path, tensor in tensors_of(data):
+    for path, tensor in tensors_of(data, objects=True):
         numbers = tensor.nan_to_num(torch.nan, torch.inf, 0.0) if tensor.is_floating_point() else tensor
         if state := finiteness_of(numbers):
             where = f"at {path}" if path else "in it"
@@ -134,7 +134,7 @@ def _explanation(event: NonfiniteOutput) -> Explanation:
 
 
 def _batch_origin(part: str, data: object) -> NonfiniteOrigin | None:
-    tensor = dict(tensors_of(data)).get(part.removeprefix("batch"))
+    tensor = dict(tensors_of(data, objects=True)).get(part.removeprefix("batch"))
     where = f"what the batch has at {part.removeprefix('batch')}" if part != "batch" else "the batch"
     if tensor is None:
         return None
