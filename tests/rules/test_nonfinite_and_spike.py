@@ -222,6 +222,14 @@ def test_a_layer_that_had_no_gradient_makes_no_spike_of_the_whole_model() -> Non
     assert only(judge_rows(Spike(), net(), [*[usual] * 60, others])[-1]).sites == tuple(f"fc{i}" for i in range(5))
 
 
+def test_a_spike_of_the_total_alone_names_its_largest_part() -> None:
+    """A layer that had a gradient at few steps only has no range of its own to be out of."""
+    seldom = [{"gradients": [1.0] * 5 + [0.01 * (step % 10 == 0)], "loss": 1.0} for step in range(60)]
+    found = only(judge_rows(Spike(), net(), [*seldom, {"gradients": [1.0] * 5 + [300.0], "loss": 40.0}])[-1])
+    assert (found.layer, found.sites) == ("total", ())
+    assert "134 times the highest of its last 60 normal steps, the largest part in layer fc5. " in found.message
+
+
 def test_a_spike_does_not_hide_the_next() -> None:
     """It is kept out of the baselines itself, not the record at which it was found to be over."""
     rows = [{"gradients": 15.0 if step in (60, 90, 120) else 1.0, "loss": 1.0} for step in range(140)]
