@@ -167,8 +167,9 @@ def cuda_devices_of(model: nn.Module) -> tuple[torch.device, ...]:
 def tensors_of(
     data: object, path: str = "", depth: int = MAX_DEPTH, *, objects: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a batch with their paths in it ('[0]', "['image']"), within `MAX_DEPTH` and `MAX_ITEMS`. `objects`:
-    those in attributes of objects too, as of a graph ('.edges').
+    """The tensors of a batch with their paths in it ('[0]', "['image']"), within `MAX_DEPTH` and `MAX_ITEMS`.
+
+    `objects`: those in attributes of objects too, as of a graph ('.edges').
     """
     if isinstance(data, Tensor):
         yield path, data
