@@ -28,7 +28,7 @@ from gradwatch.engine.nan_trace.values import (
 )
 from gradwatch.hooks.graph_release import release_in_a_loop
 from gradwatch.hooks.hook_set import HookSet, tensors_in
-from gradwatch.measure.batch import tensors_of
+from gradwatch.measure.batch import MAX_DEPTH, tensors_of
 
 LIBRARIES = ("torch", "gradwatch", "lightning", "pytorch_lightning", "lightning_fabric")
 """Packages whose code is not the user's."""
@@ -150,7 +150,8 @@ class CallRecorder(TorchFunctionMode):
             self._names.setdefault(address, name)
 
     def _enter(self, name: str, module: nn.Module, *arguments: object) -> None:
-        inputs = (tensor for _, tensor in tensors_of(arguments, objects=True))
+        # two levels more: positional and named ones
+        inputs = (tensor for _, tensor in tensors_of(arguments, depth=MAX_DEPTH + 2, objects=True))
         self._stack.append((name, worst_finiteness(inputs)))
 
     def _leave(self, owns: bool, module: nn.Module, args: object, output: object) -> None:
