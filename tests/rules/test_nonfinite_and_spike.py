@@ -57,6 +57,30 @@ def test_nonfinite_everywhere_came_with_the_loss(loss: dict[str, float], words: 
     assert len(found.sites) == 3
 
 
+@pytest.mark.parametrize("known", [False, True], ids=["loss unknown", "loss known"])
+def test_clipping_before_the_measurement_does_not_hide_where_it_was_made(known: bool) -> None:
+    """It makes every gradient NaN where one is."""
+    torch.manual_seed(0)
+    stem, head = nn.Linear(4, 8), nn.Linear(1, 1)
+    model = nn.ModuleDict({"stem": stem, "head": head})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with Watch(model, sinks=()) as watch:
+        for scale in (1.0, 0.0):
+            optimizer.zero_grad()
+            lengths = (scale * stem(torch.ones(2, 4))).square().sum(dim=1, keepdim=True).sqrt()  # no slope at 0
+            loss = (head(lengths) - 1).square().mean()
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            watch.step(optimizer, loss=loss if known else None)
+    alert = only(watch.alerts)
+    assert (alert.layer, alert.sites) == ("stem", ("stem",))
+    assert alert.message == (
+        "The gradient of layer stem is not finite; most often it was made in the backward pass between layer head, "
+        "whose gradient arrived finite, and layer stem, by a root or norm of 0, or a division. That of layer head "
+        "arrived finite and is so no more: most often by clipping, which makes all of them NaN where one is."
+    )
+
+
 def test_an_infinite_loss_is_enough() -> None:
     found = only(judge_rows(Nonfinite(), net(3), [*noise(3, layers=3), {"loss": INF, "batch": 3}])[-1])
     assert (found.layer, found.sites) == ("total", ())

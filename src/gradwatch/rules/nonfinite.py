@@ -34,7 +34,16 @@ class Nonfinite(CheckedRule):
 
     name: ClassVar[str] = "nonfinite"
     needs: ClassVar[frozenset[str]] = frozenset(
-        {"grad_norm", "signal_norm", "weight_norm", "output_max", "input_max", "run_order", "tap_order"}
+        {
+            "grad_norm",
+            "arrived_norm",
+            "signal_norm",
+            "weight_norm",
+            "output_max",
+            "input_max",
+            "run_order",
+            "tap_order",
+        }
     )
     distrusts_records: ClassVar[bool] = True
     replays_batch: ClassVar[bool] = True
@@ -79,6 +88,8 @@ class Nonfinite(CheckedRule):
             return []
         if self._scaler_searches(history):
             return None
+        at_first = bad & ~np.isfinite(history.row("arrived_norm")[layers])
+        bad = at_first if at_first.any() else bad  # clipping makes NaN of all where one is
         unhealthy, healthy = layers[bad], layers[measured & ~bad]
         # outputs and signals are this rank's
         forward = None
@@ -157,7 +168,7 @@ class Nonfinite(CheckedRule):
                 "an operation that makes a NaN."
             )
         cause, remedy = self._cause(history, forward, cause, remedy)
-        message = f"{what}{batch_text(history)}; {uncapitalized(cause)}{_by_taps(taps)}"
+        message = f"{what}{batch_text(history)}; {uncapitalized(cause)}{_by_taps(taps)}{_by_arrival(history, healthy)}"
         sites = (*names, *taps[:1])
         value, onset = float(len(names)), self._onset(history)
         whose = "its gradient" if origin in names else f"the gradient of {name_text(names)}"
@@ -248,7 +259,8 @@ def _backward(history: History, unhealthy: Sites, healthy: Sites) -> tuple[str, 
     if not _elsewhere(history) and np.isfinite(signal):
         where = f"inside layer {origin}, whose own signal is finite"
     elif after:
-        where = f"between layer {after}, whose gradient is finite, and layer {origin}"
+        is_so = "is" if np.isfinite(history.row("grad_norm")[history.layout.index[after]]) else "arrived"
+        where = f"between layer {after}, whose gradient {is_so} finite, and layer {origin}"
     else:
         where = f"of layer {origin}"
     cause = f"most often it was made in the backward pass {where}, by a root or norm of 0, or a division."
@@ -274,6 +286,17 @@ def _by_taps(taps: Sequence[str]) -> str:
         return ""
     before = f"; that of {taps[1]}, which came before, still was" if len(taps) > 1 else ""
     return f" Of the tapped tensors {taps[0]} is the first whose gradient is not finite{before}."
+
+
+def _by_arrival(history: History, healthy: Sites) -> str:
+    """What says that gradients of `healthy` layers are not finite at the step, although they were as they arrived."""
+    spoiled = healthy[~np.isfinite(history.row("grad_norm")[healthy])]
+    if not len(spoiled):
+        return ""
+    return (
+        f" That of {name_text(history.layout.names(spoiled))} arrived finite and is so no more: most often by "
+        "clipping, which makes all of them NaN where one is."
+    )
 
 
 def _border(history: History, unhealthy: Sites, healthy: Sites) -> tuple[str, str]:
