@@ -262,6 +262,8 @@ class IncidentTracker:
         if cause is not None:
             self._absorb(new, cause)
             return
+        if first.severity is Severity.NOTICE:
+            return
         for place in range(new):
             if (
                 place not in self._cause
