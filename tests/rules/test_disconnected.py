@@ -356,6 +356,17 @@ def test_an_unused_parameter_of_a_layer_that_runs() -> None:
     )
 
 
+@pytest.mark.parametrize("cut", [False, True], ids=["used", "cut off"])
+def test_an_unused_parameter_of_a_module_around_layers_that_train(cut: bool) -> None:
+    """As a mask that no input has: the output of the module is used, unless layers in it have no gradient either."""
+    known = layout(["encoder.layer", "encoder", "encoder.norm"])
+    gone = {"encoder": Missing.NO_GRADIENT} | ({"encoder.layer": Missing.NO_GRADIENT} if cut else {})
+    found = only(judge_rows(Disconnected(), History(known), [{"codes": gone}] * 20)[-1])
+    assert found.sites == (("encoder.layer", "encoder") if cut else ("encoder.weight", "encoder.bias"))
+    start = "Layers encoder.layer, encoder run" if cut else "Parameters encoder.weight, encoder.bias got no gradient in"
+    assert found.message.startswith(start)
+
+
 def test_a_bias_on_which_no_derivative_depends_is_a_notice() -> None:
     """As where the gradient of an energy is fitted: nothing is lost by it."""
     torch.manual_seed(0)

@@ -197,9 +197,13 @@ class Disconnected(CheckedRule):
         for records in self._looks:
             sites = sites[~(history.codes(records)[:, sites] == MEASURED).any(axis=0)]
         order, around = np.array(layout.order, dtype=np.intp), _holding(layout, layout.order)
-        # another method than forward calls the layers inside those, and may not use their own parameters
-        uncalled = np.array([name in around for name in layout.names(sites)], dtype=bool) & ~np.isin(sites, order)
-        sites, owners = _without_parts(layout, sites[~uncalled])
+        trained = layout.layers[history.codes(1)[0, layout.layers] == MEASURED]
+        ran = np.isin(sites, order)
+        # modules whose own parameters alone are unused: the layers inside all train, or another method than forward
+        # calls them
+        used = _holding(layout, tuple(trained)).keys() - _holding(layout, tuple(sites[ran])).keys()
+        alone = [name in used if here else name in around for name, here in zip(layout.names(sites), ran, strict=True)]
+        sites, owners = _without_parts(layout, sites[~np.array(alone, dtype=bool)])
         whole = sites == owners
         ran = np.isin(owners, order)
         rare = whole & _have_running_siblings(history, owners, self.unused_records)
@@ -210,7 +214,6 @@ class Disconnected(CheckedRule):
         nowhere = self._nowhere(history, self.rare_records)
         cut = whole & ~cleared & (not nowhere)
         unused, detached, left_out = cut & ~ran, cut & ran & ~hidden, ~whole & ~cleared
-        trained = layout.layers[history.codes(1)[0, layout.layers] == MEASURED]
         library = np.select(
             [left_out, unused, detached & _ran_last(layout, sites, trained)],
             [
