@@ -165,15 +165,16 @@ def test_biases_that_start_from_zero_excuse_nothing() -> None:
 class Attention(Learner):
     """One attention over 16 places, with zeros for its inputs beside places, as the first of a DETR decoder."""
 
-    def __init__(self, projection: Callable[[int, int], nn.Module] = nn.Linear) -> None:
+    def __init__(self, projection: Callable[[int, int], nn.Module] = nn.Linear, suffix: str = "proj") -> None:
         super().__init__()
         self.places, self.rest = nn.Linear(4, 16), mlp(16, 16, 1)
-        self.q_proj, self.k_proj, self.v_proj = (projection(16, 16) for _ in range(3))
+        self.by_letter = nn.ModuleDict({f"{letter}_{suffix}": projection(16, 16) for letter in "qkv"})
 
     def objective(self, x: Tensor, y: Tensor) -> Tensor:
         places = self.places(torch.eye(4).repeat(4, 1))
-        scores = self.q_proj(places) @ self.k_proj(places).T
-        values = scores.softmax(1) @ self.v_proj(torch.zeros(16, 16))
+        query, key, value = self.by_letter.values()
+        scores = query(places) @ key(places).T
+        values = scores.softmax(1) @ value(torch.zeros(16, 16))
         return F.mse_loss(self.rest(x + values.mean(0)), y)
 
 
@@ -189,9 +190,11 @@ class Adapted(nn.Module):
         return added
 
 
-@pytest.mark.parametrize("projection", [nn.Linear, Adapted])
-def test_attention_over_values_that_are_alike_does_not_vanish(projection: type[nn.Module]) -> None:
-    assert incidents_of(Attention(projection)) == {}
+@pytest.mark.parametrize(
+    ("projection", "suffix"), [(nn.Linear, "proj"), (Adapted, "proj"), (nn.Linear, "content_proj")]
+)
+def test_attention_over_values_that_are_alike_does_not_vanish(projection: type[nn.Module], suffix: str) -> None:
+    assert incidents_of(Attention(projection, suffix)) == {}
 
 
 class Heads(Learner):

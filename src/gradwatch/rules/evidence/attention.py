@@ -8,19 +8,8 @@ import numpy as np
 
 from gradwatch.core.record import Layout, Sites
 
-QUERIES_AND_KEYS = {
-    "query": "key",
-    "q": "k",
-    "q_proj": "k_proj",
-    "to_q": "to_k",
-    "wq": "wk",
-    "q_lin": "k_lin",
-    "linear_q": "linear_k",
-    "query_proj": "key_proj",
-    "query_layer": "key_layer",
-    "add_q_proj": "add_k_proj",
-}
-"""What layers that make queries are called, and those beside them that make keys."""
+QUERIES_AND_KEYS = {"q": "k", "query": "key", "wq": "wk"}
+"""Words in the names of layers that make queries, and those in the names of the layers beside them that make keys."""
 
 
 @lru_cache(maxsize=8)
@@ -30,8 +19,8 @@ def makers_of_scores(layout: Layout) -> Sites:
     modules = {tuple(parts[:end]) for parts in names.values() for end in range(1, len(parts) + 1)}
     scores = set()
     for module in modules:
-        key = (*module[:-1], QUERIES_AND_KEYS.get(module[-1], ""))
-        if key in modules:
+        key = (*module[:-1], _key_of(module[-1]))
+        if key != module and key in modules:
             scores |= {module, key}
     found = [i for i, parts in names.items() if any(tuple(parts[:end]) in scores for end in range(1, len(parts) + 1))]
     return np.array(found, dtype=np.intp)
@@ -43,7 +32,12 @@ def queries_and_keys(layout: Layout) -> tuple[tuple[int, int], ...]:
     known, found = {layout.sites[i].name: int(i) for i in layout.layers}, []
     for name, query in known.items():
         parent, dot, last = name.rpartition(".")
-        key = known.get(f"{parent}{dot}{QUERIES_AND_KEYS.get(last, '')}")
+        key = known.get(f"{parent}{dot}{_key_of(last)}")
         if key is not None and key != query:
             found.append((query, key))
     return tuple(found)
+
+
+def _key_of(query: str) -> str:
+    """What a layer that makes keys is called beside one that makes queries: 'k_proj' for 'q_proj'."""
+    return "_".join(QUERIES_AND_KEYS.get(word, word) for word in query.split("_"))
