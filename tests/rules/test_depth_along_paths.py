@@ -525,6 +525,24 @@ def test_what_the_loss_hears_of_directly_is_its_side() -> None:
     assert not silent(judge_rows(Exploding(), history(shape("abcdefg", *chain, "g!")), [signals] * 4))
 
 
+def test_a_branch_is_not_judged_by_the_queries_at_its_end() -> None:
+    """As in the decoder of mBART at its start: the scores of an attention over values that are alike hardly matter."""
+    signals = {"signals": [1e5, 1e5, 1e5, 1, 1, 1e5, 1, 1e5]}
+
+    def judged(end: str) -> Any:
+        edges = ("ab", "bc", "cd", f"d{end}", f"{end}o", "xk", "ko", "o!")
+        return judge_rows(Exploding(), history(shape(f"abcd{end}xko", *edges)), [signals] * 4)
+
+    assert silent(judged("q"))
+    assert not silent(judged("p"))
+
+
+def test_a_model_of_which_queries_and_keys_alone_train() -> None:
+    """As with LoRA."""
+    made = history(layout(["a.q", "a.k", "b.q", "b.k"]))
+    assert silent(judge_rows(Exploding(), made, [{"signals": [1, 1e4, 1, 1]}] * 4))
+
+
 def test_branches_may_differ_in_scale() -> None:
     edges = ("ab", "bc", "cd", "xy", "yz", "zd")
     for factor, faulty in ((1e-5, False), (1e-6, True)):

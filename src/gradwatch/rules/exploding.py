@@ -13,6 +13,7 @@ from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
 from gradwatch.core.number_text import number_text
 from gradwatch.core.record import TOTAL, Layout, Mask
+from gradwatch.rules.evidence.attention import makers_of_scores
 from gradwatch.rules.evidence.baseline import first_and_last, first_and_last_loss, per_full_accumulation
 from gradwatch.rules.evidence.depth import (
     Profile,
@@ -189,6 +190,8 @@ class Exploding(CheckedRule):
         now = now.positive
         found = self._growth_along(layout, now, dex)
         if found is None:
+            # while an attention weighs all places alike, or all values are alike, its scores hardly matter
+            now = now.of(np.flatnonzero(~np.isin(now.sites, makers_of_scores(layout))))
             parts = [now.of(layers) for layers in paths(layout, now.sites).branches(2 * self.ends)]
             inside = (self._growth_along(layout, part, dex) for part in parts)
             found = max((growth for growth in inside if growth), key=lambda growth: growth.dex, default=None)

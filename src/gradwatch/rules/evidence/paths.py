@@ -93,7 +93,7 @@ class Paths:
         for i, before in enumerate(self.before):
             found = {origins[j] for j in before}
             origins[i] = i if not before else found.pop() if len(found) == 1 else -1
-        own = np.array(origins)
+        own = np.array(origins, dtype=np.intp)
         sizes = np.bincount(own[own >= 0])
         return [np.flatnonzero(own == i) for i in starts if sizes[i] >= least] if len(starts) > 1 else []
 
