@@ -127,10 +127,10 @@ def test_a_parameter_that_a_library_has_no_use_for_is_a_notice() -> None:
     warning, notice = judge_rows(Disconnected(), History(known), [{"codes": gone}] * 20)[19] or ()
     assert (warning.severity, warning.sites) == (Severity.WARNING, ("own.weight",))
     assert (notice.severity, notice.sites) == (Severity.NOTICE, ("wave.weight",))
-    assert notice.headline == "some has no use for it"
+    assert notice.headline == "some or the loss has no use for it"
     assert notice.message == (
         "Parameter wave.weight got no gradient in 20 steps, while others of the module did: some, whose parameter "
-        "it is, has no use for it."
+        "it is, has no use for it, or the loss has none."
     )
     assert notice.remedy == "an option of some that uses wave.weight, if that should train."
 

@@ -117,9 +117,9 @@ TEXTS = {
         "an option of {library} that uses layer {last}, if that should train.",
     ),
     "left_out_by": (
-        "{library} has no use for it",
+        "{library} or the loss has no use for it",
         "{All} got no gradient in {steps}, while others of the module did: {library}, whose {own}, has no use for "
-        "{them}.",
+        "{them}, or the loss has none.",
         "an option of {library} that uses {last}, if that should train.",
     ),
     "weighs_one": (
