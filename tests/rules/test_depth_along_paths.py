@@ -168,12 +168,12 @@ class Attention(Learner):
     def __init__(self, projection: Callable[[int, int], nn.Module] = nn.Linear, suffix: str = "proj") -> None:
         super().__init__()
         self.places, self.rest = nn.Linear(4, 16), mlp(16, 16, 1)
-        self.by_letter = nn.ModuleDict({f"{letter}_{suffix}": projection(16, 16) for letter in "qkv"})
+        self.projections = nn.ModuleDict({f"{word}_{suffix}": projection(16, 16) for word in ("q", "k", "v", "pos")})
 
     def objective(self, x: Tensor, y: Tensor) -> Tensor:
         places = self.places(torch.eye(4).repeat(4, 1))
-        query, key, value = self.by_letter.values()
-        scores = query(places) @ key(places).T
+        query, key, value, position = self.projections.values()
+        scores = query(places) @ (key(places) + position(torch.eye(16))).T
         values = scores.softmax(1) @ value(torch.zeros(16, 16))
         return F.mse_loss(self.rest(x + values.mean(0)), y)
 

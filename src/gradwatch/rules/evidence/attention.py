@@ -12,16 +12,18 @@ QUERIES_AND_KEYS = {"q": "k", "query": "key", "wq": "wk"}
 """Words in the names of layers that make queries, and those in the names of the layers beside them that make keys."""
 
 
+SCORES = {*QUERIES_AND_KEYS, *QUERIES_AND_KEYS.values(), "pos"}
+"""Words in the names of layers of which an attention makes its scores: "pos" of relative positions."""
+
+
 @lru_cache(maxsize=8)
 def makers_of_scores(layout: Layout) -> Sites:
-    """The layers that make queries and keys, or parts of them: adapters beside their weights, too."""
+    """The layers that make queries, keys and relative positions, or parts of them: adapters beside weights, too."""
     names = {int(i): layout.sites[i].name.split(".") for i in layout.layers}
     modules = {tuple(parts[:end]) for parts in names.values() for end in range(1, len(parts) + 1)}
-    scores = set()
-    for module in modules:
-        key = (*module[:-1], _key_of(module[-1]))
-        if key != module and key in modules:
-            scores |= {module, key}
+    pairs = {module: (*module[:-1], _key_of(module[-1])) for module in modules}
+    attentions = {query[:-1] for query, key in pairs.items() if key != query and key in modules}
+    scores = {module for module in modules if module[:-1] in attentions and SCORES & {*module[-1].split("_")}}
     found = [i for i, parts in names.items() if any(tuple(parts[:end]) in scores for end in range(1, len(parts) + 1))]
     return np.array(found, dtype=np.intp)
 
