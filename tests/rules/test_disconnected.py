@@ -165,10 +165,11 @@ def test_queries_of_a_library_without_effect_are_a_notice(queries: str) -> None:
     assert (found.severity, found.sites) == (Severity.NOTICE, ("dit.norm", queries))
     assert found.message == (
         f"The gradient of layers dit.norm, {queries} was exactly 0 at each of 20 steps, while others beside them had "
-        "one: most often some, whose layers they are, attends to a single token, of which a softmax is 1, or uses "
-        "nothing of what these queries find, as the last block of SD3 does."
+        "one: most often some, whose layers they are, attends to a single token, or to one that a mask leaves, of "
+        "which a softmax is 1; or it uses nothing of what these queries find, as the last block of SD3 does."
     )
-    assert found.remedy == f"more than one token to attend to, if layer {queries} should train; otherwise none."
+    end = f"if layer {queries} should train; otherwise none."
+    assert found.remedy == f"more than one token to attend to, in the mask too, {end}"
     assert only(judge_steps(Disconnected(), History(layout(names)), rows)[19]).severity == Severity.WARNING
 
 

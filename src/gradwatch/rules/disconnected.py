@@ -131,9 +131,9 @@ TEXTS = {
     "attends": (
         "its gradient was exactly 0 at each of {steps}",
         "The gradient of {all} was exactly 0 at each of {steps}, while others beside {them} had one: most often "
-        "{library}, whose {own}, attends to a single token, of which a softmax is 1, or uses nothing of what these "
-        "queries find, as the last block of SD3 does.",
-        "more than one token to attend to, if {kind} {last} should train; otherwise none.",
+        "{library}, whose {own}, attends to a single token, or to one that a mask leaves, of which a softmax is 1; or "
+        "it uses nothing of what these queries find, as the last block of SD3 does.",
+        "more than one token to attend to, in the mask too, if {kind} {last} should train; otherwise none.",
     ),
     "unreached": (
         "no gradient in {steps}",
