@@ -22,15 +22,12 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
     A partial sum is completed first, in a collective call.
     """
-    if not is_dtensor(tensor):
-        return tensor
     shard: Any = tensor
     with torch.no_grad():
         if is_partial(tensor):
             replicate = sys.modules["torch.distributed.tensor"].Replicate()
             shard = shard.redistribute(placements=[replicate if p.is_partial() else p for p in shard.placements])
-        part: Tensor = shard.to_local()
-    return part
+        return stored_part(shard)
 
 
 def is_partial(tensor: Tensor) -> bool:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradwatch.core.record import Floats, Layout
-from gradwatch.measure.dtensor import is_dtensor, local_tensor
+from gradwatch.measure.dtensor import is_dtensor, is_partial, local_tensor
 from gradwatch.measure.modules import MAX_TENSORS, ModuleReading, ModuleStatistic, OutputCallback
 from gradwatch.measure.modules.input_hooks import wants_gradient
 from gradwatch.measure.reductions import (
@@ -365,8 +365,7 @@ def _unwrapped(tensor: Tensor) -> Tensor | None:
     if isinstance(tensor, nn.Parameter):
         tensor = tensor.data
     elif is_dtensor(tensor):
-        placements = getattr(tensor, "placements")  # noqa: B009 (only DTensors have them)
-        if any(placement.is_partial() for placement in placements):
+        if is_partial(tensor):
             return None  # completing the sum takes a collective call
         tensor = local_tensor(tensor)
     if type(tensor) is Tensor and tensor.is_complex():
