@@ -28,7 +28,7 @@ from gradwatch.measure.layers import (
     main_device,
     structure_of,
 )
-from gradwatch.measure.optimizer_parameters import OptimizerParameters, missing_codes, parameters_of
+from gradwatch.measure.optimizer_parameters import OptimizerParameters, missing_codes
 from gradwatch.measure.optimizer_steps import weak_reference
 from gradwatch.measure.parameter_hooks import ParameterHooks
 from gradwatch.measure.reductions import ZEROS, norm_into
@@ -149,7 +149,7 @@ class GradientReader:
         for optimizer in optimizers:
             if self.current(optimizer) is not None:
                 continue
-            param_groups = parameters_of(optimizer)
+            param_groups = [list(group["params"]) for group in optimizer.param_groups]
             if any(id(parameter) not in self._place for parameter in chain(*param_groups)):
                 adopted += self.rescan()
             places = sorted({self._place[id(p)] for p in chain(*param_groups) if id(p) in self._place})

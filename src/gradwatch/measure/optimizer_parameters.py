@@ -232,11 +232,6 @@ def _as_written(parameters: list[nn.Parameter]) -> tuple[list[Tensor | None], li
         return gradients, [version_of(gradient) for gradient in gradients if gradient is not None]
 
 
-def parameters_of(optimizer: Any) -> list[list[nn.Parameter]]:
-    """All parameters, group by group."""
-    return [list(group["params"]) for group in optimizer.param_groups]
-
-
 def missing_codes(
     parameters: Sequence[nn.Parameter],
     all_parameters: Collection[OptimizerParameters],
@@ -261,23 +256,18 @@ def missing_codes(
 
 def _unlike_most(parameter: nn.Parameter, its_parameters: OptimizerParameters) -> int:
     """What there is of one without a gradient, or frozen."""
-    if parameter.grad is None:
+    gradient = parameter.grad
+    if gradient is None:
         code = NO_GRADIENT if parameter.requires_grad else FROZEN
         return LAZY if is_lazy(parameter) else code
-    left_over = not parameter.requires_grad and _is_left_over(parameter, its_parameters)
-    return FROZEN if left_over else MEASURED
+    if parameter.requires_grad or its_parameters.sharded or gradient.layout is not torch.strided:
+        return MEASURED
+    return MEASURED if gradient.any() else FROZEN  # `zero_grad(set_to_none=False)` leaves zeros
 
 
 def _has_norm(parameter: nn.Parameter) -> bool:
     """Whether torch has norms and differences of it; not of a lazy one."""
     return (parameter.dtype in WITH_NORM or parameter.is_complex()) and not is_lazy(parameter)
-
-
-def _is_left_over(parameter: nn.Parameter, its_parameters: OptimizerParameters) -> bool:
-    """Whether the gradient of a frozen one is only the zeros that `zero_grad(set_to_none=False)` left."""
-    if its_parameters.sharded or parameter.grad is None:
-        return False
-    return parameter.grad.layout is torch.strided and not parameter.grad.any()
 
 
 def _idle(parameter: nn.Parameter) -> int:
