@@ -211,7 +211,7 @@ class OptimizerParameters:
 
     def update_norms(self, buffer: DeviceBuffer) -> dict[str, Indices]:
         """Norms of how far the copied weights have moved since; the copies are let go."""
-        if self._updates is None or not self._updates.has_copies:
+        if self._updates is None:
             return {}
         with torch.no_grad():
             members = self._updates.compare(self.weights())

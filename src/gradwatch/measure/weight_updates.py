@@ -51,20 +51,13 @@ class UpdateNorms:
             return
         turn = self._turn
         self._turn = (turn + 1) % len(self._turns)
-        copies = self._copies_of_turn.get(turn)
         try:
-            has_copies = copies is not None and copies.make(weights)
-        except RuntimeError:
-            has_copies = False  # some have other shapes than last time
-        if copies is None or not has_copies:
+            copies = self._copies_of_turn[turn]
+            copies.make(weights)
+        except (KeyError, RuntimeError):  # none was made, or some have other shapes than last time
             copies = self._copies_of_turn[turn] = _WeightCopies(self._turns[turn], weights, buffer)
             copies.make(weights)
         self._current = copies
-
-    @property
-    def has_copies(self) -> bool:
-        """Whether there are copies."""
-        return self._current is not None
 
     def drop(self) -> None:
         """Free the copies."""
@@ -74,15 +67,15 @@ class UpdateNorms:
 
     def compare(self, weights: Sequence[Any]) -> list[int]:
         """Write the norms of the differences into the row `updates` and free the copies. Returns the index of the
-        weight of each slot, from the first on; empty where a weight has changed its shape.
+        weight of each slot, from the first on; empty where there are no copies, or a weight has changed its shape.
         """
-        copies = self._current
-        if copies is None:
+        if self._current is None:
             return []
         try:
-            return copies.members if copies.compare(weights) else []
+            self._current.compare(weights)
+            return self._current.members
         except RuntimeError:
-            return []  # weights of one shape before the step have several shapes now
+            return []
         finally:
             self.drop()
 
@@ -124,27 +117,25 @@ class _WeightCopies:
         """Factors that make norms of every k-th element estimates for whole tensors."""
         self._scaled = any(scale != 1.0 for scale in scales)
 
-    def make(self, weights: Sequence[Any]) -> bool:
-        """Copy the weights. Returns False, and makes no copy, where weights have changed their shapes."""
+    def make(self, weights: Sequence[Any]) -> None:
+        """Copy the weights. Raises RuntimeError, and makes no copy, where weights have changed their shapes."""
         if [weights[member].shape for member, _ in self._singles] != self._shapes:
-            return False
+            raise RuntimeError("the weights have other shapes than planned for")
         stacks = [torch.stack(choose(weights)) for choose in self._stacks]
         self._copies = stacks + _wide_copies(self._samples(weights))
-        return True
 
     def drop(self) -> None:
         self._copies = []
 
-    def compare(self, weights: Sequence[Any]) -> bool:
-        """Write the norms into the row `updates`. Returns False where a weight has changed its shape."""
+    def compare(self, weights: Sequence[Any]) -> None:
+        """Write the norms into the row `updates`. Raises RuntimeError where a weight has changed its shape."""
         before = self._copies
         after = [torch.stack(choose(weights)) for choose in self._stacks] + self._samples(weights)
         if [tensor.shape for tensor in after] != [tensor.shape for tensor in before]:
-            return False
+            raise RuntimeError("the weights have other shapes than before the step")
         count = len(self._stacks)
         stacks = [_difference(new, old) for new, old in zip(after[:count], before[:count], strict=True)]
         self._norms(stacks + _subtracted(before[count:], after[count:]))
-        return True
 
     def _norms(self, tensors: Sequence[Tensor]) -> None:
         out, count, slot = self._buffer["updates"], len(self._stacks), 0
