@@ -51,12 +51,9 @@ class DeviceBuffer:
     def __getitem__(self, row: str) -> Tensor:
         return self._rows[row]
 
-    def view(self, row: str, first: int | None = None) -> NDArray[np.float32 | np.float64] | None:
-        """A row's slots as they are now, or the `first` of them, to read and to mend; None where the host would have to
-        wait for a device.
-        """
-        view = self._views.get(row)
-        return view if view is None or first is None else view[:first]
+    def view(self, row: str) -> NDArray[np.float32 | np.float64] | None:
+        """A row's slots as they are now, to read and to mend; None where the host would have to wait for a device."""
+        return self._views.get(row)
 
     def send(self, rows: Iterable[str]) -> HostCopy:
         """Start the copy of `rows` to the host; they may be written again as soon as this returns."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import repeat
 from operator import attrgetter, is_, methodcaller
 from typing import Any
@@ -27,7 +26,7 @@ from gradwatch.core.record import (
 from gradwatch.measure.device_buffer import CLIP_CHECKS, DeviceBuffer, Indices
 from gradwatch.measure.dtensor import largest_part, local_tensor
 from gradwatch.measure.layers import REMOVED, is_lazy
-from gradwatch.measure.reductions import NORM, WITH_NORM, FloatLimits, Plan, Reduction, version_of
+from gradwatch.measure.reductions import NORM, WITH_NORM, Plan, Reduction, version_of
 from gradwatch.measure.site_values import Coverage
 from gradwatch.measure.stale_gradients import StaleGradientCheck
 from gradwatch.measure.weight_updates import UpdateNorms
@@ -81,7 +80,7 @@ class OptimizerParameters:
     """
     read_again: dict[str, Indices] = field(default_factory=dict)
     """Row -> slots of gradients that were read again, until what follows the step is read."""
-    _plans: dict[str, tuple[Plan, FloatLimits, Norms | None, Indices]] = field(default_factory=dict)
+    _plans: dict[str, tuple[Plan, Norms | None, Indices]] = field(default_factory=dict)
     _updates: UpdateNorms | None = None
     _clip_checks: tuple[int, ...] | None = None
     """As `clip_checks` gives them; None until asked for."""
@@ -188,13 +187,10 @@ class OptimizerParameters:
                 plan.run(tensors)
                 index = np.full(buffer.places, -1, dtype=np.intp)
                 index[[self.indices[member] for member in plan.positions]] = np.arange(len(plan.positions))
-                sizes = [0 if (one := tensors[member]) is None else one.numel() for member in plan.positions]
-                made = self._plans[row] = plan, FloatLimits(sizes), buffer.view(row, len(sizes)), index
-            plan, limits, norms, index = made
+                made = self._plans[row] = plan, buffer.view(row), index
+            plan, norms, index = made
             if reduction is NORM:
-                total = limits.recompute(
-                    norms, lambda slot: tensors[plan.positions[slot]], partial(plan.enlarged_norms, tensors)
-                )
+                total = plan.mend(tensors, norms)
                 if row == "grad_norm":
                     before, self._norm_sum = self._norm_sum, total
                     self.unusual = not before / UNUSUAL <= total <= before * UNUSUAL < np.inf

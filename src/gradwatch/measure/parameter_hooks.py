@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from threading import RLock
 from time import perf_counter
 
@@ -18,7 +18,7 @@ from gradwatch.measure.device_buffer import host_view
 from gradwatch.measure.devices import moved, widest_type
 from gradwatch.measure.dtensor import is_dtensor
 from gradwatch.measure.layers import is_lazy
-from gradwatch.measure.reductions import FloatLimits, Plan, exact_norm, is_vmapped, may_be_lost, norm_into
+from gradwatch.measure.reductions import Plan, exact_norm, is_vmapped, may_be_lost, norm_into
 
 
 class _DeviceSquares:
@@ -35,7 +35,7 @@ class _DeviceSquares:
         self.norms = torch.zeros(places, dtype=torch.float32, device=device)
         self.full = bytearray(places)
         self._together = torch.zeros(places, dtype=torch.float32, device=device)
-        self._plan: tuple[list[int], Plan, FloatLimits, Tensor] | None = None
+        self._plan: tuple[list[int], Plan, Tensor] | None = None
         """The parameters of the last pass, how they are reduced, and where their squares go."""
 
     @cached_property
@@ -62,26 +62,19 @@ class _DeviceSquares:
     @torch.no_grad()
     def add_pass(self, places: list[int], gradients: list[Tensor]) -> None:
         """Add the squares of `gradients`, those of the parameters at `places`."""
-        known = self._plan
-        if known is not None and known[0] == places:
-            try:
+        known = self._plan if self._plan is not None and self._plan[0] == places else None
+        try:
+            if known is not None:
                 known[1].run(gradients)
-            except (TypeError, RuntimeError):
-                known = None  # another shape, layout or type than last time
-        else:
-            known = None
+        except (TypeError, RuntimeError):
+            known = None  # another shape, layout or type than last time
         if known is None:
             plan = Plan(gradients, self._together)
             plan.run(gradients)
             index = torch.tensor([places[position] for position in plan.positions])
-            limits = FloatLimits([gradients[position].numel() for position in plan.positions])
-            known = self._plan = places, plan, limits, moved(index, self.squares.device)
-        _, plan, limits, index = known
-        limits.recompute(
-            host_view(self._together[: len(index)]),
-            lambda slot: gradients[plan.positions[slot]],
-            partial(plan.enlarged_norms, gradients),
-        )
+            known = self._plan = places, plan, moved(index, self.squares.device)
+        _, plan, index = known
+        plan.mend(gradients, host_view(self._together))
         self.squares.index_add_(0, index, self._together[: len(index)].to(self.wide).square_())
 
 

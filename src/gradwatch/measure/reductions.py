@@ -353,6 +353,8 @@ class Plan:
         if reduction is NORM and out.dtype is torch.float32:
             self._plain = [(i, slot) for i, slot in self._single if _is_plain(tensors[i], out)]
             self._single = [(i, slot) for i, slot in self._single if not _is_plain(tensors[i], out)]
+        self._safe = safe_norms([_there(tensors[i]).numel() for i in self.positions])
+        self._all_safe = float(self._safe.max(initial=0.0))
 
     def run(self, tensors: Sequence[Any]) -> None:
         """Reduce `tensors` into the first `len(positions)` slots."""
@@ -368,6 +370,21 @@ class Plan:
             torch.linalg.vector_norm(tensors[i], out=slot)
         for i, slot in self._single:
             self._reduction.one(tensors[i], slot)
+
+    def mend(self, tensors: Sequence[Any], norms: NDArray[np.floating[Any]] | None) -> float:
+        """Compute again what `run` has written for `tensors` and float32 cannot hold: infinite, zero and tiny norms.
+
+        `norms`: `out`, written in place; None where the host would have to wait for a device. Returns the sum of the
+        norms as float32 gave them, 0.0 where there is none.
+        """
+        if norms is None or not self.positions:
+            return 0.0
+        norms = norms[: len(self.positions)]
+        listed: list[float] = norms.tolist()  # min and max of a short list, faster than numpy's of a short array
+        if not (min(listed) >= self._all_safe and max(listed) < np.inf):  # so that NaN is looked at, too
+            tiny = partial(self.enlarged_norms, tensors)
+            recompute(norms, self._safe, lambda slot: tensors[self.positions[slot]], tiny)
+        return sum(listed)
 
     def enlarged_norms(self, tensors: Sequence[Any], slots: NDArray[np.intp]) -> NDArray[np.float64]:
         """The norms in `slots`, of numbers of which float32 squares may be lost: the tensors are enlarged first.
@@ -435,36 +452,26 @@ def _kind(tensor: Tensor) -> tuple[Any, ...]:
     return stackable, listable, tensor.dtype, tensor.device, tensor.shape if stackable else None
 
 
-class FloatLimits:
-    """The norms below which the float32 squares of each of a list of tensors may have underflowed."""
+def safe_norms(sizes: Sequence[int]) -> NDArray[np.float64]:
+    """The norms of tensors of so many elements under which their float32 squares may have underflowed."""
+    return np.sqrt([SAFE_SQUARE * size for size in sizes])
 
-    def __init__(self, sizes: list[int]) -> None:
-        """`sizes`: elements of each tensor."""
-        self._safe: NDArray[np.float64] = np.sqrt([SAFE_SQUARE * size for size in sizes])
-        self._all_safe = float(self._safe.max(initial=0.0))
 
-    def recompute(
-        self,
-        norms: NDArray[np.floating[Any]] | None,
-        tensor: Callable[[int], Tensor | None],
-        tiny: Callable[[NDArray[np.intp]], NDArray[np.float64]],
-    ) -> float:
-        """Compute again those of `norms` that float32 cannot hold: infinite, zero and tiny ones.
+def recompute(
+    norms: NDArray[np.floating[Any]],
+    safe: NDArray[np.float64],
+    tensor: Callable[[int], Tensor],
+    tiny: Callable[[NDArray[np.intp]], NDArray[np.float64]],
+) -> None:
+    """Compute again those of `norms` that float32 cannot hold: infinite ones, and those below `safe`.
 
-        `norms`: one for each tensor, written in place; None where the host would have to wait for a device. `tensor`:
-        gives the one at an index, whose norm is taken in float64; `tiny`: gives the norms at some indices together.
-        Returns the sum of the norms as float32 gave them, 0.0 where there is none.
-        """
-        if norms is None or not len(norms):
-            return 0.0
-        listed: list[float] = norms.tolist()  # min and max of a short list, faster than numpy's of a short array
-        if min(listed) >= self._all_safe and max(listed) < np.inf:
-            return sum(listed)
-        slots = np.flatnonzero((norms < self._safe) | (norms == np.inf))
-        small = slots[norms[slots] < np.inf]
-        if len(small):
-            norms[small] = tiny(small)
-        for slot in slots[norms[slots] == np.inf]:
-            with np.errstate(over="ignore"):  # beyond float32 it stays infinite
-                norms[slot] = on_host(exact_norm(_there(tensor(int(slot))).detach()))
-        return sum(listed)
+    `norms`: one for each tensor, written in place. `tensor`: gives the one at an index, whose norm is taken in float64;
+    `tiny`: gives the norms at some indices together.
+    """
+    slots = np.flatnonzero((norms < safe) | (norms == np.inf))
+    small = slots[norms[slots] < np.inf]
+    if len(small):
+        norms[small] = tiny(small)
+    for slot in slots[norms[slots] == np.inf].tolist():
+        with np.errstate(over="ignore"):  # beyond float32 it stays infinite
+            norms[slot] = on_host(exact_norm(tensor(slot).detach()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from gradwatch.measure.device_buffer import DeviceBuffer, on_host
 from gradwatch.measure.devices import moved
-from gradwatch.measure.reductions import ENLARGED, NARROW, NORM, SMALL, STACK, FloatLimits, Plan
+from gradwatch.measure.reductions import ENLARGED, NARROW, NORM, SMALL, STACK, Plan, recompute, safe_norms
 
 COPY_BYTES = 4 * 2**20
 """Bytes of weights copied on a sampled step for `update_ratio`; larger models copy some parameters at a time.
@@ -110,7 +111,7 @@ class _WeightCopies:
         self.members = [member for part in stacked for member in part] + [self._singles[i][0] for i in order]
         """Index of the weight of each slot."""
         counts = [weights[member].numel() for member in self.members[:first]] + [samples[i].numel() for i in order]
-        self._limits = FloatLimits(counts)
+        self._safe = safe_norms(counts)
         whole = [weights[member].numel() for member in self.members]
         scales = [(all_of / count) ** 0.5 if count else 1.0 for all_of, count in zip(whole, counts, strict=True)]
         self._scales = moved(torch.tensor(scales, dtype=buffer["updates"].dtype), buffer.device)
@@ -143,11 +144,13 @@ class _WeightCopies:
             NORM.rows(stack.view(len(stack), -1), out[slot : slot + len(stack)])
             slot += len(stack)
         self._plan.run(tensors[count:])
-        self._limits.recompute(
-            self._buffer.view("updates", len(self.members)),
-            lambda slot: self._tensor_of_slot(tensors, slot),
-            lambda slots: self._enlarged_norms(tensors, slots),
-        )
+        if (norms := self._buffer.view("updates")) is not None:
+            recompute(
+                norms[: len(self.members)],
+                self._safe,
+                partial(self._tensor_of_slot, tensors),
+                partial(self._enlarged_norms, tensors),
+            )
         if self._scaled:
             out[: len(self.members)].mul_(self._scales)
 
