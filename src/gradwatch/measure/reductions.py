@@ -119,11 +119,8 @@ def norm_into(tensor: Tensor, out: Tensor) -> None:
     float32 inside a chunk and float64 across chunks; the caller computes exact zeros, infinities and tiny results
     again with `exact_norm`.
     """
-    if tensor.dtype is torch.float32 and tensor.layout is torch.strided and 0 < tensor.numel() <= ONE_SUM:
-        if out.dtype is torch.float32 and out.device == tensor.device:
-            torch.linalg.vector_norm(tensor, out=out)
-        else:
-            out.copy_(torch.linalg.vector_norm(tensor), non_blocking=not out.is_cpu)
+    if out.dtype is torch.float32 and _is_plain(tensor, out):
+        torch.linalg.vector_norm(tensor, out=out)
         return
     values = dense_real(tensor)
     if values.numel() == 0:

@@ -210,7 +210,7 @@ class TensorTaps:
             # a hook would stay on it, and a parameter has a site of its own
             self._warn_once("leaf", "tap(..., %r): a leaf has its gradient in .grad; tap what is made of it", name)
             return None
-        if type(tensor) is Tensor and tensor.numel() and not (is_dense_real(tensor) or is_dense_real(_real(tensor))):
+        if type(tensor) is Tensor and tensor.numel() and not is_dense_real(_real(tensor)):
             return None  # a stand-in inside torch.func or a tracing
         number = self._number(name, tensor)
         if number is None:
