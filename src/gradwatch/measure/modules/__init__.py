@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
 from gradwatch.core.record import Floats, Layout
-from gradwatch.measure.modules.input_hooks import InputCallback
 
 MAX_TENSORS = 65_536
 """Outputs or backward signals measured in one step at most, which bounds the memory of a loop that never steps its
 optimizer. Judgement."""
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""The positional and the keyword arguments of a call."""
+
+InputCallback = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Arguments | None]
+"""Takes a module that is about to run, and its arguments; returns those to run it with, None for the same."""
 
 OutputCallback = Callable[[object, Iterable[Tensor]], None]
 """Takes the positional arguments and the output tensors of a call, before any in-place edit of them."""
@@ -42,7 +48,7 @@ class ModuleStatistic:
     """Changes when modules want other callbacks than they were given, or none; so does what trains."""
 
     def on_input(self, site: int, module: nn.Module) -> InputCallback | None:
-        """The callback for the arguments of each call of `module`; None to measure none."""
+        """The callback for each call of `module`; None to measure no input."""
         return None
 
     def on_output(self, site: int, module: nn.Module, kind: str) -> OutputCallback | None:

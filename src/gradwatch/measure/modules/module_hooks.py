@@ -13,12 +13,11 @@ from torch import Tensor, nn
 
 from gradwatch.core.record import Floats, Layout
 from gradwatch.hooks.graph_release import unprepared_calls
-from gradwatch.hooks.hook_set import HookCosts, HookSet, OutputHook, recorded
+from gradwatch.hooks.hook_set import HookCosts, HookSet, OutputHook, UncopiedHook, recorded
 from gradwatch.measure.device_buffer import HostCopy
 from gradwatch.measure.devices import moved
 from gradwatch.measure.layers import Layer
 from gradwatch.measure.modules import GradOutputCallback, ModuleReading, ModuleStatistic
-from gradwatch.measure.modules.input_hooks import InputCallback, register_input_hook
 
 
 @dataclass(slots=True, eq=False)
@@ -121,7 +120,7 @@ class ModuleHooks:
         output_hook = OutputHook(self._costs, outputs, full=full) if outputs or not kind else None
         on_grad_output = recorded(partial(_call_all, gradients), self._costs) if gradients else None
         inputs = [one.on_input(site, module) for one in self.statistics]
-        input_hooks = [recorded(on_input, self._costs) for on_input in inputs if on_input is not None]
+        input_hooks = [UncopiedHook(recorded(on_input, self._costs)) for on_input in inputs if on_input is not None]
         return _HooksOfModule(weakref.ref(module), site, output_hook, on_grad_output, input_hooks)
 
 
@@ -133,7 +132,7 @@ class _HooksOfModule:
     site: int
     output_hook: OutputHook | None
     on_grad_output: Callable[[_Sample, Tensor | None], None] | None
-    input_hooks: Sequence[InputCallback]
+    input_hooks: Sequence[UncopiedHook]
 
     def attach(self, module: nn.Module, sample: _Sample, hooks: HookSet) -> None:
         if (hook := self.output_hook) is not None:
@@ -141,8 +140,8 @@ class _HooksOfModule:
             # hooks on outputs outlive the step
             hook.on_grad_output = None if self.on_grad_output is None else partial(self.on_grad_output, sample)
             hooks.add(module.register_forward_hook(hook))
-        for on_input in self.input_hooks:
-            hooks.add(register_input_hook(module, on_input))
+        for input_hook in self.input_hooks:
+            hooks.add(module.register_forward_pre_hook(input_hook, with_kwargs=True))
 
 
 def _hookable(layers: Sequence[Layer], layout: Layout) -> Iterator[tuple[nn.Module, int, str]]:

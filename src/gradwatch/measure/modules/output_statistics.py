@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from gradwatch.core.record import Floats, Layout
 from gradwatch.measure.dtensor import is_dtensor, is_partial, local_tensor
 from gradwatch.measure.modules import MAX_TENSORS, ModuleReading, ModuleStatistic, OutputCallback
-from gradwatch.measure.modules.input_hooks import wants_gradient
+from gradwatch.measure.modules.hooked_views import wants_gradient
 from gradwatch.measure.reductions import (
     ONE_SUM,
     SAFE_SQUARE,

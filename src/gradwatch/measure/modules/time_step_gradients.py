@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -16,9 +15,16 @@ from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
 from gradwatch.core.record import Floats, Layout
 from gradwatch.hooks.graph_release import metadata_of, release_in_a_loop
-from gradwatch.hooks.hook_set import HookCosts, recorded, tensors_in
-from gradwatch.measure.modules import GradOutputCallback, ModuleReading, ModuleStatistic, OutputCallback
-from gradwatch.measure.modules.input_hooks import Arguments, InputCallback, is_hookable, view_with_hook
+from gradwatch.hooks.hook_set import HookCosts, hooks_disabled, recorded, tensors_in
+from gradwatch.measure.modules import (
+    Arguments,
+    GradOutputCallback,
+    InputCallback,
+    ModuleReading,
+    ModuleStatistic,
+    OutputCallback,
+)
+from gradwatch.measure.modules.hooked_views import is_hookable, view_with_hook
 from gradwatch.measure.reductions import joined, wide_norm, wide_type
 
 MAX_TIME_STEPS = 2**17
@@ -157,13 +163,14 @@ class TimeStepGradients(ModuleStatistic):
         return ModuleReading(tensors, lambda numbers: time_growths(layer_calls, numbers["time_steps"], len(layout)))
 
     def _sequence_callback(self, site: int, module: nn.Module) -> InputCallback:
-        there = weakref.ref(module)
         bidirectional, batch_first = _is_bidirectional(module), bool(getattr(module, "batch_first"))  # noqa: B009 (an RNNBase's)
 
-        def on_input(arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Arguments | None:
-            step, layer = self.step, there()
+        def on_input(layer: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Arguments | None:
+            if hooks_disabled:
+                return None
+            step = self.step
             # without anything to train, its output would not have required a gradient
-            trained = torch.is_grad_enabled() and layer is not None and any(p.requires_grad for p in layer.parameters())
+            trained = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in layer.parameters())
             given: Any = arguments[0] if arguments else keywords.get("input")
             packed = type(given) is PackedSequence
             sequence = given.data if packed else given
@@ -176,7 +183,7 @@ class TimeStepGradients(ModuleStatistic):
             view = view_with_hook(sequence, step.gradient_hook(site, call, norms), self.leaf)
             stand_in = PackedSequence(view, *given[1:]) if packed else view
             if arguments:
-                return (stand_in, *arguments[1:]), dict(keywords)
+                return (stand_in, *arguments[1:]), keywords
             return (), {**keywords, "input": stand_in}
 
         return on_input

@@ -1,39 +1,15 @@
-"""A hook on the arguments of a module, and views of tensors for one consumer whose gradient is observed."""
+"""Views of tensors for one consumer, whose gradient is observed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
-from gradwatch.hooks.hook_set import Uncopied, hooks_disabled, is_tracing
+from gradwatch.hooks.hook_set import is_tracing
 from gradwatch.measure.reductions import is_dense_real
-
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-
-InputCallback = Callable[[tuple[Any, ...], Mapping[str, Any]], Arguments | None]
-"""Takes the positional and keyword arguments of a call that is about to run; returns those to run it with, None for
-the same."""
-
-
-def register_input_hook(module: nn.Module, on_input: InputCallback) -> RemovableHandle:
-    """Call `on_input`, which raises nothing, before `module` runs."""
-    return module.register_forward_pre_hook(_InputHook(on_input), with_kwargs=True)
-
-
-class _InputHook(Uncopied):
-    """The hook of `register_input_hook`."""
-
-    __slots__ = ("on_input",)
-
-    def __init__(self, on_input: InputCallback) -> None:
-        self.on_input = on_input
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        return None if hooks_disabled else self.on_input(args, kwargs)
 
 
 def is_hookable(tensor: object) -> bool:
