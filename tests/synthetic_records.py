@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from gradwatch.core.block import Block
-from gradwatch.core.record import MEASURED, Codes, Floats, Layout, Record, has_numbers
+from gradwatch.core.record import MEASURED, Codes, Floats, Layout, Record
 
 
 def record_at(
@@ -22,7 +22,7 @@ def record_at(
 ) -> Record:
     """The record of `step`: what of `values` has a number was measured, and so was a gradient norm that is NaN."""
     codes = np.zeros(len(layout), dtype=np.int8) if codes is None else codes
-    fresh = {name for name, row in values.items() if name != "grad_norm" and has_numbers(row)}
+    fresh = {name for name, row in values.items() if name != "grad_norm" and not np.isnan(row).all()}
     if "grad_norm" in values and (codes == MEASURED).any():
         fresh.add("grad_norm")
     place = step if axis is None else axis
@@ -31,7 +31,7 @@ def record_at(
 
 def block_of(records: Sequence[Record]) -> Block:
     """`records`, at least one and all of one layout, as a block."""
-    layout = records[0].layout
+    layout, nowhere = records[0].layout, np.full(len(records[0].layout), np.nan)
     names = list(dict.fromkeys(name for record in records for name in record.values))
     numbers = list(dict.fromkeys(name for record in records for name in record.scalars))
     return Block(
@@ -39,7 +39,7 @@ def block_of(records: Sequence[Record]) -> Block:
         np.array([record.step for record in records], dtype=np.int64),
         np.array([record.axis for record in records], dtype=np.int64),
         np.array([record.optimizer for record in records], dtype=np.int64),
-        {name: np.stack([record.values.get(name, layout.nan_row) for record in records]) for name in names},
+        {name: np.stack([record.values.get(name, nowhere) for record in records]) for name in names},
         {name: np.array([record.scalars.get(name, np.nan) for record in records]) for name in numbers},
         np.stack([record.codes for record in records]),
         {name: np.array([name in record.fresh for record in records]) for name in names},

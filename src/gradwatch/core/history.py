@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from gradwatch.core.block import AFTER_STEP, Block
 from gradwatch.core.layer_graph import LayerGraph, topological_order
 from gradwatch.core.measured_rows import MeasuredRows
-from gradwatch.core.record import MEASURED, NOT_SAMPLED, Floats, Layout, Mask, Record, Sites, has_numbers
+from gradwatch.core.record import MEASURED, NOT_SAMPLED, Floats, Layout, Mask, Record, Sites
 
 T = TypeVar("T", bound=np.generic)
 
@@ -92,7 +92,8 @@ class History:
     def __getitem__(self, position: int) -> Record:
         row = self._row(position)
         (record,) = self._block(slice(row, row + 1)).records()
-        values = {name: record.values.get(name, self.layout.nan_row) for name in self._columns if self.has(name)}
+        nowhere = np.broadcast_to(np.nan, len(self.layout))
+        values = {name: record.values.get(name, nowhere) for name in self._columns if self.has(name)}
         return replace(record, values=values)
 
     def until(self, position: int) -> History:
@@ -291,7 +292,7 @@ class History:
         for name, numbers in values.items():
             if name not in self._columns:
                 self._columns[name] = MeasuredRows(len(self.layout))
-            column, known = self._columns[name], has_numbers(numbers)
+            column, known = self._columns[name], not np.isnan(numbers).all()
             if not column.replace_last(self._count, numbers) and known:
                 column.extend(np.array([self._count]), numbers[None], most=self._most_rows)
             if known:

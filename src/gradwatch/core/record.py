@@ -29,12 +29,6 @@ ROOT = "(root)"
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"})
 
 
-def has_numbers(numbers: Floats) -> bool:
-    """Whether `numbers`, shape [sites], holds any number that is not NaN."""
-    # mostly the total is a number, and checking it takes a hundredth of the time
-    return bool(numbers[0] == numbers[0]) or not bool(np.isnan(numbers).all())
-
-
 def as_float32(numbers: NDArray[np.floating[Any]]) -> NDArray[np.float32]:
     """`numbers` rounded to float32. Finite numbers never become 0 or infinite, which rules report as faults: those
     beyond the range of float32 become its smallest or largest number.
@@ -155,8 +149,6 @@ class Layout:
     """Site indices of the activations, modules without parameters whose outputs are measured, in model order."""
     taps: NDArray[np.intp] = field(init=False)
     """Site indices of the tapped tensors, in the order in which they were first tapped."""
-    nan_row: Floats = field(init=False)
-    """NaN for every site, shape [sites]: the values of a statistic that was not measured. Read-only."""
     parameter_starts: NDArray[np.intp] | None = field(init=False)
     """Index of each layer's first parameter among `parameters`, if the sites are ordered: total, layers, parameters
     layer by layer, then all others. None where parameters were appended later."""
@@ -168,8 +160,6 @@ class Layout:
         of_kind = {kind: np.array(places, dtype=np.intp) for kind, places in found.items()}
         layers, parameters = of_kind["layer"], of_kind["parameter"]
         owners = np.array([self.sites[i].layer for i in found["parameter"]], dtype=np.intp)
-        nan_row = np.full(len(self.sites), np.nan)
-        nan_row.flags.writeable = False
         trained = np.concatenate([layers, parameters])
         in_order = bool(np.all(trained == np.arange(1, 1 + len(trained))))
         by_layer = in_order and bool(np.all(np.diff(owners) >= 0))
@@ -181,7 +171,6 @@ class Layout:
             "owners": owners,
             "activations": of_kind["activation"],
             "taps": of_kind["tap"],
-            "nan_row": nan_row,
             "parameter_starts": starts if by_layer and len(starts) == len(layers) > 0 else None,
         }
         for name, value in derived.items():
