@@ -202,7 +202,7 @@ def is_compiled(path: str, module: nn.Module) -> bool:
     """Whether `module` is compiled: by `torch.compile`, by `module.compile()`, or by Lightning, which replaces the
     methods of a compiled LightningModule.
     """
-    if path.endswith("_orig_mod") and path.rpartition(".")[2] == "_orig_mod":
+    if path.rpartition(".")[2] == "_orig_mod":
         return True
     own = vars(module)
     if own.get("_compiled_call_impl") is not None:
@@ -264,7 +264,8 @@ def layout_of(
 
     Sites of `before` keep their indices; a tapped tensor with the name of a new site gets a number behind its name.
     """
-    known = before.sites if before and len(before) else (Site(TOTAL, "total", "", 0, 0, ""),)
+    before = before or Layout(())
+    known = before.sites or (Site(TOTAL, "total", "", 0, 0, ""),)
     # a layer may be called "total", too, and a new site as a tap is
     sites: dict[object, Site] = {
         (site.kind, site.name) if site.kind in ("total", "tap") else site.name: site for site in known
@@ -289,9 +290,8 @@ def layout_of(
         if site.kind == "tap":
             sites[key] = site._replace(name=unique_name(site.name, taken))
             taken.add(sites[key].name)
-    order, edges = (before.order, before.edges) if before else ((), None)
-    modules = modules or (before.modules if before else frozenset())
-    return Layout(tuple(sites.values()), order, modules, edges, partial=partial, libraries=libraries or {})
+    every = tuple(sites.values())
+    return Layout(every, before.order, modules, before.edges, partial=partial, libraries=libraries or {})
 
 
 @cache
