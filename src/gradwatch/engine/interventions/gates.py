@@ -34,8 +34,8 @@ class GateDecision:
     """The optimizer's steps before it."""
     run_step: int
     """Its number in the run: `Record.step`."""
-    refused: bool | None
-    """None if only the device knows; then it is in `host_copy`."""
+    skips: bool
+    """Whether the host knows that the gate keeps the step from being taken."""
     by_scaler: bool
     """Whether the fp16 scaler skips the step by itself."""
     host_copy: HostCopy | None
@@ -45,11 +45,6 @@ class GateDecision:
     def decided(self) -> bool:
         """Whether the step was refused; valid once `host_copy` is done."""
         return self.host_copy is not None and bool(self.host_copy.wait()["refused"][0])
-
-    @property
-    def skips(self) -> bool:
-        """Whether the host knows that the gate keeps the step from being taken."""
-        return bool(self.refused) and not self.active.dry and not self.by_scaler
 
 
 class Gates:
@@ -117,14 +112,15 @@ class Gates:
                 self.skipped_step.set_found_inf(optimizer, refused)
             if not dry:
                 self.batchnorm.restore(refused)
-            return GateDecision(active, optimizer_number, step, run_step, None, scaled, HostCopy(sent))
+            return GateDecision(active, optimizer_number, step, run_step, False, scaled, HostCopy(sent))
         known = bool(HostCopy({"refused": sent["refused"]}).wait()["refused"][0])
+        skips = known and not (dry or scaled)
         if known and not dry:
             self.batchnorm.restore(None)
-            if not scaled:
-                self.skipped_step.remove_gradients(optimizer)
+        if skips:
+            self.skipped_step.remove_gradients(optimizer)
         host_copy = HostCopy(sent) if known else None
-        return GateDecision(active, optimizer_number, step, run_step, known, scaled, host_copy)
+        return GateDecision(active, optimizer_number, step, run_step, skips, scaled, host_copy)
 
     def landed(self, decisions: Sequence[GateDecision]) -> None:
         """The decisions on a step are on the host: count them, log them, and end the training if a gate asks for it."""
