@@ -154,7 +154,7 @@ class HostCopy:
         """`tensors`: 0-d or 1-d, on one device. They may be written again as soon as this returns."""
         self._numbers: dict[str, Floats] | None = None
         self._copies: dict[str, Tensor | NDArray[Any]] | None = None
-        self._landed = False
+        self._landed = True
         on = {tensor.device for tensor in tensors.values() if isinstance(tensor, Tensor)}
         if not any(map(devices.is_asynchronous, on)):
             # what else numpy has to do with them can wait until some are opened together (measured: 40 us a step)
@@ -163,13 +163,14 @@ class HostCopy:
         flat = {name: torch.as_tensor(tensor).detach().reshape(-1) for name, tensor in tensors.items()}
         self._lengths = {name: len(tensor) for name, tensor in flat.items()}
         self._host, self._event = _packed(list(flat.values()))
+        self._landed = False
 
     @property
     def done(self) -> bool:
-        if self._copies is None and self._numbers is None and not self._landed:
+        if not self._landed:
             # an event that is asked for during a capture ends it
             self._landed = not is_capturing() and self._event.query()
-        return self._copies is not None or self._numbers is not None or self._landed
+        return self._landed
 
     def wait(self) -> dict[str, Floats]:
         """The numbers by name, in the shapes that they had, from an accelerator 1-d; waits for the copy if it has not
@@ -179,6 +180,7 @@ class HostCopy:
             self._numbers, self._copies = {name: on_host(copy) for name, copy in self._copies.items()}, None
         if self._numbers is None:
             self._event.synchronize()
+            self._landed = True
             places = np.cumsum(list(self._lengths.values()))[:-1]
             parts = np.split(self._host.numpy().astype(np.float64), places)
             self._numbers = dict(zip(self._lengths, parts, strict=True))
