@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from gradwatch.core.block import Block
 from gradwatch.core.record import MEASURED, Floats, Mask
+from gradwatch.core.training_loop import TrainingMode
 from gradwatch.engine.diagnosis import Diagnosis
 from gradwatch.engine.interventions.runtime import InterventionRuntime
 from gradwatch.engine.step import StepState
@@ -36,12 +37,11 @@ class BlockBuilder:
     """
 
     def __init__(
-        self, diagnosis: Diagnosis, interventions: InterventionRuntime, source: NonfiniteSource, clip_norm: float | None
+        self, diagnosis: Diagnosis, interventions: InterventionRuntime, source: NonfiniteSource, mode: TrainingMode
     ) -> None:
-        """`clip_norm`: as `TrainingMode` has it."""
         self.noise = NoiseScale()
         self._diagnosis, self._interventions, self._source = diagnosis, interventions, source
-        self._clip_norm = clip_norm
+        self._mode = mode
         self._finite_until = -1
         """The last step whose gradients were measured and finite."""
         self._suspected_scale = 0.0
@@ -129,7 +129,7 @@ class BlockBuilder:
             scalars["closures"] = float(step.evaluations)
         elif "grad_norm_clipped" in values:
             after = values["grad_norm_clipped"]
-            by_norm = self._clip_norm is not None and used is None and step.info.scale is None
+            by_norm = self._mode.clip_norm is not None and used is None and step.info.scale is None
             if not step.changed or (by_norm and step.parameters.clip_checks()):
                 with np.errstate(invalid="ignore"):
                     expected = before * self._clip_factors(before[0]) if step.changed else before
@@ -146,7 +146,8 @@ class BlockBuilder:
 
     def _clip_factors(self, totals: Any) -> Any:
         """What `torch.nn.utils.clip_grad_norm_` multiplies gradients of these total norms with."""
-        return 1.0 if self._clip_norm is None else np.minimum(1.0, self._clip_norm / (totals + 1e-6))
+        limit = self._mode.clip_norm
+        return 1.0 if limit is None else np.minimum(1.0, limit / (totals + 1e-6))
 
     def _clipped_by_norm(self, steps: Sequence[StepState], grad_norm: Floats) -> tuple[Floats, Mask]:
         """The norms after clipping by the total, of rows `grad_norm`, shape [rows, sites]: NaN where the gradients that
@@ -213,7 +214,7 @@ class BlockBuilder:
     def _noise_scale(self, step: StepState, total: float) -> dict[str, float]:
         """The gradient noise scale and its standard error, examples; see `noise`."""
         scalars = step.scalars
-        parts, examples = step.passes * step.ranks, int(scalars.get("examples", 0))
+        parts, examples = step.passes * self._mode.ranks, int(scalars.get("examples", 0))
         if parts < 2 or not examples:
             return {}
         micro = float(np.nansum(np.square(step.reading.per_parameter("arrived"))))

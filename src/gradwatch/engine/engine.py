@@ -106,7 +106,7 @@ class Engine:
         )
         self._run = Run(self.diagnosis.history.layout, "")
         self.source = NonfiniteSource(mode)
-        self.blocks = BlockBuilder(self.diagnosis, self.interventions, self.source, mode.clip_norm)
+        self.blocks = BlockBuilder(self.diagnosis, self.interventions, self.source, mode)
         self._model: nn.Module | None = model
         self._reader: GradientReader | None = None
         self._samples = SampledStep(options.signals, options.activations)

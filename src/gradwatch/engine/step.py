@@ -35,8 +35,6 @@ class StepState:
     """Steps of all optimizers before this one, the same number on every rank."""
     passes: int
     """Backward passes of the step; 0 where unknown."""
-    ranks: int
-    """Ranks over which the gradient is averaged."""
     sampled: bool
     info: StepInfo
     scalars: dict[str, float]
@@ -167,7 +165,6 @@ def read(
         index=index,
         step_count=source.step_count - 1,
         passes=source.passes,
-        ranks=source.ranks,
         sampled=samples is not None,
         info=info,
         scalars=scalars,

@@ -39,7 +39,6 @@ class NonfiniteSource:
         self.passes = 0
         """Backward passes that led to the present step; 0 where that is not known or does not matter."""
         self._micro = 0
-        self.ranks = mode.ranks
         self._accumulates = mode.accumulate > 1
         self.alarmed = False
         """Whether the last backward pass had a gradient that is not finite, as far as the hooks know at once."""
