@@ -42,9 +42,6 @@ class NoiseScale:
         self._samples: deque[tuple[float, float]] = deque(maxlen=MAX_SAMPLES)
         """S and G2 of each sampled step."""
 
-    def __len__(self) -> int:
-        return len(self._samples)
-
     def add(self, small: float, big: float, parts: int, examples: float, *, known: int | None = None) -> None:
         """Add a sampled step: `small` is the mean squared norm of a micro-batch's gradient, `big` of the whole step's.
 
