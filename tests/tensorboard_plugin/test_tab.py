@@ -602,7 +602,8 @@ def test_the_tab_and_the_reports_agree_on_a_run(
     for step, loss in enumerate(losses):
         of_loss = {} if loss is None else {"loss_nan": 1.0} if math.isnan(loss) else {"loss": loss}
         record = record_of(layout, step, [1.0], **of_loss)
-        levels.extend(block_of([record]))
+        block = block_of([record])
+        levels.add(block.scalars, block.optimizers)
         feed(sink, record)
     if ended:
         sink.close(Verdict((), len(losses), 1, 0.01, {}, loss=levels.levels))
@@ -629,7 +630,8 @@ def test_the_tab_and_the_reports_agree_on_a_run_that_went_on(tmp_path: Path, unh
         levels = LossLevels()
         for step in range(60 * (session - 1), 60 * session):
             record = record_of(layout, step, [1.0], loss=max(0.1, 1.0 - step / 50))
-            levels.extend(block_of([record]))
+            block = block_of([record])
+            levels.add(block.scalars, block.optimizers)
             feed(sink, record)
         found = (error,) if session == unhealthy else ()
         for alert in found:

@@ -9,7 +9,6 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
-from gradwatch.core.block import Block
 from gradwatch.core.number_text import number_text
 from gradwatch.core.record import Floats, Mask
 
@@ -67,9 +66,6 @@ class LossLevels:
         self._last: list[float] = []
         self._steps = 0
         self._several = self._ended_nonfinite = False
-
-    def extend(self, block: Block) -> None:
-        self.add(block.scalars, block.optimizers)
 
     def add(self, numbers: Mapping[str, Floats], optimizers: NDArray[np.int64]) -> None:
         """`numbers`: of whole steps, by name, as a block has them: shape [k]; `optimizers`: of each."""

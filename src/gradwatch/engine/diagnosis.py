@@ -155,7 +155,7 @@ class Diagnosis:
     def judge(self, block: Block) -> None:
         """Add the rows of `block` to the history, and judge them in their order."""
         self.history.extend(block)
-        self._losses.extend(block)
+        self._losses.add(block.scalars, block.optimizers)
         self._judged = block
         measured = (block.codes == MEASURED).any(axis=0)
         more = len(measured) - len(self._reached)

@@ -66,7 +66,7 @@ class Outcome:
         self.steps += len(block)
         self.extent = (self.extent or (int(block.steps[0]), 0))[0], int(block.steps[-1])
         self.layers = len(block.layout.layers)
-        self.losses.extend(block)
+        self.losses.add(block.scalars, block.optimizers)
         overhead = block.scalars.get("overhead", np.empty(0))
         known = overhead[~np.isnan(overhead)]
         self._overhead = float(known[-1]) if len(known) else self._overhead
