@@ -347,7 +347,7 @@ class Engine:
             except Exception as error:
                 self.fail(error)
         if self.interventions.pending and self._reader is not None:
-            index = None if self.failed else self._optimizers.last_index(optimizer)
+            index = None if self.failed else max(0, self._optimizers.steps_of(optimizer) - 1)
             self.interventions.act_unrecorded(
                 optimizer, index, info, self.source.passes, reader=self._reader, pending_actions=self.queue.pending
             )
@@ -516,7 +516,7 @@ class Engine:
                 self._overtaken.discard(id(optimizer))
                 self._late.add(id(optimizer))
                 self._interrupted("watch.step of another optimizer")
-            elif self._reader is not None and not self._optimizers.has_begun(optimizer):
+            elif self._reader is not None and not self._optimizers.steps_of(optimizer):
                 self._reader.steps_unreported(optimizer)
             return
         if self.replay.devices and is_capturing():

@@ -25,9 +25,9 @@ class OptimizerSteps:
         self.before_step = weakref.WeakMethod(before_step)
         self.after_step = weakref.WeakMethod(after_step)
         self._hooks = HookSet()
-        self._known: dict[int, Callable[[], Any]] = {}
-        """They are not kept alive: one that was replaced goes, with all that it remembers of each parameter."""
-        self._numbers: dict[int, int] = {}
+        self._known: dict[int, tuple[Callable[[], Any], int]] = {}
+        """By identity, and the number of each. They are not kept alive: one that was replaced goes, with all that it
+        remembers of each parameter."""
         self.calling_hooks: set[int] = set()
         """Identities of those whose hooks were called: wrappers, and what is no torch optimizer, may call none."""
         self.ignored: set[int] = set()
@@ -48,23 +48,22 @@ class OptimizerSteps:
 
     def __contains__(self, optimizer: Any) -> bool:
         known = self._known.get(id(optimizer))
-        return known is not None and known() is optimizer
+        return known is not None and known[0]() is optimizer
 
     def __iter__(self) -> Iterator[Any]:
-        return (optimizer for known in tuple(self._known.values()) if (optimizer := known()) is not None)
+        return (optimizer for known, _ in tuple(self._known.values()) if (optimizer := known()) is not None)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
     def add(self, *optimizers: Any) -> None:
         this = weakref.ref(self)
-        for gone in [number for number, known in self._known.items() if known() is None]:
-            del self._known[gone], self._numbers[gone]
+        for gone in [identity for identity, (known, _) in self._known.items() if known() is None]:
+            del self._known[gone]
             self.calling_hooks.discard(gone)
             self.ignored.discard(gone)
         for optimizer in optimizers:
-            self._known[id(optimizer)] = weak_reference(optimizer)
-            self._numbers[id(optimizer)] = self._count
+            self._known[id(optimizer)] = weak_reference(optimizer), self._count
             self._count += 1
             for name, hook in (("register_step_pre_hook", _entering), ("register_step_post_hook", _leaving)):
                 # what was made by hand may lack what its class says it has
@@ -78,14 +77,14 @@ class OptimizerSteps:
         None where a closure is evaluated again inside the same step (LBFGS).
         """
         known = self._known.get(id(optimizer))
-        if known is None or known() is not optimizer:
+        if known is None or known[0]() is not optimizer:
             if isinstance(optimizer, LBFGS):
                 self.inside = optimizer  # it was not known when it went in
             self.add(optimizer)
         again, self.evaluated = self.inside is optimizer and self.evaluated, self.inside is optimizer
         if again:
             return None
-        number = self._numbers[id(optimizer)]
+        _, number = self._known[id(optimizer)]
         if number >= len(self.begun):
             self.begun += [0] * (number + 1 - len(self.begun))
         index = self.begun[number]
@@ -124,19 +123,14 @@ class OptimizerSteps:
         self._turns = {number: (steps, after) for number, steps, after in turns}
         self.begun, self._latest, self._in_a_row = begun, latest, in_a_row
 
-    def has_begun(self, optimizer: Any) -> bool:
-        """Whether `optimizer` has begun a step."""
-        number = self._numbers.get(id(optimizer), len(self.begun))
-        return number < len(self.begun) and self.begun[number] > 0
-
-    def last_index(self, optimizer: Any) -> int:
-        """The steps that `optimizer` had begun before its latest."""
-        number = self._numbers.get(id(optimizer), -1)
-        return self.begun[number] - 1 if 0 <= number < len(self.begun) else 0
+    def steps_of(self, optimizer: Any) -> int:
+        """The steps that `optimizer` has begun."""
+        _, number = self._known.get(id(optimizer), (None, len(self.begun)))
+        return self.begun[number] if number < len(self.begun) else 0
 
     def ends_unseen(self, optimizer: Any) -> bool:
         """Whether nothing says when `optimizer` steps: it has begun several, and called no hook."""
-        return id(optimizer) not in self.calling_hooks and self.last_index(optimizer) > 0
+        return id(optimizer) not in self.calling_hooks and self.steps_of(optimizer) > 1
 
     def ignore(self, optimizer: Any) -> None:
         """From now on `optimizer` is as one that calls no hooks: it steps before its steps are begun here."""
