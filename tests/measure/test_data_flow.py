@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gradwatch.core.layer_graph import LayerGraph, merge_edges, nearest_predecessors, topological_order
 from gradwatch.core.record import Layout
+from gradwatch.measure.modules import data_flow
 from gradwatch.measure.modules.data_flow import DataFlow
 from gradwatch.watch import Watch
 
@@ -297,8 +298,9 @@ def test_an_order_that_alternates_keeps_what_came_first() -> None:
     assert edges(reads(net, steps=3)) == {"a>b"}
 
 
-def test_it_gives_up_looking_after_some_steps() -> None:
-    flow, net = DataFlow(walks=1), Net(lambda m, x: m.b(m.a(x)), **linears("ab"))
+def test_it_gives_up_looking_after_some_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data_flow, "MAX_WALKS", 1)
+    flow, net = DataFlow(), Net(lambda m, x: m.b(m.a(x)), **linears("ab"))
     gave = flow.on_output(1, net.a, "")
     assert gave is not None
     gave((), (net.a(torch.randn(3, 4)),))
@@ -309,8 +311,9 @@ def test_it_gives_up_looking_after_some_steps() -> None:
     assert not taps(flow, net)[0]
 
 
-def test_a_graph_without_bounds_is_left_alone() -> None:
-    flow = DataFlow(nodes=50)
+def test_a_graph_without_bounds_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data_flow, "MAX_NODES", 50)
+    flow = DataFlow()
     walked(flow, Net(lambda m, x: m.b(sum((m.a(x) for _ in range(60)), x)), **linears("ab")), torch.randn(3, 4))
     flow.collect(Layout(()))
     assert flow.edges is None

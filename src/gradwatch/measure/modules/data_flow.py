@@ -60,9 +60,7 @@ class DataFlow(ModuleStatistic):
     A layer that runs several times keeps the edges of its first call, and those of later calls that close no cycle.
     """
 
-    def __init__(self, *, nodes: int = MAX_NODES, walks: int = MAX_WALKS) -> None:
-        """`nodes`: visited in one step at most; `walks`: steps whose graph is walked, at most."""
-        self._nodes, self._max_walks = nodes, walks
+    def __init__(self) -> None:
         self._graph = LayerGraph()
         self._traced: set[int] = set()
         self._number_traced = 0
@@ -72,7 +70,7 @@ class DataFlow(ModuleStatistic):
         self._unknowable = False
         self.edges: tuple[Edge, ...] | None = None
         """Those found up to the last `collect`; None where they cannot be found, or no layer has run."""
-        self.walk = _GraphWalk(self._graph, self._traced, nodes)
+        self.walk = _GraphWalk(self._graph, self._traced, MAX_NODES)
 
     def on_output(self, site: int, module: nn.Module, kind: str) -> OutputCallback | None:
         if kind or self._unknowable:
@@ -96,11 +94,11 @@ class DataFlow(ModuleStatistic):
             self._walks += bool(self._traced)
             self._unknowable |= walk.ran_in_backward or walk.nodes_left <= 0
             self.edges = None if self._unknowable or not self._traced else self._graph.edges
-        self._due = not self._traced or (walk.new_layer_ran and self._walks < self._max_walks)
+        self._due = not self._traced or (walk.new_layer_ran and self._walks < MAX_WALKS)
         self._number_traced = len(self._traced)
         if (due, unknowable, traced) != (self._due, self._unknowable, self._number_traced):
             self.version += 1
-        self.walk = _GraphWalk(self._graph, self._traced, self._nodes)
+        self.walk = _GraphWalk(self._graph, self._traced, MAX_NODES)
 
     def _trace(self, site: int, arguments: object, tensors: Iterable[Tensor]) -> None:
         """The layer `site` has run."""
