@@ -25,10 +25,9 @@ class FrozenWeights(ModuleStatistic):
     """Reads the weights of each frozen layer when it first runs on a sampled step."""
 
     def __init__(self) -> None:
-        self._parameters: list[tuple[int, str, int]] = []
-        """Site of the layer, name of the parameter in it, and number of its elements."""
-        self._norms: list[Tensor] = []
-        self._largest: list[Tensor] = []
+        self._read: list[tuple[Tensor, Tensor, tuple[int, str, int]]] = []
+        """Norm and largest magnitude, 0-d; site of the layer, name of the parameter in it, and number of its elements.
+        """
         self._known: set[int] = set()
 
     def on_output(self, site: int, module: nn.Module, kind: str) -> OutputCallback | None:
@@ -48,17 +47,17 @@ class FrozenWeights(ModuleStatistic):
                 self.version += 1
                 for name, parameter in module._parameters.items():
                     if parameter is not None and is_dense_real(parameter.data) and parameter.numel():
-                        self._norms.append(wide_norm(parameter.detach()))
-                        self._largest.append(torch.linalg.vector_norm(parameter.detach(), inf))
-                        self._parameters.append((site, name, parameter.numel()))
+                        weights = parameter.detach()
+                        largest = torch.linalg.vector_norm(weights, inf)
+                        self._read.append((wide_norm(weights), largest, (site, name, weights.numel())))
 
         return on_output
 
     def collect(self, layout: Layout) -> ModuleReading | None:
-        norms, largest, parameters = self._norms, self._largest, self._parameters
-        self._norms, self._largest, self._parameters = [], [], []
-        if not norms:
+        if not self._read:
             return None
+        norms, largest, parameters = zip(*self._read, strict=True)
+        self._read = []
         tensors = {"frozen_norms": gathered(norms), "frozen_largest": gathered(largest)}
         return ModuleReading(tensors, partial(_by_parameter, layout, parameters))
 
