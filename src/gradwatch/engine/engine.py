@@ -32,7 +32,7 @@ from gradwatch.measure.device_buffer import ROWS
 from gradwatch.measure.devices import wait_for
 from gradwatch.measure.gradient_reader import GradientReader
 from gradwatch.measure.layers import find_layers, is_lazy
-from gradwatch.measure.modules.sampled_step import SampledStep
+from gradwatch.measure.modules.sampled_step import FULL_HOOKS_REFUSED, SampledStep
 from gradwatch.measure.noise_scale import NoiseScale
 from gradwatch.measure.nonfinite_source import NonfiniteSource
 from gradwatch.measure.optimizer_steps import OptimizerSteps
@@ -130,8 +130,6 @@ class Engine:
         """Whether the coming step is measured, whether it is sampled, and with what only some samples measure."""
         self._suspended = False
         """Whether the hooks are off until the next batch."""
-        self._capture_noted = False
-        """Whether it was said that captured steps are not measured."""
         self._ordinary = range(0)
         """Steps of an optimizer that are measured and not sampled, and for which the hooks are as they are now."""
         self._announced = False
@@ -200,7 +198,7 @@ class Engine:
                 self._finish()
             self.queue.complete_all()
             if self._reader is not None and self._reader.has_unreported:
-                self.diagnosis.note(UNREPORTED, log=not self._mode.rank)
+                self._note_once(UNREPORTED)
             if shards is not None and not self.failed:
                 shards.check()
         except Exception as error:
@@ -333,10 +331,7 @@ class Engine:
         if self._model is None:
             return
         if self.replay.devices and is_capturing():
-            if not self._capture_noted:
-                self._capture_noted = True
-                note = f"a step that is captured into a CUDA graph is not measured{self.interventions.neither}"
-                self.diagnosis.note(note, log=not self._mode.rank)
+            self._note_once(f"a step that is captured into a CUDA graph is not measured{self.interventions.neither}")
             return
         self.interventions.pending = self.interventions.given
         if not self.failed:
@@ -428,8 +423,8 @@ class Engine:
         if errors := reader.errors or self.source.errors or (self._samples.costs.errors if step.sampled else []):
             raise errors[0]
         if step.sampled:
-            if unsupported := self._samples.unsupported():
-                self.diagnosis.note(unsupported, log=not self._mode.rank)
+            if self._samples.costs.refused:
+                self._note_once(FULL_HOOKS_REFUSED)
             self.overhead.seconds += self._samples.costs.seconds
         if not step.norms_only:
             self.overhead.seconds += reader.take_seconds(sampled=step.sampled)
@@ -480,7 +475,7 @@ class Engine:
             if self._mode.loop == "own" and step.info.scale is None and not (step.maybe_stepped or step.effect):
                 self._not_taken += 1
                 if self._not_taken == MANY and self.source.step_count <= 3 * MANY:
-                    self.diagnosis.note(NOT_TAKEN, log=not self._mode.rank)
+                    self._note_once(NOT_TAKEN)
         self.queue.ended(step)
         if self._next in self._ordinary:
             self._reader.tensor_taps.armed = True
@@ -515,7 +510,7 @@ class Engine:
             if id(optimizer) in self._overtaken:
                 self._overtaken.discard(id(optimizer))
                 self._late.add(id(optimizer))
-                self._interrupted("watch.step of another optimizer")
+                self._note_once(INTERRUPTED.format(between="watch.step of another optimizer", more=""))
             elif self._reader is not None and not self._optimizers.steps_of(optimizer):
                 self._reader.steps_unreported(optimizer)
             return
@@ -525,7 +520,7 @@ class Engine:
             scaled = ", grad_norm may be too small by the loss scale" if step.info.scale is not None else ""
             self._optimizers.ignore(optimizer)
             acted = ", and interventions have acted before it" if self.interventions.given else ""
-            self._interrupted("a backward pass", scaled + acted)
+            self._note_once(INTERRUPTED.format(between="a backward pass", more=scaled + acted))
             return
         begun = perf_counter()
         step.stepped = True
@@ -546,9 +541,8 @@ class Engine:
         arrived = self._reader.parameter_hooks.have_arrived(step.parameters.indices)
         return arrived and (step.changed if step.looked else step.parameters.take_changed(keep=True))
 
-    def _interrupted(self, between: str, more: str = "") -> None:
-        """Say once that `between` came between the measurement of a step and the step."""
-        note = INTERRUPTED.format(between=between, more=more)
+    def _note_once(self, note: str) -> None:
+        """Note what could not be measured, in the verdict and in the log of rank 0."""
         if note not in self.diagnosis.notes:
             self.diagnosis.note(note, log=not self._mode.rank)
 

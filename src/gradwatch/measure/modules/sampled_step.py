@@ -62,7 +62,6 @@ class SampledStep:
         self._module_hooks = ModuleHooks(statistics, self.costs)
         self.pause: ExitStack | None = None
         """Within which Python's garbage collector is paused; None while it is not."""
-        self._refusal_reported = False
         self._unowned = UnownedParameters()
 
     @property
@@ -89,13 +88,6 @@ class SampledStep:
         """Remove all hooks; a second call does nothing."""
         self._module_hooks.hooks.remove()
         self._resume()
-
-    def unsupported(self) -> str:
-        """A sentence about an option that has no effect in this run, once; otherwise empty."""
-        if self._refusal_reported or not self.costs.refused:
-            return ""
-        self._refusal_reported = True
-        return FULL_HOOKS_REFUSED
 
     def on_loss(self, loss: Tensor, model: nn.Module | None = None, *, divisor: int = 0) -> None:
         """A backward pass begins at `loss`, or has ended, in training loops that do not report where it begins.
