@@ -14,7 +14,7 @@ from torch import Tensor
 from gradwatch.core.record import Floats
 from gradwatch.hooks.hook_set import is_capturing
 from gradwatch.measure import devices
-from gradwatch.measure.devices import Event, moved, widest_type
+from gradwatch.measure.devices import moved, widest_type
 
 Indices = NDArray[np.intp]
 """Of parameters, sites or slots: the package's docstring tells them apart."""
@@ -187,7 +187,7 @@ class HostCopy:
         return self._numbers
 
 
-def _packed(tensors: list[Tensor]) -> tuple[Tensor, Event]:
+def _packed(tensors: list[Tensor]) -> tuple[Tensor, torch.Event]:
     """`tensors`, 1-d, one after the other on their way to the host."""
     device = next(tensor.device for tensor in tensors if devices.is_asynchronous(tensor.device))
     # whole numbers up to 2^53 and all floats are exact in float64; a device without it has no such counts

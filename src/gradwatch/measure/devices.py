@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,16 +34,6 @@ def moved(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None
     return tensor.to(device, dtype, non_blocking=device.type != "cpu")
 
 
-class Event(Protocol):
-    """A mark in the work of a device, such as torch.Event."""
-
-    def query(self) -> bool:
-        """Whether the device has come to it."""
-
-    def synchronize(self) -> None:
-        """Wait until it has."""
-
-
 @cache
 def is_asynchronous(device: torch.device) -> bool:
     """Whether the host does not wait for what it gives `device` to do: it has streams."""
@@ -53,7 +43,7 @@ def is_asynchronous(device: torch.device) -> bool:
     return accelerator is not None and accelerator.type == device.type
 
 
-def start_copy(tensor: Tensor) -> tuple[Tensor, Event]:
+def start_copy(tensor: Tensor) -> tuple[Tensor, torch.Event]:
     """Start a copy of `tensor`, on an asynchronous device, to pinned memory of the host: the copy, and what says when
     it has landed. `tensor` may be written again as soon as this returns.
     """
