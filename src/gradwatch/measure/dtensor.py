@@ -58,13 +58,11 @@ def full_tensor(tensor: Tensor) -> Tensor:
     return full
 
 
-def shard_like(full: Tensor, like: Tensor) -> Tensor:
+def shard_like(full: Tensor, like: Any) -> Tensor:
     """The part of `full` on this rank, sharded like the DTensor `like`."""
-    module, shard = sys.modules["torch.distributed.tensor"], like
-    mesh: Any = getattr(shard, "device_mesh")  # noqa: B009 (only DTensors have it)
-    placements: Any = getattr(shard, "placements")  # noqa: B009
-    all_reduce = module.DTensor.from_local(full, mesh, [module.Replicate()] * mesh.ndim, run_check=False)
-    part: Tensor = all_reduce.redistribute(placements=placements).to_local()
+    module, mesh = sys.modules["torch.distributed.tensor"], like.device_mesh
+    replicated = module.DTensor.from_local(full, mesh, [module.Replicate()] * mesh.ndim, run_check=False)
+    part: Tensor = replicated.redistribute(placements=like.placements).to_local()
     return part
 
 
