@@ -50,10 +50,10 @@ class Stop(ByPatterns):
     def begin(self, scope: ParameterScope) -> Action:
         everywhere, layers = self.settings.layers is None, frozenset(scope.layers)
         rules = self.settings.rules
-        lasting = _IncidentStarts()
-        since = lasting.since
+        starts = _IncidentStarts()
 
         def reason(incidents: Sequence[Alert], step: int) -> str | None:
+            since = starts.since
             counted = [
                 alert
                 for alert in incidents
@@ -69,7 +69,7 @@ class Stop(ByPatterns):
                     return f"{alert.rule} in {alert.where} {alert.since}"
             return None
 
-        return StopCondition(reason, counts_resumed=self.after > 0, memory=lasting)
+        return StopCondition(reason, counts_resumed=self.after > 0, memory=starts)
 
     def __str__(self) -> str:
         what = ", ".join(self.settings.rules) or f"any {self.severity}"
@@ -87,6 +87,4 @@ class _IncidentStarts:
         return {"since": dict(self.since)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        since = {str(rule): int(step) for rule, step in state["since"].items()}
-        self.since.clear()
-        self.since.update(since)
+        self.since = {str(rule): int(step) for rule, step in state["since"].items()}
