@@ -94,13 +94,11 @@ class Options:
             self.every_n_steps, f"every {self.every_n_steps} steps"
         )
         share = f"{'' if self.budget is None else 'about '}every {interval} steps"
-        signals = "signals off" if self.signals == "off" else f"signals sampled, {share}"
-        if self.signals != "off" and mode.ranks > 1:
-            signals = f"signals of rank {mode.rank}, sampled, {share}"
-        if self.signals != "off" and unhookable:
-            signals += f", without {unhookable} layers inside compiled regions"
-        if self.signals == "off" and self.activations is True:
-            signals = f"signals off, activations sampled, {share}"
+        if self.signals == "off":
+            signals = "signals off" + f", activations sampled, {share}" * (self.activations is True)
+        else:
+            signals = f"signals of rank {mode.rank}, sampled" if mode.ranks > 1 else "signals sampled"
+            signals += f", {share}" + f", without {unhookable} layers inside compiled regions" * bool(unhookable)
         return {
             "grad_norm": f"gradient norms {mode.label(sharded=sharded, acting=bool(self.interventions))}, {every}",
             "signal_norm": signals,
