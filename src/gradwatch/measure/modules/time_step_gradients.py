@@ -162,8 +162,8 @@ class TimeStepGradients(ModuleStatistic):
         tensors = {"time_steps": joined(pieces)}
         return ModuleReading(tensors, lambda numbers: time_growths(layer_calls, numbers["time_steps"], len(layout)))
 
-    def _sequence_callback(self, site: int, module: nn.Module) -> InputCallback:
-        bidirectional, batch_first = _is_bidirectional(module), bool(getattr(module, "batch_first"))  # noqa: B009 (an RNNBase's)
+    def _sequence_callback(self, site: int, module: Any) -> InputCallback:
+        bidirectional, batch_first = _is_bidirectional(module), bool(module.batch_first)
 
         def on_input(layer: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Arguments | None:
             if hooks_disabled:
@@ -305,14 +305,15 @@ def time_growths(layer_calls: Sequence[LayerCalls], numbers: Floats, sites: int)
         own, output_norms = numbers[start : start + size], numbers[start + size : end]
         start = end
         whole = float(np.sqrt(np.square(output_norms).sum())) if calls_of_layer.output_norms else None
-        judged = sorted(
-            (growth, jump, len(norms))
-            for norms in _sequences(calls_of_layer, own)
-            if (seen := _bidirectional_growth(norms, whole) if whole is not None else _growth(norms)) is not None
-            for growth, jump in (seen,)
-        )
+        judged: list[tuple[float, float, int]] = []
+        for norms in _sequences(calls_of_layer, own):
+            logs = _logs(norms)
+            if logs is not None and (whole is None or whole > 0):
+                growth, jump = _growth(logs) if whole is None else _bidirectional_growth(logs, whole)
+                judged.append((growth, jump, len(norms)))
         if judged:
-            for name, number in zip(("time_growth", "time_jump", "time_steps"), judged[len(judged) // 2], strict=True):
+            middle = sorted(judged)[len(judged) // 2]
+            for name, number in zip(("time_growth", "time_jump", "time_steps"), middle, strict=True):
                 found.setdefault(name, np.full(sites, np.nan))[calls_of_layer.site] = number
     return found
 
@@ -335,22 +336,17 @@ def _sequences(calls_of_layer: LayerCalls, numbers: Floats) -> Iterator[Floats]:
 
 
 def _logs(norms: Floats) -> Floats | None:
-    """log10 of the norms that are not zero; time steps without a gradient (padding, unused outputs) are left out."""
+    """log10 of the norms that are not zero; time steps without a gradient (padding, unused outputs) are left out. None
+    for a sequence that is too short.
+    """
     if len(norms) < MIN_TIME_STEPS or np.isnan(norms).any():
         return None
     reached = np.minimum(norms[norms > 0], OVERFLOW)
     return np.asarray(np.log10(reached)) if len(reached) >= MIN_REACHED_STEPS else None
 
 
-def _growth(norms: Floats) -> tuple[float, float] | None:
-    """The growth from the last step to the first, in dex, and its largest part between one step and the next. None for
-    a sequence that is too short.
-    """
-    logs = _logs(norms)
-    return None if logs is None else _change(logs)
-
-
-def _change(logs: Floats) -> tuple[float, float]:
+def _growth(logs: Floats) -> tuple[float, float]:
+    """The growth from the last step to the first, in dex, and its largest part between one step and the next."""
     growth = float(logs[0] - logs[-1])
     # along the running extreme: a single small or large norm is no jump
     back = logs[::-1]
@@ -358,17 +354,14 @@ def _change(logs: Floats) -> tuple[float, float]:
     return growth, float(np.abs(np.diff(envelope)).max(initial=0.0))
 
 
-def _bidirectional_growth(norms: Floats, output_norm: float) -> tuple[float, float] | None:
+def _bidirectional_growth(logs: Floats, output_norm: float) -> tuple[float, float]:
     """The same for a bidirectional layer, at whose input the gradients of both directions add up.
 
     If the layer amplifies: by how much the largest norm exceeds `output_norm`, the norm of dL/d(output); the ends then
     exceed the smallest norm by half as many dex at least. Otherwise the gradient shrinks with the distance from the end
     where the output is used: the fall from the larger end to the smallest norm, negative.
     """
-    logs = _logs(norms)
-    if logs is None or not output_norm > 0:
-        return None
     weakest = int(logs.argmin())
-    fall, jump = _change(logs[: weakest + 1] if logs[0] >= logs[-1] else logs[weakest:][::-1])
+    fall, jump = _growth(logs[: weakest + 1] if logs[0] >= logs[-1] else logs[weakest:][::-1])
     gained = float(logs.max() - np.log10(output_norm))
     return (min(gained, 2 * fall), jump) if gained >= MIN_AMPLIFICATION else (-fall, jump)
