@@ -171,7 +171,7 @@ def read(
         has_loss=loss is not None,
         reading=reading,
     )
-    try:
+    with reader.deferred_errors:  # this rank must not miss the collective operations after the step
         if samples:
             if loss is not None:
                 samples.on_loss(loss)
@@ -184,10 +184,6 @@ def read(
             step.numbers["stale"] = HostCopy({"stale": stale})
         elif stale is not None:
             scalars["stale"] = stale
-    except Exception as error:
-        if reader.shards is None:
-            raise
-        reader.errors.append(error)  # this rank must not miss the collective operations after the step
     if source.may_hook:
         step.sentinels = source.send()
     reader.tensor_taps.armed = False
