@@ -427,7 +427,7 @@ class Engine:
                 self._note_once(FULL_HOOKS_REFUSED)
             self.overhead.seconds += self._samples.costs.seconds
         if not step.norms_only:
-            self.overhead.seconds += reader.take_seconds(sampled=step.sampled)
+            self.overhead.seconds += reader.take_seconds()
         self.queue.measured(step)
         if not self._batches and self._optimizers.ends_unseen(optimizer):
             self._arm(self._next)

@@ -188,10 +188,10 @@ class GradientReader:
         self._disarm_stale_checks()
         self.tensor_taps.armed = False
 
-    def take_seconds(self, *, sampled: bool) -> float:
-        """What the hooks have cost since this was last asked; those of parameters are there on `sampled` steps."""
+    def take_seconds(self) -> float:
+        """What the hooks have cost since this was last asked."""
         tapped, self.tensor_taps.seconds = self.tensor_taps.seconds, 0.0
-        return self.parameter_hooks.take_seconds() + tapped if sampled else tapped
+        return self.parameter_hooks.take_seconds() + tapped
 
     def held_by(self, optimizer: Any) -> OptimizerParameters:
         """The watched parameters that `optimizer` holds."""
