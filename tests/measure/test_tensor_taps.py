@@ -67,7 +67,7 @@ def test_the_number_is_what_flows_back(name: str | None) -> None:
 
 @pytest.mark.parametrize("name", INNERS)
 def test_numbers_that_stay_on_the_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensor_taps, "READ_AT_ONCE", ())
+    monkeypatch.setattr(tensor_taps, "host_view", lambda norm: None)
     watch, truths = run(Tapping(INNERS[name]), backwards=2)
     assert truths[0].keys() >= {"hidden", "logits"}
     check(watch, truths)
@@ -341,7 +341,7 @@ def test_a_failure_of_ours_ends_the_watch_not_the_training(monkeypatch: pytest.M
     def fails(*_: object) -> None:
         raise OSError("planned")
 
-    monkeypatch.setattr(tensor_taps, "norm_into", fails)
+    monkeypatch.setattr(tensor_taps, "norm_of", fails)
     model, alone = Tapping(loop), Tapping(loop)
     watch, _ = run(model)
     assert any("failed and watches no more" in note and "planned" in note for note in watch.verdict.notes)

@@ -178,13 +178,16 @@ def wide_norm(values: Tensor) -> Tensor:
     return norm
 
 
-def widest_norm(values: Tensor) -> Tensor:
-    """2-norm of a dense real tensor, 0-d, whose squares are added in the widest type of its device, an accelerator.
-
-    `vector_norm` would copy the whole tensor to that type first.
-    """
-    norm: Tensor = torch._foreach_norm([values], 2, dtype=widest_type(values.device))[0]
-    return norm
+def norm_of(tensor: Tensor) -> Tensor:
+    """2-norm of `tensor`, 0-d, in the widest type of its device, also if its squares in float32 over- or underflow."""
+    wide = widest_type(tensor.device)
+    norm = torch.zeros((), dtype=wide, device=tensor.device)
+    seen = host_view(norm)
+    if seen is None:
+        # `vector_norm` would copy the whole tensor to that type first
+        return torch._foreach_norm([dense_real(tensor)], 2, dtype=wide)[0]
+    norm_into(tensor, norm)
+    return exact_norm(tensor) if may_be_lost(float(seen), tensor.numel()) else norm
 
 
 def _norm_by_largest(flat: Tensor) -> Tensor:

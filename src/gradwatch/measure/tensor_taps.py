@@ -18,19 +18,16 @@ from gradwatch.core.record import MEASURED, NO_GRADIENT, TOTAL, UNMEASURABLE, Co
 from gradwatch.hooks.graph_release import MAX_UNPREPARED, made_by, release_in_a_loop
 from gradwatch.hooks.hook_set import is_capturing
 from gradwatch.hooks.view_gradients import register_value_hook
-from gradwatch.measure.device_buffer import DeviceBuffer, HostCopy, on_host
+from gradwatch.measure.device_buffer import HostCopy, host_view
 from gradwatch.measure.devices import moved
 from gradwatch.measure.layers import unique_name
-from gradwatch.measure.reductions import dense_real, exact_norm, is_dense_real, may_be_lost, norm_into, widest_norm
+from gradwatch.measure.reductions import dense_real, is_dense_real, norm_of
 
 logger = logging.getLogger("gradwatch")
 
 MOST = 1024
 """Names that are given a site at most: those made with a counter do not fill the memory. Judgement: ten for each of a
 hundred layers."""
-
-READ_AT_ONCE = ("cpu",)
-"""Kinds of devices whose numbers are had without waiting."""
 
 REMEMBERED = 65_536
 """Tensors known to be tapped already at most, in a loop that never steps its optimizer. Judgement."""
@@ -121,9 +118,6 @@ class TensorTaps:
         self._sites: list[int] = []
         self._beyond: set[int] = set()
         self._step = _TappedGradients()
-        scratch = DeviceBuffer(torch.device("cpu"), 1, ("norm",), doubles=True)
-        self._slot, self._norm = scratch["norm"][0], scratch.view("norm")
-        """A slot for the norms that are read as they come, and its number."""
         self._warned: set[str] = set()
 
     def listen(self) -> None:
@@ -261,16 +255,13 @@ class TensorTaps:
         step.order.setdefault(number)
         if values.numel() and not is_dense_real(values):
             self._beyond.add(number)
-        elif values.device.type in READ_AT_ONCE and self._norm is not None:
-            norm_into(values, self._slot)
-            norm = float(self._norm[0])
-            if may_be_lost(norm, values.numel()):
-                norm = float(on_host(exact_norm(values)))
-            step.squares[number] = step.squares.get(number, 0.0) + norm**2
+            return
+        norm = norm_of(values)
+        if (seen := host_view(norm)) is not None:
+            step.squares[number] = step.squares.get(number, 0.0) + float(seen) ** 2
         else:
-            wide = widest_norm(values)
             before, key = step.sums.get((number, values.device)), (number, values.device)
-            step.sums[key] = wide.square() if before is None else before.addcmul_(wide, wide)
+            step.sums[key] = norm.square() if before is None else before.addcmul_(norm, norm)
 
 
 def _real(tensor: Tensor) -> Tensor:

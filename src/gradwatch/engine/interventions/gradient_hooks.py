@@ -15,7 +15,7 @@ from gradwatch.hooks.hook_set import HookSet, is_capturing
 from gradwatch.interventions.contract import Editing, Scaling
 from gradwatch.measure.device_buffer import host_view
 from gradwatch.measure.devices import moved, widest_type
-from gradwatch.measure.reductions import NARROW, dense_real, exact_norm, may_be_lost, norm_into, widest_norm
+from gradwatch.measure.reductions import NARROW, norm_of
 
 HookAction = tuple[ActiveIntervention, Scaling | Editing]
 """An intervention, and its action on one parameter or on the signals of one layer."""
@@ -152,16 +152,6 @@ def keep_most_changed(kept: Tensor, factor: Tensor | float, *, first: bool) -> N
     # a number that is assigned is copied to the device, and the host waits for that
     now = torch.full_like(kept, factor) if isinstance(factor, float) else factor.to(kept.dtype)
     kept.copy_(now if first else torch.where(((now - 1).abs() > (kept - 1).abs()) | now.isnan(), now, kept))
-
-
-def norm_of(tensor: Tensor) -> Tensor:
-    """2-norm of `tensor`, 0-d, in the widest type of its device, also if its squares in float32 over- or underflow."""
-    norm = torch.zeros((), dtype=widest_type(tensor.device), device=tensor.device)
-    seen = host_view(norm)
-    if seen is None:
-        return widest_norm(dense_real(tensor))
-    norm_into(tensor, norm)
-    return exact_norm(tensor) if may_be_lost(float(seen), tensor.numel()) else norm
 
 
 def norms_of(tensors: list[Tensor]) -> Tensor:

@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from gradwatch.core.alert import short_list
 from gradwatch.engine.diagnosis import Diagnosis
 from gradwatch.engine.interventions.active_intervention import ActiveIntervention, CannotAct
-from gradwatch.engine.interventions.gradient_hooks import HookAction, apply_action, keep_most_changed, norm_of
+from gradwatch.engine.interventions.gradient_hooks import HookAction, apply_action, keep_most_changed
 from gradwatch.engine.interventions.step_effect import AppliedFactors
 from gradwatch.hooks.hook_set import HookCosts, HookSet, OutputHook, is_capturing
 from gradwatch.interventions import Editing, ParameterScope, Scaling
 from gradwatch.measure.devices import moved
 from gradwatch.measure.gradient_reader import GradientReader
+from gradwatch.measure.reductions import norm_of
 
 
 class SignalHooks:

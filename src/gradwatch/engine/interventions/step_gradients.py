@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradwatch.engine.interventions.active_intervention import ActiveIntervention
-from gradwatch.engine.interventions.gradient_hooks import norm_of, norm_ratio, norms_of
+from gradwatch.engine.interventions.gradient_hooks import norm_ratio, norms_of
 from gradwatch.engine.interventions.multiply import multiply as multiply_gradients
 from gradwatch.engine.interventions.multiply import multiply_each, sharing_memory
 from gradwatch.engine.interventions.step_plan import StepPlan
@@ -19,6 +19,7 @@ from gradwatch.measure.devices import moved, widest_type
 from gradwatch.measure.dtensor import full_tensor, is_partial, is_row_sharded, shard_like, stored_part
 from gradwatch.measure.gradient_reader import GradientReader
 from gradwatch.measure.optimizer_parameters import OptimizerParameters
+from gradwatch.measure.reductions import norm_of
 
 DeviceSlots = tuple[Tensor, Tensor | None]
 """Slots of a row, -1 for none, and which are not -1; None for all."""
