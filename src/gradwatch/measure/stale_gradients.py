@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from gradwatch.hooks.hook_set import HookSet, is_capturing
-from gradwatch.measure.devices import moved
 from gradwatch.measure.dtensor import is_dtensor
 from gradwatch.measure.layers import is_lazy
-from gradwatch.measure.reductions import dense_real, is_vmapped, version_of, wide_norm
+from gradwatch.measure.reductions import dense_real, gathered, is_vmapped, version_of, wide_norm
 
 STALE_CHECKS = 4
 """Parameters that show for all of an optimizer: clearing knows no exceptions. Judgement."""
@@ -155,7 +154,7 @@ class StaleGradientCheck:
         if seen and 2 * len(uncleared) <= len(seen):
             answer = 0.0
         elif seen and moved:
-            old, new = (wide_norm(_together(norms)) for norms in zip(*uncleared, strict=True))
+            old, new = (wide_norm(gathered(norms)) for norms in zip(*uncleared, strict=True))
             answer = (old / new).reshape(1)
         self._clean = self._clean + 1 if seen and all(checked.gone for checked in seen) else 0
         for checked in self._checked:
@@ -225,10 +224,6 @@ def _able(parameter: nn.Parameter) -> bool:
     if is_lazy(parameter) or not parameter.requires_grad:
         return False
     return parameter.is_floating_point() and not is_dtensor(parameter) and not parameter.is_inference()
-
-
-def _together(norms: Sequence[Tensor]) -> Tensor:
-    return torch.stack([moved(norm, norms[0].device, torch.float32) for norm in norms])
 
 
 def _version(tensor: Tensor | None) -> int:
