@@ -10,12 +10,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, distributed, nn
 
 from gradwatch.core.training_loop import TrainingMode
 from gradwatch.hooks.hook_set import HookSet, is_capturing
-from gradwatch.measure.device_buffer import DeviceBuffer, HostCopy
+from gradwatch.measure.device_buffer import DeviceBuffer, HostCopy, host_view
 from gradwatch.measure.layers import has_doubles, is_lazy, main_device
 from gradwatch.measure.reductions import is_vmapped, norm_into
 
@@ -74,10 +73,8 @@ class NonfiniteSource:
         chosen = [min(stretch, key=lambda i: trained[i].numel()) for stretch in stretches if len(stretch)]
         buffer = DeviceBuffer(main_device(parameters), len(chosen), ("norms",), doubles=has_doubles(trained))
         buffer["norms"].zero_()
-        norms = buffer.view("norms")
         for place, index in enumerate(chosen):
-            number = None if norms is None else norms[place:]
-            self._hooks.on_gradient(trained[index], partial(self._look, buffer["norms"][place], number))
+            self._hooks.on_gradient(trained[index], partial(self._look, buffer["norms"][place]))
         self._buffer, self._parameters = buffer, parameters
 
     def disarm(self) -> None:
@@ -106,14 +103,13 @@ class NonfiniteSource:
         if not np.isfinite(host_copy.wait()["norms"]).all():
             self.store.publish(step_count, -1)
 
-    def _look(self, slot: Tensor, number: NDArray[np.float32 | np.float64] | None, gradient: Tensor | None) -> None:
-        """`number`: what is in `slot`; None where the host does not see it at once."""
+    def _look(self, slot: Tensor, gradient: Tensor | None) -> None:
         try:
             if gradient is None:
                 return
-            if number is not None:
+            if (seen := host_view(slot)) is not None:
                 norm_into(gradient.detach(), slot)
-                if not np.isfinite(number[0]):
+                if not np.isfinite(seen):
                     self.alarmed = True
                     self.store.publish(self.step_count, self._micro - 1)
             elif not is_capturing():
