@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, SGD
 
+from gradwatch.measure.loss_scale import unscales_inside
+
 
 class SkippedStep:
     """Steps for which optimizers are called and which they do not take."""
@@ -87,7 +89,7 @@ def skips_by_found_inf(optimizer: Any) -> bool:
     SGD with `fused=True` allocates its momentum before a first step and writes it only if the step is taken: the next
     step would use memory that was never written.
     """
-    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+    if not unscales_inside(optimizer):
         return False
     if not isinstance(optimizer, SGD):
         return True
