@@ -175,7 +175,9 @@ class Diagnosis:
                     judged = row + 1
                     suspected = self._suspected(block.rows(judged, count))  # baselines have changed
             if self.on_incidents is not None:
-                self._tell_incidents(self.on_incidents, step)
+                faults = self.incidents.open_faults
+                old = [one for one in faults if (one.rule, one.step) in self._inherited]
+                self.on_incidents([one for one in faults if one not in old], old, step)
 
     def amend(self, values: Mapping[str, Floats], scalars: Mapping[str, float]) -> None:
         """Complete the record with what was measured after the step."""
@@ -269,11 +271,6 @@ class Diagnosis:
             self._spread(changes, history)
         return changed
 
-    def _tell_incidents(self, report: Callable[[Sequence[Alert], Sequence[Alert], int], None], step: int) -> None:
-        faults = self.incidents.open_faults
-        old = [one for one in faults if (one.rule, one.step) in self._inherited]
-        report([one for one in faults if one not in old], old, step)
-
     def _switch_off(self, rule: Rule, error: Exception) -> None:
         self._rules.remove(rule)
         self.drop("rule", rule.name, error)
@@ -296,7 +293,8 @@ class Diagnosis:
 
         def keep(sink: Sink) -> None:
             if isinstance(sink, FlightRecorder) and (wanted := [a for a in kept.values() if sink.wants(a)]):
-                paths = sink.keep(wanted, history, self.verdict(_overhead(history)))
+                overhead = float(np.nan_to_num(history.scalar("overhead", 2)[0]))  # of the record before the latest
+                paths = sink.keep(wanted, history, self.verdict(overhead))
                 kept.update({alert.rule: self.incidents.add_files(alert, **paths) for alert in wanted if paths})
 
         self.dispatcher.to_all(keep)
@@ -374,8 +372,3 @@ class AlertReaction:
 def _onset(history: History, finding: Finding) -> int:
     """The step of the record at which the fault begins, or of the oldest that is kept."""
     return history[-min(finding.onset, len(history))].step
-
-
-def _overhead(history: History) -> float:
-    """The share of time in the record before the latest."""
-    return float(np.nan_to_num(history.scalar("overhead", 2)[0]))
