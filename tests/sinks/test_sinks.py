@@ -44,7 +44,7 @@ from synthetic_records import block_of
 
 
 def headlines_of(record: Record, alerts: Any = ()) -> dict[str, float]:
-    return dict(headlines(block_of([record]), tuple(alerts)))
+    return headlines(block_of([record]), alerts)
 
 
 def test_a_number_of_the_whole_step_is_the_last_that_there_is() -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import lru_cache
+from collections.abc import Sequence
 from math import log10
 
 import numpy as np
@@ -21,10 +20,9 @@ WHOLE_STEP_NUMBERS = ("overhead", "noise_scale", "noise_scale_error", "skipped_s
 QUANTILES = {"min": 0.0, "p10": 0.1, "median": 0.5, "p90": 0.9, "max": 1.0}
 
 
-@lru_cache(maxsize=2)  # several sinks need those of one block
 def headlines(
-    block: Block, alerts: tuple[Alert, ...] = (), first: int = 0, end: int | None = None, optimizer: int | None = None
-) -> Mapping[str, float]:
+    block: Block, alerts: Sequence[Alert] = (), first: int = 0, end: int | None = None, optimizer: int | None = None
+) -> dict[str, float]:
     """Tag -> its number at the last of the rows `first` to `end` of `block`, not included, that has one; of those of
     one `optimizer` or of all. `alerts`: all so far, in their present state; those noticed after the last row do not
     count: an alert may arrive before the steps that precede it.
@@ -115,7 +113,7 @@ class DueHeadlines:
         self._since: dict[str, float] = {}
 
     def extend(
-        self, block: Block, alerts: tuple[Alert, ...] = (), optimizer: int | None = None
+        self, block: Block, alerts: Sequence[Alert] = (), optimizer: int | None = None
     ) -> dict[int, dict[str, float]]:
         """Row -> headlines, for the steps of `block` that are due, of one `optimizer` or of all."""
         places = np.arange(len(block)) if optimizer is None else np.flatnonzero(block.optimizers == optimizer)

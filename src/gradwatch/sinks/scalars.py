@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 
 from gradwatch.core import disk_space
@@ -39,7 +37,7 @@ class Scalars:
     def block(self, block: Block) -> None:
         if self._run is None:
             return
-        alerts = (*self._alerts.values(),)
+        alerts = [*self._alerts.values()]
         if self._run.metrics is not None:
             self._run.metrics().update(_as_tensors(headlines(block, alerts)))
         elif not self._working:
@@ -74,7 +72,7 @@ class Scalars:
         raise RuntimeError(f"could not log headline numbers to {names}") from first
 
 
-def _as_tensors(numbers: Mapping[str, float]) -> dict[str, object]:
+def _as_tensors(numbers: dict[str, float]) -> dict[str, object]:
     """0-d float32 tensors on the CPU, as Lightning's callbacks expect."""
     import torch
 

@@ -109,7 +109,7 @@ class TensorBoard:
         if self._run is None or not (self._files or self._plain):
             return
         self._axis = int(block.axis[-1])
-        alerts, due = (*self._alerts.values(),), dict[int, dict[str, float]]()
+        alerts, due = [*self._alerts.values()], dict[int, dict[str, float]]()
         optimizers = set(block.optimizers.tolist())
         for number in sorted(optimizers):
             own = self._due.setdefault(number, DueHeadlines(self._every_n_steps))
