@@ -4,7 +4,7 @@ import { columnAt } from "./api.js";
 import { decades, label, stepAxis, ticks } from "./axes.js";
 import { NOT_FINITE, ZERO } from "./colour.js";
 import { drawing, el, themed } from "./dom.js";
-import { began, count, ended, exact, LOST, NOT_A_NUMBER } from "./format.js";
+import { began, count, ended, LOST, NOT_A_NUMBER } from "./format.js";
 import { worded } from "./paint.js";
 
 const LEFT = 54;
@@ -130,7 +130,7 @@ export function chart({ title, lines, span, log, states }) {
       const c = columnAt(grid, step);
       if (c < 0) return null;
       const at = grid.first[c] === grid.last[c] ? count(grid.last[c]) : `${count(grid.first[c])} to ${count(grid.last[c])}`;
-      const number = worded(grid, 0, c, { states, exact, count });
+      const number = worded(grid, 0, c, states);
       return lines.length > 1 ? `${run}: ${number} (step ${at})` : `step ${at}: ${number}`;
     });
     readout.textContent = said.filter(Boolean).join("; ");

@@ -1,7 +1,7 @@
 // From numbers to pixels: where several fall on one pixel, the one that stands out is drawn.
 
 import { NOT_FINITE, TABLES, ZERO } from "./colour.js";
-import { INFINITE, NOT_A_NUMBER } from "./format.js";
+import { count, exact, NOT_A_NUMBER } from "./format.js";
 import { spacing } from "./api.js";
 
 const HELD = new Set([1, 4, 99]); // not sampled, another optimizer's step, no number: the last one goes on
@@ -153,16 +153,16 @@ export function standout(grid, members, c, { usual, log }) {
   return found;
 }
 
-/** What a place holds, in words: `{text, number}`. */
-export function worded(grid, n, c, { states, exact, count }) {
+/** What a place holds, in words. `states`: what each state means. */
+export function worded(grid, n, c, states) {
   const at = n * grid.columns + c;
   const state = grid.states[at];
   if (state === 0) {
     const [low, high] = [grid.low[at], grid.high[at]];
     return low === high ? exact(low) : `${exact(low)} to ${exact(high)}`;
   }
-  const text = state === NOT_A_NUMBER || state === INFINITE ? states[state] : states[state] ?? "no number";
+  const text = states[state];
   const held = drawnColumn(grid, n, c);
   if (held < 0 || held === c) return text;
-  return `${text}; at step ${count(grid.last[held])}: ${worded(grid, n, held, { states, exact, count })}`;
+  return `${text}; at step ${count(grid.last[held])}: ${worded(grid, n, held, states)}`;
 }

@@ -3,7 +3,7 @@
 import { columnAt } from "./api.js";
 import { el, fill } from "./dom.js";
 import { concerns } from "./faults.js";
-import { began, count, ended, exact, short } from "./format.js";
+import { began, count, ended, short } from "./format.js";
 import { drawnColumn, worded } from "./paint.js";
 
 const AWAY = 14; // pixels from the pointer
@@ -46,7 +46,7 @@ export function described(panels, panel, at, states) {
       const what = other.shown();
       const n = what.run.names.indexOf(layer);
       const column = columnAt(what.grid, at.step);
-      const text = n < 0 || column < 0 ? "-" : worded(what.grid, n, column, { states, exact, count });
+      const text = n < 0 || column < 0 ? "-" : worded(what.grid, n, column, states);
       lines.push([panels.length > 1 ? `${what.run.run}: ${text}` : `${statistic} ${text}`, "value"]);
       if (panels.length === 1) lines.push([compared(what, n, column), "quiet"]);
     }
