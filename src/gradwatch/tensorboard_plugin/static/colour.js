@@ -3,34 +3,27 @@
 
 // the same as in gradwatch.sinks.colormap, which draws the report; a test compares them
 const VIRIDIS = "440154 482475 414487 355f8d 2a788e 21918c 22a884 44bf70 7ad151 bddf26 fde725";
-const parts = (hex) => [0, 2, 4].map((at) => parseInt(hex.slice(at, at + 2), 16));
-const STOPS = VIRIDIS.split(" ").map(parts);
 // less than usual, as usual, more than usual; ColorBrewer's RdBu and PuOr by their ends
-const DIVERGING = "053061 2166ac 4393c3 92c5de e6e6e6 fdb863 e08214 b35806 7f3b08".split(" ").map(parts);
+const DIVERGING = "053061 2166ac 4393c3 92c5de e6e6e6 fdb863 e08214 b35806 7f3b08";
 const OUTSIDE = 0.002; // share of the numbers beyond each end of the scale
 const LEAST_SPAN = 2; // decades
 
+const parts = (hex) => [0, 2, 4].map((at) => parseInt(hex.slice(at, at + 2), 16));
 export const ZERO = parts("8d96a0");
 export const NOT_FINITE = parts("e5484d");
 export const SERIES = [1, 2, 3, 4, 5, 6].map((n) => `series-${n}`); // lines, by the style sheet's names of their colours
 
-function between(stops, place) {
-  const at = Math.min(1, Math.max(0, place)) * (stops.length - 1);
-  const stop = Math.min(stops.length - 2, Math.floor(at));
-  const rest = at - stop;
-  return stops[stop].map((from, i) => Math.round(from + rest * (stops[stop + 1][i] - from)));
-}
-
-/** Red, green, blue of `place` in [0, 1]. */
-function viridis(place) {
-  return between(STOPS, place);
-}
-
 /** 256 colours, [red, green, blue], from the low end of a scale to its high end. */
-export const TABLES = {
-  absolute: Array.from({ length: 256 }, (_, i) => viridis(i / 255)),
-  relative: Array.from({ length: 256 }, (_, i) => between(DIVERGING, i / 255)),
-};
+function table(colours) {
+  const stops = colours.split(" ").map(parts);
+  return Array.from({ length: 256 }, (_, i) => {
+    const at = (i / 255) * (stops.length - 1);
+    const stop = Math.min(stops.length - 2, Math.floor(at));
+    return stops[stop].map((from, channel) => Math.round(from + (at - stop) * (stops[stop + 1][channel] - from)));
+  });
+}
+
+export const TABLES = { absolute: table(VIRIDIS), relative: table(DIVERGING) };
 
 /**
  * The ends of the colour scale over `parts`, [{grid, names (places), from, to, usual}]: {log, relative, low, high}, in
