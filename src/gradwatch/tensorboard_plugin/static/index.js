@@ -1,7 +1,7 @@
 // The page: what is chosen is fetched, what is fetched is drawn. TensorBoard calls `render`.
 
 import { alertList } from "./alerts.js";
-import { Refused } from "./api.js";
+import { json, Refused } from "./api.js";
 import { el, fill } from "./dom.js";
 import { jump, pin, turnModule, view } from "./view_changes.js";
 import { heatmap } from "./heatmap.js";
@@ -11,10 +11,10 @@ import { legend } from "./legend.js";
 import { empty, failed, KEYS, loading, retained } from "./messages.js";
 import { minimap } from "./minimap.js";
 import { runsTable } from "./overview.js";
-import { healthOf, panelOf, runOf, runsOf, statisticOf, tie, unzoom, visible, zoom } from "./panels.js";
+import { panelOf, statisticOf, tie, unzoom, visible, zoom } from "./panels.js";
 import { depthProfile } from "./profile.js";
 import { regionStatistics } from "./region.js";
-import { choose, listen, recall, state } from "./state.js";
+import { choose, recall, state } from "./state.js";
 import { layerTable } from "./table.js";
 import { toolbar } from "./toolbar.js";
 import { described, tooltip } from "./tooltip.js";
@@ -59,8 +59,7 @@ export async function render() {
   followTheme(() => (panels.length || listed) && draw());
   fill(overview, loading());
   bar.element.hidden = true;
-  recall();
-  listen(chosen);
+  recall(chosen);
   await styled;
   await refresh();
   connect(() => refresh({ quietly: true }));
@@ -71,7 +70,7 @@ async function refresh({ quietly = false } = {}) {
   turn += 1;
   const mine = turn;
   try {
-    const found = await runsOf();
+    const found = await json("runs");
     if (mine !== turn) return;
     const before = JSON.stringify([listed?.runs, panels.map((panel) => panel.run.run)]);
     listed = found;
@@ -93,7 +92,7 @@ async function refresh({ quietly = false } = {}) {
       draw();
       return;
     }
-    const runs = await Promise.all(names.map(runOf));
+    const runs = await Promise.all(names.map((run) => json("run", { run })));
     if (mine === turn && !panels.length) fill(overview, runs.map((run) => verdictOf(run, () => {})), loading());
     const statistics = statisticOf(runs, state.statistic);
     const made = await Promise.all(runs.map((run) => panelOf(run, statistics.one)));
@@ -121,7 +120,7 @@ async function refresh({ quietly = false } = {}) {
 }
 
 async function askHealth(mine) {
-  const found = await healthOf();
+  const found = await json("health").catch(() => ({})); // the page does without
   if (mine !== turn || JSON.stringify(found) === JSON.stringify(health)) return;
   health = found;
   if (panels.length) set(!page.hidden);

@@ -1,6 +1,6 @@
 // What is known of each run that is shown: fetched from the server, and made ready to draw.
 
-import { envelope, grid, json } from "./api.js";
+import { envelope, grid } from "./api.js";
 import { domainOf } from "./colour.js";
 import { faultsOf, touches, worstOf } from "./faults.js";
 import { rowsOf } from "./tree.js";
@@ -23,7 +23,7 @@ export async function panelOf(run, statistic) {
     has(ZEROS) ? envelope("map", { run: run.run, statistic: ZEROS, columns: 1 }) : null,
   ]);
   const faults = faultsOf(run.alerts, run.names);
-  const base = map ? grid(map.about, map.arrays) : nothing(run.names.length);
+  const base = map ? grid(map.about, map.arrays) : nothing();
   const losses = steps.about.numbers.loss;
   const loss = losses ? grid(losses, steps.arrays, "loss ") : null;
   const layers = run.names.map((_, n) => n).filter((n) => !run.totals.includes(n));
@@ -69,7 +69,7 @@ export function tie(panels, { view, filter, turned, colours, log }) {
     return { grid: near ? panel.zoomed : panel.grid, names, from: span[0], to: span[1], usual: panel.usual };
   });
   const domain = domainOf(parts, { log, relative });
-  for (const panel of panels) Object.assign(panel, { domain });
+  for (const panel of panels) panel.domain = domain;
 }
 
 /** The rows of `panel` in `view`, and its steps. */
@@ -105,21 +105,8 @@ export async function zoom(panel, view, current) {
   return Boolean(map || steps);
 }
 
-export async function runsOf() {
-  return json("runs");
-}
-
-/** Run -> its health, or nothing where that cannot be had. */
-export async function healthOf() {
-  return json("health").catch(() => ({}));
-}
-
-export async function runOf(name) {
-  return json("run", { run: name });
-}
-
-function nothing(names) {
+function nothing() {
   const empty = new Float64Array(0);
   const none = new Float32Array(0);
-  return { columns: 0, first: empty, last: empty, low: none, high: none, states: new Uint8Array(0), records: 0, pooled: false, names };
+  return { columns: 0, first: empty, last: empty, low: none, high: none, states: new Uint8Array(0), records: 0, pooled: false };
 }

@@ -49,38 +49,31 @@ const SAID = {
   },
 };
 
-const listeners = new Set();
 let last = { kind: "", at: -SERIES };
+let listener = null; // gets every change
 
 export const state = { ...NONE };
 
-/** Change some of the state, and tell who listens. Changes of one `kind` that come soon after each other are one. */
+/** Change some of the state, and tell the listener. Changes of one `kind` that come soon after each other are one. */
 export function choose(changes, kind = "") {
   Object.assign(state, changes);
   const now = performance.now();
   writeAddress(written(), kind !== "" && kind === last.kind && now - last.at < SERIES);
   last = { kind, at: now };
-  tell(changes);
+  listener(changes);
 }
 
-export function listen(listener) {
-  listeners.add(listener);
-}
-
-/** Take up what the address says, now and whenever it says something else. */
-export function recall() {
+/** Take up what the address says, now and whenever it says something else. `changed` gets every later change. */
+export function recall(changed) {
+  listener = changed;
   Object.assign(state, read());
   followAddress(() => {
     const before = { ...state };
     Object.assign(state, read());
     const changes = Object.keys(NONE).filter((name) => JSON.stringify(before[name]) !== JSON.stringify(state[name]));
     last = { kind: "", at: -SERIES };
-    if (changes.length) tell(Object.fromEntries(changes.map((name) => [name, state[name]])));
+    if (changes.length) listener(Object.fromEntries(changes.map((name) => [name, state[name]])));
   });
-}
-
-function tell(changes) {
-  for (const listener of listeners) listener(changes);
 }
 
 function written() {
