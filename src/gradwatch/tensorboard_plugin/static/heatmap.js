@@ -207,7 +207,7 @@ export function heatmap(act) {
     context.strokeRect(box.left + 0.5, box.top + 0.5, box.width, box.height);
   }
 
-  const panel = { element, show, draw, point, frame, place: () => place, shown: () => shown };
+  const panel = { element, show, point, frame, place: () => place, shown: () => shown };
   pointing(panel, act);
   new ResizeObserver(() => {
     if (place && element.clientWidth !== place.width) {

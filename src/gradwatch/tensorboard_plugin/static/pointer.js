@@ -40,7 +40,7 @@ export function pointing(panel, act) {
     if (x < plot.left && inRows) return { row, label: true, module: moduleAt(rows, row, x < gutter), step: null };
     if (!within || y > plot.top + plot.height) return null;
     const step = Math.floor(place.stepAt(x));
-    return inRows ? { ...cell(row, step), x } : { name: -1, row, step, x };
+    return inRows ? cell(row, step) : { name: -1, row, step };
   }
 
   element.addEventListener("pointermove", (event) => {
@@ -97,7 +97,7 @@ export function pointing(panel, act) {
       if (!at || at.step == null) return;
       event.preventDefault();
       if (event.shiftKey || Math.abs(event.deltaX) > Math.abs(event.deltaY)) {
-        pan(0.25 * PAN * Math.sign(event.deltaX || event.deltaY) * 4, 0);
+        pan(PAN * Math.sign(event.deltaX || event.deltaY), 0);
         return;
       }
       if (!turned) requestAnimationFrame(turn); // a wheel turns faster than a screen is drawn
@@ -115,9 +115,8 @@ export function pointing(panel, act) {
   function labelTitle({ row, module }) {
     const { rows } = panel.place();
     const { names } = panel.shown().run;
-    const closed = rows[row].module !== null;
     if (module === null) return names[rows[row].members[0]];
-    return `${closed ? "Open" : "Close"} ${module}`;
+    return `${rows[row].module !== null ? "Open" : "Close"} ${module}`;
   }
 
   /** A box as wide or as high as a person drew it; a thin one is meant for the other axis alone. */

@@ -13,7 +13,7 @@ const TOP = 8;
 const BOTTOM = 20;
 const MANY = 60; // layers of which each has no point of its own
 
-/** `profile.show(panels, step)` draws, with null hides it; `act`: open(layer), pin(step). */
+/** `profile.show(panels, step, statistics)` draws, with null hides it; `act`: open(layer), pin(step). */
 export function depthProfile(act) {
   const title = el("h2");
   const move = (by) => el("button", { class: "plain", title: `${by < 0 ? "Earlier" : "Later"} by a step`, onclick: () => act.pin(step + by) }, by < 0 ? "◀" : "▶");
@@ -25,7 +25,7 @@ export function depthProfile(act) {
     el("div", { class: "row" }, title, move(-1), move(1), el("button", { class: "plain close", onclick: () => act.pin(null) }, "Close"), key),
     charts,
   );
-  let [turn, step, drawn] = [0, null, ""];
+  let [turn, step] = [0, null];
 
   async function show(panels, wanted, statistics) {
     turn += 1;
@@ -36,8 +36,6 @@ export function depthProfile(act) {
     title.textContent = `Over depth at step ${count(step)}`;
     const answers = await Promise.all(panels.map((panel) => envelope("profile", { run: panel.run.run, step }).catch(() => null)));
     if (mine !== turn) return;
-    drawn = JSON.stringify([step, panels.map((panel) => panel.run.run)]);
-    element.dataset.of = drawn;
     const places = panels[0].rows.flatMap((row) => row.members);
     const names = places.map((n) => panels[0].run.names[n]);
     const status = places.map((n) => panels[0].status[n]);
