@@ -98,8 +98,10 @@ export function chart({ title, lines, span, log, states }) {
     let broken = true;
     for (let c = 0; c < grid.columns; c += 1) {
       if (grid.states[c] === LOST) broken = true;
-      if (grid.states[c] >= NOT_A_NUMBER) context.fillStyle = `rgb(${NOT_FINITE})`;
-      if (grid.states[c] >= NOT_A_NUMBER) context.fillRect(middle(c) - 1.5, TOP, 3, 5);
+      if (grid.states[c] >= NOT_A_NUMBER) {
+        context.fillStyle = `rgb(${NOT_FINITE})`;
+        context.fillRect(middle(c) - 1.5, TOP, 3, 5);
+      }
       if (grid.states[c] === 0 && of(grid.low[c]) === -Infinity) {
         context.fillStyle = `rgb(${ZERO})`;
         context.fillRect(middle(c) - 1.5, bottom - 4, 3, 4);

@@ -91,8 +91,8 @@ function drawModules(context, { plot, rows }, size) {
   let last = -every;
   rows.forEach((row, i) => {
     const y = plot.top + i * size;
-    const sign = row.module !== null ? true : row.opens.length ? false : null;
-    if (sign === null) return;
+    const closed = row.module !== null;
+    if (!closed && !row.opens.length) return;
     context.fillStyle = context.strokeStyle = themed("quiet");
     if (row.opens.length) {
       const inner = row.opens[row.opens.length - 1];
@@ -108,7 +108,7 @@ function drawModules(context, { plot, rows }, size) {
     last = i;
     const middle = y + Math.max(4, size / 2);
     context.beginPath();
-    if (sign) {
+    if (closed) {
       context.moveTo(2, middle - 4);
       context.lineTo(7.5, middle);
       context.lineTo(2, middle + 4);

@@ -64,7 +64,7 @@ export async function layerPage(element, { panels, layer, states, logOf, act, cu
     .map((panel, i) => parametersOf(answers[i], { layer, run: panel.run.run, heading: several, span, log: logOf(true), states }))
     .filter(Boolean);
   const inside = names.filter((name) => name.startsWith(`${layer}.`));
-  const link = (name, ...text) => el("button", { class: "link", onclick: () => act.open(name) }, ...(text.length ? text : [name]));
+  const link = (name, text = name) => el("button", { class: "link", onclick: () => act.open(name) }, text);
   fill(
     element,
     el(

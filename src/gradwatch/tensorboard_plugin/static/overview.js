@@ -18,7 +18,7 @@ const RANK = { error: 3, warning: 2, "no end": 1, stuck: 0, unmeasured: 0, healt
 
 /** `table.show(listed, health)` draws; `open(name)` opens a run. */
 export function runsTable(open) {
-  const known = new Map(); // name -> {last, summary or error}
+  const known = new Map(); // name -> {updated, and summary or failed}
   const ticked = new Set();
   const rows = new Map(); // name -> {said, row}
   const filter = el("input", { type: "search", placeholder: "Filter runs", "aria-label": "Filter runs" });
@@ -77,8 +77,10 @@ export function runsTable(open) {
   }
 
   function draw() {
-    const lines = shown.runs.map((run) => ({ ...run, ...(known.get(run.name)?.summary ?? {}), failed: known.get(run.name)?.failed }));
-    for (const line of lines) line.health = line.health ?? shown.health[line.name];
+    const lines = shown.runs.map((run) => {
+      const { summary, failed } = known.get(run.name) ?? {};
+      return { health: shown.health[run.name], ...run, ...summary, failed };
+    });
     const settings = differing(lines);
     const columns = columnsOf(settings);
     const wanted = filter.value.toLowerCase();

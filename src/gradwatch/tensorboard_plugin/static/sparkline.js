@@ -6,7 +6,7 @@ import { LOST, NOT_A_NUMBER } from "./format.js";
 
 export const WIDTH = 150;
 export const HEIGHT = 22;
-const LEAST = { log: 0.5, linear: Number.MIN_VALUE }; // half a decade: noise stays low
+const LEAST_DECADES = 0.5; // noise stays low
 
 /** Draw the numbers of name `n` of `grid`. */
 export function sparkline(canvas, grid, n, log) {
@@ -38,7 +38,7 @@ export function sparkline(canvas, grid, n, log) {
       high = Math.max(high, number);
     }
   }
-  const room = Math.max(high - low, log ? LEAST.log : LEAST.linear);
+  const room = Math.max(high - low, log ? LEAST_DECADES : Number.MIN_VALUE);
   const middle = (high + low) / 2;
   const y = (number) => 3 + (0.5 - (number - middle) / room) * (HEIGHT - 6);
   context.strokeStyle = themed("line");

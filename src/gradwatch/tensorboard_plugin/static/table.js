@@ -29,16 +29,9 @@ export function layerTable(open) {
     },
     { root: scroll, rootMargin: "200px" },
   );
-  let shown = null;
 
   function show(panels, states) {
-    shown = { panels, states };
-    draw();
-  }
-
-  function draw() {
-    const { panels } = shown;
-    const columns = columnsOf(panels, shown.states);
+    const columns = columnsOf(panels, states);
     const lines = ordered(linesOf(panels), columns);
     const wanted = state.filter.toLowerCase();
     const left = lines.filter((line) => line.total || line.name.toLowerCase().includes(wanted));

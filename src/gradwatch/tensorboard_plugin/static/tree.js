@@ -11,16 +11,15 @@ const MOST = 64; // rows that a map has at first: each has room for its name
  */
 export function rowsOf(names, layers, { origins, turned, filter }) {
   const wanted = filter.toLowerCase();
-  const chosen = wanted ? layers.filter((n) => names[n].toLowerCase().includes(wanted)) : layers;
-  if (wanted) return chosen.map((n) => row(names[n], [n]));
-  const root = treeOf(names, chosen);
+  if (wanted) return layers.filter((n) => names[n].toLowerCase().includes(wanted)).map((n) => row(names[n], [n]));
+  const root = treeOf(names, layers);
   const open = new Set([root]);
   let level = [root];
   let rows = root.children.length;
   while (level.length) {
     const next = level.flatMap((node) => node.children).filter((node) => node.children);
     const more = next.reduce((sum, node) => sum + node.children.length - 1, 0);
-    if (!next.length || (rows + more > MOST && chosen.length > MOST)) break;
+    if (!next.length || (rows + more > MOST && layers.length > MOST)) break;
     rows += more;
     next.forEach((node) => open.add(node));
     level = next;
