@@ -15,6 +15,7 @@ from gradwatch.core.statistics import CATALOGUE, GROUPS
 from gradwatch.core.typed_values import STEP_MAX
 from gradwatch.sinks.record.outcome import Outcome
 from gradwatch.sinks.record.record_format import MAGNITUDES, PARAMETERS
+from gradwatch.sinks.record.run_metadata import verdict_fields
 from gradwatch.sinks.run_health import health_of
 from gradwatch.tensorboard_plugin.binary_response import pack_arrays
 from gradwatch.tensorboard_plugin.matrix import (
@@ -32,7 +33,7 @@ from gradwatch.tensorboard_plugin.matrix import (
     window,
 )
 from gradwatch.tensorboard_plugin.record_data import RecordCache, RunRecord
-from gradwatch.tensorboard_plugin.run_text import alerts_of, onsets_of, outcome_of, said
+from gradwatch.tensorboard_plugin.run_text import alerts_of, onsets_of, outcome_of
 from gradwatch.tensorboard_plugin.runs import RunTags, TensorBoardData
 
 MAX_COLUMNS = 4096
@@ -117,11 +118,8 @@ class Api:
         verdict, levels = outcome.verdict, outcome.loss_levels
         about = {
             "run": run,
-            "layers": len(layers),
-            "rows": record.rows,
             "last": record.last,
             "updated": listing.updated,
-            "began": min(record.sessions, default=0.0),
             "ended": verdict.ended,
             "stuck": verdict.stuck if verdict.ended else "",
             "health": health_of(verdict),
@@ -159,7 +157,6 @@ class Api:
         few = {} if not len(numbers) else {"min": numbers.min(), "median": np.median(numbers), "max": numbers.max()}
         return {
             "layers": len(places),
-            "steps": part.records,
             "numbers": len(numbers),
             "zeros": int(np.count_nonzero(numbers == 0)),
             "nonfinite": int(np.isin(part.states, (NOT_A_NUMBER, INFINITE)).sum()),
@@ -167,9 +164,10 @@ class Api:
         }
 
     def run(self, query: Mapping[str, str]) -> dict[str, Any]:
-        """Names, statistics, alerts and the verdict of a run."""
+        """Names, statistics, alerts, worst first, and the verdict of a run, None without an end."""
         run, listing, record = self._run(query)
         outcome = self._outcome(run, listing, record)
+        verdict = outcome.verdict
         statistics = [name for name in record.statistics if name != PARAMETERS]
         known = [name for name in CATALOGUE if name in statistics]
         labels = outcome.meta.get("labels", {})
@@ -178,14 +176,15 @@ class Api:
             "names": record.names,
             "modules": record.modules,
             "totals": record.totals,
-            "updated": listing.updated,
             "last": record.last,
             "rows": record.rows,
             "lost": record.lost,
             "statistics": [
                 _described(name, labels.get(name, "")) for name in [*known, *sorted(set(statistics) - set(known))]
             ],
-            **said(outcome),
+            "verdict": {**verdict_fields(verdict), "stuck": verdict.stuck} if verdict.ended else None,
+            "alerts": alerts_of(outcome),
+            "health": health_of(verdict),
         }
 
     def map(self, query: Mapping[str, str]) -> bytes:
@@ -195,7 +194,7 @@ class Api:
         about, arrays = _drawn(_part(matrix, query), _columns(query))
         if not query.get("from") and not query.get("to") and len(matrix.first):
             arrays |= summary(matrix, onsets_of(self._outcome(run, listing, record), matrix.names))
-        return pack_arrays({**about, "all": matrix.records}, arrays)
+        return pack_arrays(about, arrays)
 
     def layer(self, query: Mapping[str, str]) -> bytes:
         """Every statistic of one `layer`; those never measured there are left out. And its parameters, one by one."""

@@ -9,7 +9,7 @@ from gradwatch.core.typed_values import InvalidError
 from gradwatch.sinks.record import run_metadata
 from gradwatch.sinks.record.outcome import Outcome, end_of
 from gradwatch.sinks.record.schema import string_of
-from gradwatch.sinks.run_health import health_of, loud
+from gradwatch.sinks.run_health import loud
 from gradwatch.tensorboard_plugin.record_data import RecordCache, RunRecord, nearest
 from gradwatch.tensorboard_plugin.runs import RunTags, TensorBoardData
 
@@ -35,20 +35,6 @@ def outcome_of(
         outcome.layers = len(record.names) - len(record.totals)
         outcome.losses = record.losses
     return outcome
-
-
-def said(outcome: Outcome) -> dict[str, Any]:
-    """What the page shows of it: `meta`, None where there is none; the `verdict`, None of a run without an end, with
-    `stuck`, what the loss did where it did not fall; the `alerts`, worst first; `health`, as `sinks.run_health` has
-    it.
-    """
-    verdict = outcome.verdict
-    return {
-        "meta": outcome.meta or None,
-        "verdict": {**run_metadata.verdict_fields(verdict), "stuck": verdict.stuck} if verdict.ended else None,
-        "alerts": alerts_of(outcome),
-        "health": health_of(verdict),
-    }
 
 
 def alerts_of(outcome: Outcome) -> list[dict[str, Any]]:
