@@ -11,9 +11,6 @@ Stamp = tuple[int, int, int]
 REMOTE: Stamp = (0, 0, 0)
 """The stamp of every remote file."""
 
-MAX_CHECKPOINTS = 256
-"""Checkpoints that are remembered. Judgement: `ModelCheckpoint` keeps a few, unless `save_top_k=-1`."""
-
 
 class Checkpoints:
     """The number of optimizer steps in each checkpoint file.
@@ -24,13 +21,13 @@ class Checkpoints:
 
     def __init__(self) -> None:
         self._step: int | None = None
-        self._stamps: dict[str, Stamp] = {}
-        self._steps: dict[str, int] = {}
+        self._files: dict[str, tuple[Stamp, int | None]] = {}
+        """Path -> its stamp and its steps, None for a file from before the first save; the latest last."""
 
     def started_from(self, path: str, step: int) -> None:
         """The run was resumed from that file, which has `step` optimizer steps."""
         if (stamp := _stamp(path)) is not None:
-            self._add(path, stamp, step)
+            self._files[path] = stamp, step
 
     def save_begins(self, paths: Iterable[str], step: int) -> None:
         """A checkpoint after `step` optimizer steps will be written; `paths`: those of the callbacks before it."""
@@ -42,24 +39,18 @@ class Checkpoints:
     def latest(self, paths: Iterable[str], unhealthy: Callable[[int], bool]) -> tuple[str, int] | None:
         """The latest file that still exists and is not `unhealthy(steps)`, and its steps; None without one."""
         self._update(paths)
-        for path, step in sorted(self._steps.items(), key=lambda item: -item[1]):
-            if not unhealthy(step) and _stamp(path) == self._stamps[path]:
+        known = [(path, stamp, step) for path, (stamp, step) in self._files.items() if step is not None]
+        for path, stamp, step in sorted(known, key=lambda file: -file[2]):
+            if not unhealthy(step) and _stamp(path) == stamp:
                 return path, step
         return None
 
     def _update(self, paths: Iterable[str]) -> None:
         for path in paths:
-            stamp = _stamp(path)
-            if stamp is not None and self._stamps.get(path) != stamp:
-                self._add(path, stamp, self._step)
-
-    def _add(self, path: str, stamp: Stamp, step: int | None) -> None:
-        self._stamps[path] = stamp
-        self._steps.pop(path, None)
-        if step is not None:
-            self._steps[path] = step
-        for oldest in [*self._steps][:-MAX_CHECKPOINTS]:
-            del self._steps[oldest]
+            stamp, (known, _) = _stamp(path), self._files.get(path, (None, None))
+            if stamp is not None and stamp != known:
+                self._files.pop(path, None)
+                self._files[path] = stamp, self._step
 
 
 def _remote(path: str) -> bool:
