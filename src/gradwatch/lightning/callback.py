@@ -269,12 +269,12 @@ class GradWatch(PackageAware, Callback):
         # asked for once: to ask has Lightning update it, which must not depend on us. Before this event it is replaced
         if self._watches(trainer) and self._context:
             self._metrics = trainer.callback_metrics
-            self._context.training_begins()
+            self._context.training_begins(trainer)
 
     @guard
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         if self._watches(trainer) and self._context:
-            self._context.checkpoint_begins()
+            self._context.checkpoint_begins(trainer)
 
     @event
     def on_train_batch_start(self, engine: Engine, trainer: Any, batch: Any, batch_idx: int) -> None:

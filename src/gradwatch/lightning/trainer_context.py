@@ -18,9 +18,6 @@ BATCH_BYTES = 64 * 2**20
 SETTINGS_BYTES = 2**20
 """For the settings in it. Judgement."""
 
-MODEL_CHECKPOINT_PATHS = ("best_model_path", "last_model_path")
-"""Attributes of `ModelCheckpoint` that hold a path; `best_k_models` has paths for keys."""
-
 
 class TrainerContext:
     """Of one fit. Holds the Trainer weakly."""
@@ -35,10 +32,9 @@ class TrainerContext:
         self._without_state = False
         """Whether a checkpoint is without our state, which has been said."""
 
-    def training_begins(self) -> None:
+    def training_begins(self, trainer: Any) -> None:
         """The first batch is about to come; a checkpoint has been restored."""
-        trainer = self._trainer()
-        if trainer is not None and trainer.ckpt_path:
+        if trainer.ckpt_path:
             self._checkpoints.started_from(str(trainer.ckpt_path), trainer.global_step)
 
     def batch(self, index: int, epoch: int, *, data: bool) -> dict[str, Any] | None:
@@ -47,11 +43,9 @@ class TrainerContext:
         found = next((batch for batch in known if (batch.index, batch.epoch) == (index, epoch)), None)
         return None if found is None else _plain_batch(found, data=data)
 
-    def checkpoint_begins(self) -> None:
+    def checkpoint_begins(self, trainer: Any) -> None:
         """A checkpoint is being written."""
-        trainer = self._trainer()
-        if trainer is not None:
-            self._checkpoints.save_begins(_paths(trainer), trainer.global_step)
+        self._checkpoints.save_begins(_paths(trainer), trainer.global_step)
 
     def has_room(self, note: Callable[..., None]) -> bool:
         """Whether a checkpoint may hold more than the user's own; where not, `note` is called with the reason, once."""
@@ -122,13 +116,13 @@ def settings_of(trainer: Any) -> dict[str, object]:
 
 def _paths(trainer: Any) -> list[str]:
     """Where the Trainer's checkpoint callbacks say that they have saved, or are about to."""
-    found: dict[str, None] = {}
+    found: list[Any] = []
     for saver in trainer.checkpoint_callbacks:  # `ModelCheckpoint`, or a user's own that does not say
         if getattr(saver, "save_weights_only", False):
             continue  # no callback hook reports it, so the step of the file is unknown
-        named = [*getattr(saver, "best_k_models", ()), *(getattr(saver, name, "") for name in MODEL_CHECKPOINT_PATHS)]
-        found.update(dict.fromkeys(str(path) for path in named if path))
-    return list(found)
+        found += getattr(saver, "best_k_models", ())  # paths are its keys
+        found += [getattr(saver, name, "") for name in ("best_model_path", "last_model_path")]
+    return [*dict.fromkeys(str(path) for path in found if path)]
 
 
 def on_disk(folder: str | None, note: Callable[[str], None]) -> str | None:
