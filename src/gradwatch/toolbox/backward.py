@@ -149,13 +149,11 @@ class _HookedCall:
 
     def new_grad_input(self, index: int) -> Tensor | None:
         if any(gradient is not None for gradient in self.grad_outputs):
-            self._fire()
+            self.complete()
         return self.replacements.pop(index, None)
 
     def complete(self) -> None:
-        self._fire()
-
-    def _fire(self) -> None:
+        """Call the hook."""
         where = f"the backward hook on {self.name}"
         grad_inputs, grad_outputs = tuple(self.grad_inputs), tuple(self.grad_outputs)
         self.grad_inputs, self.grad_outputs = [None] * len(grad_inputs), [None] * len(grad_outputs)
