@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from gradwatch.sinks.record.record_format import FOLDER, RECORD_TAG_PREFIX
 from gradwatch.sinks.record.tfrecord import Damaged, frames
@@ -116,37 +117,33 @@ def holds_record(path: Path) -> bool:
 
 def _check(path: Path) -> None:
     """Raises Unreadable where the file `path` holds no record, and says what it is instead."""
+    if holds_record(path):
+        return
     try:
         with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
+            size, events = os.fstat(file.fileno()).st_size, 0
             if not size:
                 raise Unreadable(f"{path} is empty")
-            damage: Damaged | None = None
-            events = 0
-            try:
-                for data in _first(file):
-                    events += 1
-                    if data is not None and RECORD_MARK in data:
-                        return
-            except Damaged as error:
-                damage = error
+            for _ in _first(file):
+                events += 1
     except OSError as error:
         raise Unreadable(f"{path} cannot be read: {error.strerror}") from error
-    if damage is not None and not events:
+    except Damaged as damage:
+        if events:
+            raise Unreadable(f"{path} is {damage}, before any GradWatch record") from damage
         torn = "is cut off within its first event, or is no event file"
         what = torn if damage.torn else "is no TensorBoard event file"
-        raise Unreadable(f"{path} {what} ({size:,} bytes)")
-    if damage is not None:
-        raise Unreadable(f"{path} is {damage}, before any GradWatch record")
+        raise Unreadable(f"{path} {what} ({size:,} bytes)") from damage
     others = [file.name for file in event_files(path.parent) if holds_record(file)]
     beside = f"; beside it is {others[0]}" if others else ""
     raise Unreadable(f"{path} is an event file without a GradWatch record{beside}")
 
 
-def _first(file: object) -> Iterator[bytes | None]:
-    for data in frames(file):  # type: ignore[arg-type]
+def _first(file: BinaryIO) -> Iterator[bytes | None]:
+    """The frames in which a record may begin."""
+    for data in frames(file):
         yield data
-        if file.tell() > SEARCHED_BYTES:  # type: ignore[attr-defined]
+        if file.tell() > SEARCHED_BYTES:
             return
 
 
