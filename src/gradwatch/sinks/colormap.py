@@ -11,12 +11,9 @@ from numpy.typing import NDArray
 
 from gradwatch.sinks.downsampling import Logs
 
-VIRIDIS = tuple(
-    f"{colour:06x}"
-    for colour in (
-        *(0x440154, 0x482475, 0x414487, 0x355F8D, 0x2A788E, 0x21918C),
-        *(0x22A884, 0x44BF70, 0x7AD151, 0xBDDF26, 0xFDE725),
-    )
+VIRIDIS = (
+    *("440154", "482475", "414487", "355f8d", "2a788e", "21918c"),
+    *("22a884", "44bf70", "7ad151", "bddf26", "fde725"),
 )
 """Eleven colours of viridis (van der Walt and Smith, matplotlib, CC0), whose lightness increases evenly."""
 
