@@ -108,7 +108,7 @@ class DueHeadlines:
     """
 
     def __init__(self, n: int) -> None:
-        self._n = max(1, n)
+        self._n = n
         self._passed = -1
         self._since: dict[str, float] = {}
 

@@ -52,8 +52,8 @@ class RecordWriter:
 
     def __init__(self, files: Iterable[EventWriter], every_n_steps: int, summary: RunSummary) -> None:
         """`summary`: of the run; each block is added to it, for the positions of its steps."""
-        self.files = tuple(files)
-        self._every_n_steps = max(1, every_n_steps)
+        self._files = tuple(files)
+        self._every_n_steps = every_n_steps
         self._session, self._began = time(), -1
         self._rows = 0
         """Rows in the file."""
@@ -79,11 +79,11 @@ class RecordWriter:
             self._began = int(block.steps[0])
         self._axis = int(block.axis[-1])
         self._summary.block(block)
-        if self.files:
+        if self._files:
             self._write(block)
         if self._alerts_changed and monotonic() - self._alerts_written >= ALERTS_SECONDS:
             self._write_alerts()
-        for file in self.files:
+        for file in self._files:
             file.flush()
 
     def alert(self, alert: Alert) -> None:
@@ -101,7 +101,7 @@ class RecordWriter:
         self._write_text(
             "verdict", run_metadata.verdict_text(verdict, self._summary.positions.spans(verdict.incidents))
         )
-        for file in self.files:
+        for file in self._files:
             file.flush(now=True)
 
     def _adopt(self, layout: Layout) -> None:
@@ -135,7 +135,7 @@ class RecordWriter:
             part = recorded if events == 1 else recorded.rows(first, end)
             strings, at = pack(part), int(part.axis[-1])
             self._same, self._at = (self._same + 1 if at == self._at else 0), at
-            for file in self.files:
+            for file in self._files:
                 file.strings(columns.tag(self._same), self._metadata, strings, at, shape=[len(strings)])
 
     def _due(self, block: Block) -> dict[str, Rows]:
@@ -170,5 +170,5 @@ class RecordWriter:
         self._alerts_changed, self._alerts_written = False, monotonic()
 
     def _write_text(self, kind: run_metadata.Kind, text: str) -> None:
-        for file in self.files:
+        for file in self._files:
             file.strings(run_metadata.tag(kind), run_metadata.metadata(kind), [text.encode()], self._axis, shape=[])
