@@ -40,15 +40,11 @@ def usable_after_errors(writers: Iterable[Any]) -> Iterator[None]:
         yield
     except Exception:
         for writer in writers:
-            _renew(writer)
+            try:
+                writer.flush()  # raises if the thread has ended, even if the disk is usable again
+            except Exception:
+                writer.file_writer = writer.all_writers = None  # as after `close`: the next write opens a file
         raise
-
-
-def _renew(writer: Any) -> None:
-    try:
-        writer.flush()  # raises if the thread has ended, even if the disk is usable again
-    except Exception:
-        writer.file_writer = writer.all_writers = None  # as after `close`: the next write opens a file
 
 
 class EventWriter:
