@@ -94,7 +94,7 @@ def test_what_another_run_left_stays(tmp_path: Path) -> None:
     assert [Path(path).name for path in paths] == [f"incident_step_000001_planned{n}.pt" for n in ("", "-1", "-2")]
 
 
-def test_the_last_records_within_bounds() -> None:
+def test_the_last_records_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = layout_of(*(f"l{i}" for i in range(400)))
     norms = np.linspace(1e-60, 1e60, 400)
     history = History(layout)
@@ -104,7 +104,8 @@ def test_the_last_records_within_bounds() -> None:
     assert whole["scalars"]["loss"].tolist() == [float(step) for step in range(50)]
     first = whole["statistics"]["grad_norm"][0, 1:401]
     assert bool(((first > 0) & np.isfinite(first)).all()), "no number becomes zero or infinite in float32"
-    few = record_columns(history, 50, max_bytes=50_000)
+    monkeypatch.setattr(incident_file, "MAX_RECORD_BYTES", 50_000)
+    few = record_columns(history, 50)
     assert few["step"].tolist() == list(range(38, 50))
     assert sum(t.nbytes for t in few["statistics"].values()) + few["missing"].nbytes < 50_000
     assert record_columns(History(layout), 50) == {}

@@ -10,6 +10,7 @@ import warnings
 import zipfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -35,17 +36,17 @@ MAX_LEVELS, MAX_PARTS = 64, 10**6
 """Levels of nested containers in a batch, and their parts. `measure.plain_data` writes fewer."""
 
 
-def record_columns(history: History, count: int, *, max_bytes: int = MAX_RECORD_BYTES) -> dict[str, Any]:
-    """The last `count` records, oldest first, or as many as fit in `max_bytes`.
+def record_columns(history: History, most: int) -> dict[str, Any]:
+    """The last `most` records, oldest first, or as many as fit in `MAX_RECORD_BYTES`.
 
     `statistics`: name -> float32 [records, sites], NaN where it was not measured; `scalars`: name -> float64 [records];
     `missing`: int8 [records, sites], codes of `reasons`.
     """
-    if not (count and len(history)):
+    if not len(history):
         return {}
     sites, names = history.layout.sites, history.statistics()
     size = len(sites) * (4 * sum(name in CATALOGUE for name in names) + 1) + 8 * (3 + len(names))
-    block = history.block(max(1, min(count, max_bytes // size)))
+    block = history.block(max(1, min(most, MAX_RECORD_BYTES // size)))
     return {
         "step": block.steps,
         "axis": block.axis,
@@ -71,8 +72,10 @@ def versions_and_platform() -> dict[str, str]:
 def unused_path(folder: Path, name: str) -> Path:
     """A path for an incident file of that name which no other file has; makes the folder. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
-    paths = (folder / f"{name}{number}.pt" for number in ("", *(f"-{count}" for count in range(1, 1000))))
-    return next((path.absolute() for path in paths if not path.exists()), (folder / f"{name}.pt").absolute())
+    path, numbers = folder / f"{name}.pt", count(1)
+    while path.exists():
+        path = folder / f"{name}-{next(numbers)}.pt"
+    return path.absolute()
 
 
 def link_checkpoint(checkpoint: str, beside: Path) -> str:
