@@ -14,12 +14,12 @@ import { runsTable } from "./overview.js";
 import { panelOf, statisticOf, tie, unzoom, visible, zoom } from "./panels.js";
 import { depthProfile } from "./profile.js";
 import { regionStatistics } from "./region.js";
+import { wantedRuns } from "./runs.js";
 import { choose, recall, state } from "./state.js";
 import { layerTable } from "./table.js";
 import { toolbar } from "./toolbar.js";
 import { described, tooltip } from "./tooltip.js";
 import { verdictOf } from "./verdict.js";
-import { wantedRuns } from "./chosen_runs.js";
 
 const REST = 120; // milliseconds without a further zoom before finer numbers are fetched
 

@@ -6,6 +6,20 @@ import { healthSign } from "./verdict.js";
 
 export const MOST = 4; // runs side by side: what a screen has room for
 
+/** The names of the runs to show: those chosen, one that is the only one or whose layer is asked for, else none. */
+export function wantedRuns(runs, state) {
+  const known = runs.map((run) => run.name);
+  const found = (state.runs ?? []).map((name) => (known.includes(name) ? name : nearest(name, known))).filter(Boolean);
+  if (found.length) return [...new Set(found)].slice(0, MOST);
+  return known.length === 1 || state.layer !== null ? [known[0]] : [];
+}
+
+/** The one run whose folder is the same seen from another folder: "version_3" for "lightning_logs/version_3". */
+function nearest(name, known) {
+  const found = known.filter((each) => each.endsWith(`/${name}`) || name.endsWith(`/${each}`));
+  return found.length === 1 ? found[0] : null;
+}
+
 /** A chooser; `choose(names)` gets the wanted runs, in the order of the list. */
 export function runChooser(choose) {
   const list = el("div", { class: "menu", role: "group", "aria-label": "Runs" });
