@@ -110,9 +110,7 @@ class _ModuleState:
             value = self.attributes[name]
             if isinstance(before, set) or not _same_items(value, before):
                 value.clear()
-            else:
-                continue
-            value.extend(before) if isinstance(before, list | deque) else value.update(before)
+                value.extend(before) if isinstance(before, list | deque) else value.update(before)
         for generator, state in self.generators:
             generator.set_state(state)
         with torch.no_grad():
