@@ -200,13 +200,12 @@ def _course(run: RunArrays, name: str, levels: tuple[float, float] | None = None
     if len(numbers):
         leading = LeadingOptimizer().rows(run.values["grad_norm"].optimizers)
         numbers = numbers[leading & ~np.isnan(numbers)]
-    known = numbers
-    if not len(known):
+    if not len(numbers):
         if levels is None:
             return None
-        known = np.full(1, np.nan)  # it was NaN at every step
-    first, last = levels or (float(known[0]), float(known[-1]))
-    return {"first": number(first), "last": number(last), "min": number(known.min()), "max": number(known.max())}
+        numbers = np.full(1, np.nan)  # it was NaN at every step
+    first, last = levels or (float(numbers[0]), float(numbers[-1]))
+    return {"first": number(first), "last": number(last), "min": number(numbers.min()), "max": number(numbers.max())}
 
 
 def _layers(run: RunArrays, limits: Limits) -> tuple[list[list[Any]], int]:
