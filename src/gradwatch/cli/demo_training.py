@@ -145,7 +145,7 @@ def _run_both(console: Console, out: Path, parts: Mapping[str, tuple[str, Callab
     """Train one after the other. `parts`: folder below `out` -> title, and a function of the Trainer's options that
     trains and gives the watch and the share of held-out digits that are read.
     """
-    reports = []
+    reports: dict[str, Path] = {}
     for number, (name, (title, train)) in enumerate(parts.items(), 1):
         console.print()
         console.rule(f"[bold]{number}. {title}", align="left", characters="-")
@@ -158,11 +158,11 @@ def _run_both(console: Console, out: Path, parts: Mapping[str, tuple[str, Callab
             f"\nTrained in {time.perf_counter() - began:.0f} s, it reads [bold]{100 * accuracy:.1f} %[/bold] of the "
             f"digits that it never saw; guessing reads {100 // CLASSES} %."
         )
-        reports.append(Path(logger.log_dir) / NAME)
+        reports[name] = Path(logger.log_dir) / NAME
     console.print()
     console.rule("[bold]Open", align="left", characters="-")
     # paths stay whole, to be copied
-    for (name, _), report in zip(parts.items(), reports, strict=True):
+    for name, report in reports.items():
         console.print(f"The report of {name}, for any browser:\n  {report}", markup=False, soft_wrap=True)
     command = f"{_tensorboard()} --logdir {quote(str(out))}"
     console.print(f"Both runs, in the GradWatch tab:\n  {command}", markup=False, soft_wrap=True)

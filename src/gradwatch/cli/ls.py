@@ -63,20 +63,18 @@ def run(options: argparse.Namespace) -> int:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column("run", overflow="fold")
     table.add_column("steps", justify="right", no_wrap=True)
-    narrow = console.width < NARROW_WIDTH
     table.add_column("state", no_wrap=True)
     table.add_column("alerts", overflow="fold")
-    if not narrow:
+    if console.width >= NARROW_WIDTH:
         table.add_column("began", no_wrap=True)
     styles = {str(severity): style for severity, style in STYLES.items()} | {"healthy": "green"}
-    found, unread = 0, []
+    unread = []
     for place in runs_below(folder):
         try:
             run = read_run(place)
         except (Unreadable, OSError) as error:
             unread.append(str(error))
             continue
-        found += 1
         name = str(place.relative_to(folder)) if place != folder else "."
         incidents = run.verdict.incidents
         health = health_of(replace(run.verdict, ended=True))
@@ -90,7 +88,7 @@ def run(options: argparse.Namespace) -> int:
         table.add_row(*cells[: len(table.columns)])
     for message in unread:
         complain("ls", message)
-    if found:
+    if table.row_count:
         with console.capture() as shown:
             console.print(table)
         print(shown.get(), end="")
