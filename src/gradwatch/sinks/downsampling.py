@@ -30,16 +30,11 @@ class _Columns(NamedTuple):
     """Priority of the sample; 0 where there is none."""
 
     def select(self, columns: slice | Sites) -> _Columns:
-        return _Columns(self.low[columns], self.high[columns], self.sample[columns], self.priority[columns])
+        return _Columns._make(numbers[columns] for numbers in self)
 
     def concatenated(self, other: _Columns, *, axis: int) -> _Columns:
         """Both, concatenated along `axis`: 0 for columns, 1 for sites."""
-        return _Columns(
-            np.concatenate([self.low, other.low], axis),
-            np.concatenate([self.high, other.high], axis),
-            np.concatenate([self.sample, other.sample], axis),
-            np.concatenate([self.priority, other.priority], axis),
-        )
+        return _Columns._make(np.concatenate(both, axis) for both in zip(self, other, strict=True))
 
     def merged(self, other: _Columns) -> _Columns:
         """Each column merged with the column of `other` at the same index."""
