@@ -92,11 +92,6 @@ def _rgb(colour: str) -> tuple[int, int, int]:
     return int(colour[:2], 16), int(colour[2:4], 16), int(colour[4:], 16)
 
 
-def css_gradient(colours: tuple[str, ...]) -> str:
-    """The scale as a CSS gradient, from its low end to its high end."""
-    return f"linear-gradient(to right, {', '.join('#' + colour for colour in colours)})"
-
-
 def format_power_of_ten(log: float) -> str:
     """10 to the power of `log`, as short text: '3e-5', '0.02', '40'."""
     if -2 <= log < 4:

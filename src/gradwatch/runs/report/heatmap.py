@@ -21,7 +21,6 @@ from gradwatch.sinks.colormap import (
     VIRIDIS,
     ZERO_COLOUR,
     ColourScale,
-    css_gradient,
     diverging_scale_of,
     format_power_of_ten,
     palette,
@@ -221,6 +220,6 @@ def _legend(logs: Logs, scale: ColourScale, colours: tuple[str, ...]) -> dict[st
     return {
         "low": "≤ " * scale.clipped_low + times + format_power_of_ten(scale.low),
         "high": "≥ " * scale.clipped_high + times + format_power_of_ten(scale.high),
-        "gradient": css_gradient(colours),
+        "gradient": f"linear-gradient(to right, {', '.join('#' + colour for colour in colours)})",
         "special": [(text, colour) for text, colour, where in special if where.any()],
     }
