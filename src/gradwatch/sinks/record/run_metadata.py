@@ -49,9 +49,6 @@ RUN_TAG_PREFIX = "gradwatch/run/"
 RECORDED_PACKAGES = ("gradwatch", "torch", "lightning", "pytorch_lightning", "tensorboard", "numpy")
 """Packages whose versions are recorded."""
 
-Axes = Mapping[Key, Span]
-"""(`rule`, `step`) of an incident -> begin and end on the x-axis; None where unknown."""
-
 NOT_RECORDED = ("incident_file", "checkpoint")
 """The fields of an alert that are paths on the machine of the run."""
 
@@ -80,12 +77,12 @@ def meta_text(run: Run, started: float) -> str:
     )
 
 
-def alerts_text(alerts: Iterable[Alert], axes: Axes) -> str:
-    return _text(alerts=[fields_of(alert, axes) for alert in alerts])
+def alerts_text(alerts: Iterable[Alert], spans: Mapping[Key, Span]) -> str:
+    return _text(alerts=[fields_of(alert, spans) for alert in alerts])
 
 
-def verdict_text(verdict: Verdict, axes: Axes) -> str:
-    incidents = [fields_of(alert, axes) for alert in verdict.incidents]
+def verdict_text(verdict: Verdict, spans: Mapping[Key, Span]) -> str:
+    incidents = [fields_of(alert, spans) for alert in verdict.incidents]
     return _text(finished=time(), **verdict_fields(verdict), incidents=incidents)
 
 
@@ -105,9 +102,9 @@ def verdict_fields(verdict: Verdict) -> dict[str, Any]:
     }
 
 
-def fields_of(alert: Alert, axes: Axes) -> dict[str, Any]:
+def fields_of(alert: Alert, spans: Mapping[Key, Span]) -> dict[str, Any]:
     """An alert as values that JSON can hold, and where it lies on the x-axis; `read_text` reads them."""
-    span = axes.get((alert.rule, alert.step), Span())
+    span = spans.get((alert.rule, alert.step), Span())
     fields = {name: value for name, value in alert_to_dict(alert).items() if name not in NOT_RECORDED}
     numbers = {name: _json_number(getattr(alert, name)) for name in ("value", "threshold")}
     return {**fields, **numbers, "axis": span.begin, "noticed_axis": span.noticed, "closed_axis": span.end}
