@@ -22,9 +22,6 @@ from gradwatch.sinks.record.schema import NAMES_MAX, PARAMETERS_MAX
 from gradwatch.tensorboard_plugin.matrix import LOST, Matrix, matrix_of, states_of
 from gradwatch.tensorboard_plugin.runs import RunTags, TensorBoardData
 
-STATISTIC_WITH_CODES = "grad_norm"
-"""The statistic whose missing numbers have reasons."""
-
 CACHE_BYTES = 256 * 2**20
 """Bytes of records and their matrices that are kept for the next question. Judgement: TensorBoard keeps 64 MiB of a
 run."""
@@ -159,7 +156,8 @@ class RunRecord:
                 columns = np.empty((len(own), len(block.about.names)), dtype=np.intp)
                 columns[:, 0] = [column_of[self._totals[number]] for number in block.optimizers[own].tolist()]
                 columns[:, 1:] = [column_of[name] for name in block.about.names[1:]]
-                codes = block.codes_of_rows()[own] if statistic == STATISTIC_WITH_CODES else None
+                if statistic == "grad_norm":  # no other says why a number is missing
+                    codes = block.codes_of_rows()[own]
             numbers[here[:, None], columns] = found
             states[here[:, None], columns] = states_of(found, codes)
         numbers[~np.isfinite(numbers)] = np.nan
