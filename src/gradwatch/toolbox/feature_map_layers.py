@@ -88,7 +88,7 @@ def feature_map_pictures(
 
     with (
         torch.no_grad(),
-        capture(model, _exact_patterns(layers), "output", reduce=first_channels, device="cpu", limit=1) as captured,
+        capture(model, [*map(escape, layers)], "output", reduce=first_channels, device="cpu", limit=1) as captured,
     ):
         scores = next(tensors_in(model(images)), None)
     scored = scores is not None and scores.ndim == 2 and len(scores) == len(images) and scores.shape[1] > 1
@@ -125,7 +125,7 @@ def _shapes_of_maps(model: nn.Module, images: Tensor) -> dict[str, tuple[int, ..
     def order_and_shape(tensor: Tensor) -> tuple[int, tuple[int, ...]]:
         return next(order), tuple(tensor.shape)
 
-    with torch.no_grad(), capture(model, _exact_patterns(names), "output", reduce=order_and_shape, limit=1) as captured:
+    with torch.no_grad(), capture(model, [*map(escape, names)], "output", reduce=order_and_shape, limit=1) as captured:
         model(images)
     firsts = [(name, call.kept["output"][:1]) for name, one in captured.items() for call in one.calls]
     outputs = sorted((at, name, shape) for name, first in firsts for at, shape in first)
@@ -134,8 +134,3 @@ def _shapes_of_maps(model: nn.Module, images: Tensor) -> dict[str, tuple[int, ..
         for _, name, shape in outputs
         if len(shape) == 4 and shape[0] == len(images) and shape[2] * shape[3] > 1
     }
-
-
-def _exact_patterns(names: Sequence[str]) -> list[str]:
-    """Patterns that match exactly `names`."""
-    return [escape(name) for name in names]
