@@ -244,13 +244,13 @@ class CapturedCall:
     Gradients of a checkpoint belong to its first call, which ran without a graph; its recomputation stores no tensors.
     """
 
-    where: str
+    name: str
     copier: _TensorCopier
     what: frozenset[str]
     kept: dict[str, list[Any]] = field(default_factory=lambda: {what: [] for what in WHAT})
 
     def _copy(self, what: str, tensor: Tensor) -> Any:
-        return self.copier.copy(tensor, f"capture: reduce, for {what} of module {self.where!r},")
+        return self.copier.copy(tensor, f"capture: reduce, for {what} of module {self.name!r},")
 
     def inputs(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         if in_backward():
