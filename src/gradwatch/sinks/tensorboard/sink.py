@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -87,22 +86,9 @@ class TensorBoard:
 
     def open(self, run: Run) -> None:
         if self._run is None:
-            writers = writers_of(run) if self.writer is None else [self.writer]
-            self._plain = [writer for writer in writers if not is_summary_writer(writer)]
-            if self._plain:
-                disk_space.check_user_files(None)
-            self._begin([writer for writer in writers if is_summary_writer(writer)])
-            self._alerts, self._said = {}, False
+            self._begin(run)
+        self._run = run
         with usable_after_errors(self._shared):
-            if self._run is None:
-                summary = run.summary or RunSummary()
-                self._tabs = None
-                if self._files:
-                    shown = self.per_layer, self.charts, self.histograms
-                    self._tabs = BuiltinTabs(self._files, run.layout, summary, *shown)
-                self._every_n_steps, self._due = self.every_n_steps or run.log_every_n_steps, {}
-                self._record = RecordWriter(self._files, self._every_n_steps, summary)
-            self._run = run
             self._record.open(run)
 
     def block(self, block: Block) -> None:
@@ -151,17 +137,28 @@ class TensorBoard:
             for file in self._own:
                 file.close()
 
-    def _begin(self, writers: Iterable[Any]) -> None:
-        """Open a file beside that of each of `writers`, which are SummaryWriters."""
-        self._shared, self._own, self._files = [], [], []
+    def _begin(self, run: Run) -> None:
+        """Open a file beside that of each SummaryWriter."""
+        self._shared, self._own, self._files, self._plain = [], [], [], []
+        writers: list[Any] = writers_of(run) if self.writer is None else [self.writer]
         for writer in writers:
-            folder = disk_space.local_path(str(writer.log_dir))
-            if folder is None:
+            if not is_summary_writer(writer):
+                disk_space.check_user_files(None)
+                self._plain.append(writer)
+            elif (folder := disk_space.local_path(str(writer.log_dir))) is None:
                 self._shared.append(writer)
                 self._files.append(EventWriter(partial(file_writer_of, writer), writer.log_dir))
             else:
                 self._own.append(OwnEventFile(Path(folder)))
                 self._files.append(self._own[-1].events())
+        self._alerts, self._said, self._due, self._tabs = {}, False, {}, None
+        self._every_n_steps = self.every_n_steps or run.log_every_n_steps
+        summary = run.summary or RunSummary()
+        self._record = RecordWriter(self._files, self._every_n_steps, summary)
+        if self._files:
+            with usable_after_errors(self._shared):
+                shown = self.per_layer, self.charts, self.histograms
+                self._tabs = BuiltinTabs(self._files, run.layout, summary, *shown)
 
     def _write_text(self, verdict: Verdict) -> None:
         """Write the whole text each time, because TensorBoard shows the latest of a tag."""
