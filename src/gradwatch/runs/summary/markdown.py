@@ -79,7 +79,7 @@ def _text(found: Mapping[str, Any], rows: Sequence[Sequence[Any]]) -> str:
     lines += ["| " + " | ".join(SHOWN) + " |", "|" + "---|" * len(SHOWN)]
     places = [list(found["columns"]).index(name) for name in SHOWN]
     for row in rows:
-        lines.append("| " + " | ".join("-" if row[place] is None else _cell(row[place]) for place in places) + " |")
+        lines.append("| " + " | ".join(_cell(row[place]) for place in places) + " |")
     left_out = found["left_out"]["layers"] + len(found["layers"]) - len(rows)
     if left_out:
         lines += ["", f"Left out: {left_out:,} of {counted(left_out + len(rows), 'layer')}."]
@@ -92,7 +92,7 @@ def _plain(text: str) -> str:
 
 
 def _cell(value: Any) -> str:
-    return _plain(value) if isinstance(value, str) else str(value)
+    return "-" if value is None else _plain(str(value))
 
 
 def _code(text: str) -> str:
