@@ -100,13 +100,11 @@ class FlightRecorder:
         failing = {name: int(latest.scalars[name]) for name in ("batch", "epoch", "rank") if name in latest.scalars}
         failing.setdefault("rank", own)
         batch: Mapping[str, Any] | None = None
-        if loop and failing["rank"] == own:
-            batch = loop.batch(failing.get("batch", -1), failing.get("epoch", -1), data=self.keep_batch)
-        unknown = (
-            "it was on another rank"
-            if failing["rank"] != own
-            else "the training loop does not report it, or no longer has it"
-        )
+        unknown = "it was on another rank"
+        if failing["rank"] == own:
+            unknown = "the training loop does not report it, or no longer has it"
+            if loop:
+                batch = loop.batch(failing.get("batch", -1), failing.get("epoch", -1), data=self.keep_batch)
         name = f"incident_step_{alert.step:06d}_{alert.rule}{f'_rank{own}' if own else ''}"
         path = incident_file.unused_path(folder, name)
         if checkpoint is not None and self.keep_checkpoint:
