@@ -67,7 +67,8 @@ class Console:
     def _add_table(self, text: Text, summary: RunSummary, verdict: Verdict, *, width: int, ascii_only: bool) -> None:
         faults = summary.faults_by_row(verdict)
         total, *layers = table_rows(summary, faults)
-        unhealthy = [place for place in range(len(layers)) if any(map(_is_serious, faults.get(place + 1, ())))]
+        # worst first: of one without a warning or an error all faults are notices
+        unhealthy = [row - 1 for row in sorted(faults) if row and faults[row][0].severity is not Severity.NOTICE]
         shown = select_rows(len(layers), unhealthy, self.rows)
         lines: list[TableRow | None] = [total]
         for before, place in zip([-1, *shown], shown, strict=False):
@@ -117,10 +118,6 @@ def table_rows(summary: RunSummary, faults: dict[int, list[RowFault]]) -> list[T
         name = printable(name) + " (tap)" * (layout.sites[summary.places[row]].kind == "tap")
         rows.append(TableRow(name, bool(seen[row]), low[:, row], high[:, row], **numbers, status=status, style=style))
     return rows
-
-
-def _is_serious(fault: RowFault) -> bool:
-    return fault.severity is not Severity.NOTICE
 
 
 def _verdict_text(verdict: Verdict, width: int) -> Text:
