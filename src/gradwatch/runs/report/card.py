@@ -55,9 +55,8 @@ def card(data: RunData, *, source: str) -> str:
         picture=picture,
         map_height=map_height,
         marks=marks,
-        caption="gradient norm: layers from top to bottom, steps from left to right",
         loss=loss,
         columns=len(course),
         loss_height=loss_height,
-        loss_caption=f"loss, {extent}",
+        extent=extent,
     )
