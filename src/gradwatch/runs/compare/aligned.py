@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.core.record import MEASURED, Floats
-from gradwatch.runs.arrays import RunArrays
+from gradwatch.runs.arrays import RunArrays, StatisticSeries
 
 COMPARED = ("weight_norm", "grad_norm", "update_ratio")
 """Statistics that are compared, causes first: a step's weights come before its gradients, and those before its update.
@@ -75,15 +75,15 @@ def _side(run: RunArrays, statistic: str, layers: list[str]) -> Side:
     if statistic == "grad_norm":  # here a NaN may be what was measured
         measured = run.codes[:, places] == MEASURED
         logs[measured & np.isnan(numbers)] = HIGHEST
-    return _sorted(series.steps, series.optimizers, logs)
+    return _sorted(series, logs)
 
 
 def _side_of_steps(run: RunArrays, name: str) -> Side:
-    series = run.values["grad_norm"]
-    return _sorted(series.steps, series.optimizers, run.scalars[name][:, None])
+    return _sorted(run.values["grad_norm"], run.scalars[name][:, None])
 
 
-def _sorted(steps: NDArray[np.int64], optimizers: NDArray[np.int64], numbers: Floats) -> Side:
-    keys = steps * 256 + optimizers
+def _sorted(series: StatisticSeries, numbers: Floats) -> Side:
+    """`numbers` at the records of `series`."""
+    keys = series.steps * 256 + series.optimizers
     order = np.argsort(keys, kind="stable")
-    return Side(keys[order], steps[order], numbers[order])
+    return Side(keys[order], series.steps[order], numbers[order])
