@@ -25,8 +25,10 @@ class Comparison:
 
     runs: tuple[RunArrays, RunArrays]
     pair: AlignedRuns
-    last: int
-    """The last optimizer step that both have reached."""
+    first_step: int
+    """The first optimizer step that both have."""
+    last_step: int
+    """The last one that both have reached."""
     block_steps: int
     """Steps of a block, of which there is one median."""
     first_difference: FirstDifference
@@ -47,11 +49,6 @@ class Comparison:
             names = [name for name in dict.fromkeys([*a, *b]) if a.get(name) != b.get(name)]
             found += [(name, _shown(a.get(name)), _shown(b.get(name))) for name in names]
         return tuple(found)
-
-    @property
-    def first_step(self) -> int:
-        """The first optimizer step that both have."""
-        return max(int(side.steps.min()) for side in self.pair.sides["grad_norm"])
 
     @property
     def every(self) -> int:
@@ -142,7 +139,7 @@ class Comparison:
         if self.every > 1:
             said.append(f"Of these long runs one of every {self.every} steps is compared.")
         if abs(ends[0] - ends[1]) >= self.every:
-            said.append(f"A ends at step {ends[0]:,}, B at step {ends[1]:,}: compared up to step {self.last:,}.")
+            said.append(f"A ends at step {ends[0]:,}, B at step {ends[1]:,}: compared up to step {self.last_step:,}.")
         return tuple(said)
 
     def _first_difference(self) -> list[str]:
@@ -204,7 +201,7 @@ def compare_runs(a: RunArrays, b: RunArrays) -> Comparison:
         firsts.setdefault(point.layer, point)
     named = list(firsts.values())
     points = (*named[:1], *sorted(named[1:], key=lambda p: p.step))
-    return Comparison((a, b), pair, last, block, like, points)
+    return Comparison((a, b), pair, first, last, block, like, points)
 
 
 def format_ratio(decades: float) -> str:
