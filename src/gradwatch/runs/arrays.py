@@ -257,7 +257,7 @@ class _ArrayBuilder:
         self._thin()
 
     def _thin(self) -> None:
-        """Where sites came later, the rows of before become as wide."""
+        """Keep no more rows than there may be; those from before a site came count as wide as the others."""
         sites, all_kept = len(self.layout), self.kept.values()
         for kept in all_kept:
             kept.thin(max(2, min(self._most, MAX_NUMBERS // sites)))
