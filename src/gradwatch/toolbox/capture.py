@@ -111,9 +111,7 @@ class Capture(Mapping[str, "Captured"]):
         self._clear()
         self._hooks = HookSet()
         try:
-            hooked: set[int] = set()
-            for named in each_once(self._found):
-                self._attach(named, self._hooks, hooked)
+            self._attach(self._hooks)
         except BaseException:
             self.__exit__()
             raise
@@ -139,19 +137,19 @@ class Capture(Mapping[str, "Captured"]):
     def __repr__(self) -> str:
         return f"Capture({', '.join(f'{name}: {len(c.calls)} calls' for name, c in self.items())})"
 
-    def _attach(self, named: NamedModule, hooks: HookSet, hooked: set[int]) -> None:
-        """`hooked`: ids of the parameters that have a hook already, from a module that contains this one."""
-        captured, what, copier = self._by_module[id(named.module)], self._what, self._copier
-        if what != {"grad"}:
-            calls = ModuleCalls(
-                _Calls(named.module, captured, copier).new_handler,
-                grad_input="grad_input" in what,
-                grad_output="grad_output" in what,
-                read_only=True,
-            )
-            calls.attach(named.module, hooks)
-        if "grad" in what:
-            for name, parameter in named.module.named_parameters():
+    def _attach(self, hooks: HookSet) -> None:
+        what = self._what
+        hooked: set[int] = set()
+        for named in each_once(self._found):
+            if what != {"grad"}:
+                calls = ModuleCalls(
+                    _Calls(named.module, self._by_module[id(named.module)], self._copier).new_handler,
+                    grad_input="grad_input" in what,
+                    grad_output="grad_output" in what,
+                    read_only=True,
+                )
+                calls.attach(named.module, hooks)
+            for name, parameter in named.module.named_parameters() if "grad" in what else ():
                 if id(parameter) not in hooked:
                     hooked.add(id(parameter))
                     where = f"capture: reduce, for the gradient of {name} in module {named.name!r},"
