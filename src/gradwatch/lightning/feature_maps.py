@@ -153,10 +153,6 @@ class FeatureMaps(PackageAware, Callback):
             self._write(fit, tag, picture, step)
 
     @guard
-    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        self._close(trainer)
-
-    @guard
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         self._close(trainer)
 
