@@ -81,12 +81,15 @@ class Report:
     def _give(self, data: RunData, path: Path) -> None:
         """The heatmap and the report to the loggers that take images and files; a failure of one is raised last."""
         failures: list[tuple[object, Exception]] = []
-        picture, last = _picture(data) if any(map(writer_for, self._loggers)) else (None, 0)
+        picture: tuple[Picture, int] | None = None
+        if any(map(writer_for, self._loggers)) and len(data.summary.grad_norm):
+            drawn, last = heatmap_of(data.summary, data.verdict)
+            picture = np.asarray(drawn.convert("RGB")), last
         for logger in self._loggers:
             draw, keep = writer_for(logger), file_writer_for(logger)
             try:
                 if draw is not None and picture is not None:
-                    draw(logger, HEATMAP_TAG, picture, last)
+                    draw(logger, HEATMAP_TAG, *picture)
                 if keep is not None:
                     keep(logger, path)
             except Exception as error:
@@ -94,13 +97,6 @@ class Report:
         if failures:
             names = ", ".join(f"{type(logger).__name__} ({error!r})" for logger, error in failures)
             raise RuntimeError(f"could not give the heatmap and the report to {names}") from failures[0][1]
-
-
-def _picture(data: RunData) -> tuple[Picture | None, int]:
-    if not len(data.summary.grad_norm):
-        return None, 0
-    drawn, last = heatmap_of(data.summary, data.verdict)
-    return np.asarray(drawn.convert("RGB")), last
 
 
 def _new_file(folder: Path) -> Path:
