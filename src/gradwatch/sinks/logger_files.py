@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib import import_module
 from io import BytesIO
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +15,6 @@ from gradwatch.core import disk_space
 from gradwatch.core.class_names import class_names
 from gradwatch.sinks.record.event_writer import usable_after_errors
 
-Kept = TypeVar("Kept")
 Picture = NDArray[np.uint8]
 """[height, width, 3]."""
 Write = Callable[[Any, str, Picture, int], object]
@@ -24,16 +23,12 @@ WriteFile = Callable[[Any, Path], object]
 
 def writer_for(logger: object) -> Write | None:
     """The function that writes an image under a tag and at a step to `logger`; None where it supports none."""
-    return _of_class(logger, WRITERS)
+    return next((WRITERS[name] for name in class_names(logger) if name in WRITERS), None)
 
 
 def file_writer_for(logger: object) -> WriteFile | None:
     """The function that gives `logger` a file to keep with the run; None where it takes none."""
-    return _of_class(logger, FILE_WRITERS)
-
-
-def _of_class(logger: object, writers: Mapping[str, Kept]) -> Kept | None:
-    return next((writers[name] for name in class_names(logger) if name in writers), None)
+    return next((FILE_WRITERS[name] for name in class_names(logger) if name in FILE_WRITERS), None)
 
 
 def _tensorboard(logger: Any, tag: str, picture: Picture, step: int) -> None:
