@@ -18,6 +18,12 @@ from gradwatch.sinks.terminal.layer_table import format_number
 WORDS = {"weight_norm": "weight norm", "grad_norm": "gradient norm", "update_ratio": "update-to-weight ratio"}
 """What a statistic is called in a sentence."""
 
+MAX_SETTINGS = 3
+"""Settings that the headline names, at most; the page has all. Judgement."""
+
+MAX_RATIO_DECADES = 30.0
+"""Decades beyond which a ratio is that of a zero or of what is not finite. Judgement."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Comparison:
@@ -214,10 +220,3 @@ def format_size(log: float) -> str:
     if log != log:
         return "not measured"
     return "zero" if log <= LOWEST else "not finite" if log >= HIGHEST else format_number(10**log, 7)
-
-
-MAX_SETTINGS = 3
-"""Settings that the headline names, at most; the page has all. Judgement."""
-
-MAX_RATIO_DECADES = 30.0
-"""Decades beyond which a ratio is that of a zero or of what is not finite. Judgement."""

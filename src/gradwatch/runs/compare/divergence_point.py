@@ -43,6 +43,9 @@ MIN_STANDARD_ERRORS = 5.0
 BLOCKS_IN_A_ROW = 2
 """Blocks in a row. Judgement: one may be chance."""
 
+ONSET_SHARE = 0.75
+"""Share of the numbers from the onset to the block's end that are out of range, at least. Judgement."""
+
 NOISELESS = ("weight_norm",)
 """Statistics without noise of batches: one block is enough."""
 
@@ -229,7 +232,3 @@ def _onset(
         if out[place] and out[place:].mean() >= ONSET_SHARE:
             return int(when[place])
     return None
-
-
-ONSET_SHARE = 0.75
-"""Share of the numbers from the onset to the block's end that are out of range, at least. Judgement."""

@@ -56,6 +56,9 @@ PAPER_INDEX, STRENGTHS = MISSING + 1, 4
 INK_INDEX = {ink: PAPER_INDEX + 1 + STRENGTHS * place for place, ink in enumerate((INK, QUIET, RED))}
 """Ink -> the index of its weakest shade."""
 
+SPECIAL = {NONFINITE: "not finite", ZERO: "zero", MISSING: "no number"}
+"""Shades that are not on the scale."""
+
 FULL = 255
 """How strong an ink is drawn, but for the edges of letters."""
 
@@ -205,10 +208,6 @@ def _draw_axis(draw: ImageDraw.ImageDraw, course: Downsampling, corner: tuple[in
         draw.line([(at, bottom), (at, bottom + 4)], fill=FULL)
         draw.text((at, bottom + 6), f"{step:,}", fill=FULL, font=font, anchor="ma")
     draw.text((left - 8, bottom + 6), "step", fill=FULL, font=font, anchor="ra")
-
-
-SPECIAL = {NONFINITE: "not finite", ZERO: "zero", MISSING: "no number"}
-"""Shades that are not on the scale."""
 
 
 def _draw_legend(
