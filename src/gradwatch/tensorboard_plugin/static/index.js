@@ -41,7 +41,8 @@ const main = el("main", {}, trouble, bar.element, overview, page);
 let listed = null; // the answer to `runs`
 let health = {}; // of each run
 let panels = [];
-let one = null; // the statistic shown
+let offered = []; // the statistics of the runs shown
+let one = null; // that which is drawn
 let marked = null; // the region whose statistics are shown: {from, to, names}
 let turn = 0; // which fetch is the latest
 let waiting = 0;
@@ -99,13 +100,13 @@ async function refresh({ quietly = false } = {}) {
     if (mine !== turn) return;
     const old = new Map(panels.map((panel) => [panel.run.run, panel]));
     panels = made;
+    offered = statistics.all;
     one = statistics.one;
     for (const panel of panels) {
       panel.map = old.get(panel.run.run)?.map ?? heatmap({ hover, view, open: (map, n) => open(map.shown().run.names[n]), turn: turnModule, pin, region: chosenRegion, resized: hide });
       panel.mini = old.get(panel.run.run)?.mini ?? minimap((from, to, rows) => view(panel.map, { from, to, rows }, "pan"));
     }
     bind();
-    bar.statistics = statistics.all;
     fill(trouble);
     const near = state.view;
     await Promise.all(made.map((panel) => zoom(panel, near, () => mine === turn && near === state.view)));
@@ -220,7 +221,7 @@ function listAlerts(panel) {
 function show() {
   set(false);
   paint();
-  profile.show(panels, state.step, bar.statistics);
+  profile.show(panels, state.step, offered);
   clearTimeout(waiting);
   const mine = turn;
   const near = state.view;
@@ -238,7 +239,7 @@ function set(layered) {
   bar.element.hidden = false;
   const chosenRuns = panels.map((panel) => panel.run.run);
   const log = logOf(one.log);
-  bar.show({ listed: listed.runs, health, chosen: chosenRuns, groups: listed.groups, statistics: bar.statistics, one, log, said: retained(panels), layered });
+  bar.show({ listed: listed.runs, health, chosen: chosenRuns, groups: listed.groups, statistics: offered, one, log, said: retained(panels), layered });
 }
 
 function paint() {
