@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,7 +74,11 @@ def summarize(path: Path) -> ProcessSummary:
     trainers = 0
     fits: dict[int, int] = {}
     worst: dict[tuple[int, int, str, int], Severity] = {}
-    for line in _parsed_lines(path):
+    for text in path.read_text(encoding="utf-8").splitlines():
+        try:
+            line = json.loads(text)
+        except ValueError:
+            continue
         process = int(line["process"])
         if "trainer" in line:
             trainers += 1
@@ -85,11 +88,3 @@ def summarize(path: Path) -> ProcessSummary:
             key = process, fits.get(process, 0), line["rule"], line["step"]
             worst[key] = max(worst.get(key, Severity.NOTICE), Severity(line["severity"]), key=lambda s: s.order)
     return ProcessSummary(trainers, sum(fits.values()), tuple(worst.values()))
-
-
-def _parsed_lines(path: Path) -> Iterator[dict[str, Any]]:
-    for text in path.read_text(encoding="utf-8").splitlines():
-        try:
-            yield json.loads(text)
-        except ValueError:
-            continue
