@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from gradwatch import GradWatch, Watch
 from gradwatch.core.alert import Alert, Severity
 from gradwatch.core.history import History
-from gradwatch.core.record import Missing
+from gradwatch.core.record import ROOT, Missing
 from gradwatch.rules import Disconnected, Frozen
 from models import module_of
 from synthetic_history import INF, NAN, append, judge_rows, judge_steps, layout, net, only, record, silent
@@ -73,6 +73,16 @@ def test_parameters_of_a_module_of_which_another_method_than_forward_is_called()
     )
 
 
+def test_parameters_of_the_lightning_module_itself() -> None:
+    """Lightning calls `training_step`, not `forward`: the module does not run, but what it holds does."""
+    module, watch = module_of(nn.Linear(8, 1), lambda net, x, _: net(x).square().mean(), lr=0.1), GradWatch(sinks=[])
+    module.mask = nn.Parameter(torch.zeros(8))
+    fit(module, watch, data=DataLoader(torch.randn(240, 8), batch_size=8), max_epochs=1)  # type: ignore[arg-type]
+    (alert,) = watch.alerts
+    assert (alert.severity, alert.sites) == ("warning", ("mask",))
+    assert alert.message.startswith("Parameter mask got no gradient in 20 steps, while others of the module did:")
+
+
 def test_a_layer_that_a_library_does_not_use_is_a_notice() -> None:
     """With which options it would, its user has not written; layers below a part that no one calls are the user's."""
     names = ["vae.z", "vae.l.0", "vae.l.1", "vae.own", "other.0", "head"]
@@ -93,6 +103,10 @@ def test_a_layer_that_a_library_does_not_use_is_a_notice() -> None:
     gone = dict.fromkeys(("vae", "vae.weight", "vae.bias"), Missing.NO_GRADIENT)
     notice = only(judge_rows(Disconnected(), around, [{"codes": gone}] * 20)[19])
     assert (notice.severity, notice.sites) == (Severity.NOTICE, ("vae.weight", "vae.bias"))
+    whole = History(replace(layout([ROOT, "z"], order=["z"]), libraries={"": "scvi", "z": "scvi"}))
+    gone = dict.fromkeys((ROOT, f"{ROOT}.weight", f"{ROOT}.bias"), Missing.NO_GRADIENT)
+    notice = only(judge_rows(Disconnected(), whole, [{"codes": gone}] * 20)[19])
+    assert (notice.severity, notice.sites) == (Severity.NOTICE, (f"{ROOT}.weight", f"{ROOT}.bias"))
 
 
 def test_an_output_of_a_library_that_the_loss_does_not_use_is_a_notice() -> None:

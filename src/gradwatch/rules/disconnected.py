@@ -18,6 +18,7 @@ from gradwatch.core.record import (
     NO_OPTIMIZER,
     NOT_SAMPLED,
     OTHER_OPTIMIZER,
+    ROOT,
     Codes,
     Layout,
     Mask,
@@ -202,7 +203,8 @@ class Disconnected(CheckedRule):
         # modules whose own parameters alone are unused: the layers inside all train, or another method than forward
         # calls them
         used = _holding(layout, tuple(trained)).keys() - _holding(layout, tuple(sites[ran])).keys()
-        alone = [name in used if here else name in around for name, here in zip(layout.names(sites), ran, strict=True)]
+        modules = map(_module, layout.names(sites))
+        alone = [name in used if here else name in around for name, here in zip(modules, ran, strict=True)]
         sites, owners = _without_parts(layout, sites[~np.array(alone, dtype=bool)])
         whole = sites == owners
         ran = np.isin(owners, order)
@@ -217,7 +219,7 @@ class Disconnected(CheckedRule):
         library = np.select(
             [left_out, unused, detached & _ran_last(layout, sites, trained)],
             [
-                np.array([layout.libraries.get(layout.sites[site].name, "") for site in owners]),
+                np.array([layout.libraries.get(_module(layout.sites[site].name), "") for site in owners]),
                 np.array(_libraries_around(layout, sites, layout.order)),
                 np.array(_libraries_around(layout, sites, trained)),
             ],
@@ -394,7 +396,8 @@ def _libraries_around(layout: Layout, layers: Sites, others: Sequence[int] | Sit
     holding, found = _holding(layout, tuple(others)), []
     for name in layout.names(layers):
         part = next((part for part in _around(name) if part in holding), None)
-        found.append(layout.libraries.get(part, "") if part is not None and name in layout.libraries else "")
+        both = part is not None and _module(name) in layout.libraries
+        found.append(layout.libraries.get(part or "", "") if both else "")
     return found
 
 
@@ -416,6 +419,11 @@ def _holding(layout: Layout, layers: tuple[int, ...]) -> dict[str, int]:
         for part in _around(layout.sites[site].name):
             found[part] = max(found.get(part, -1), places.get(site, -1))
     return found
+
+
+def _module(layer: str) -> str:
+    """The name of the module that is the `layer`: '' of the model itself."""
+    return "" if layer == ROOT else layer
 
 
 def _around(name: str) -> list[str]:
