@@ -359,6 +359,37 @@ def test_an_embedding_that_gets_only_padding_has_no_dead_units() -> None:
     assert unsampled.remedy == alert.remedy
 
 
+class Decay(nn.Module):
+    """Multiplies by a learned share, which ends at 1, as the decay of a spiking neuron does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.share = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.share.clamp(0, 1)
+
+
+def test_a_parameter_beyond_its_clamp_is_no_dead_unit() -> None:
+    """What flows back passes its layer: the one before gets a gradient."""
+
+    def leave(step: int, optimizer: torch.optim.Optimizer) -> None:
+        if step == 70:
+            nn.init.constant_(decay.share, 1.1)
+
+    torch.manual_seed(0)
+    decay = Decay()
+    net = nn.Sequential(nn.Linear(8, 16), decay, nn.Linear(16, 1))
+    alert = only(incidents_of(net, steps=110, before=leave, budget=0.001, rules=[Dead()]))
+    assert (alert.rule, alert.layer, alert.severity, alert.step) == ("dead", "1", Severity.WARNING, 70)
+    assert alert.message.startswith(
+        "The gradient of layer 1 has been exactly 0 for 20 steps or more, while layer 2 after it gets one: what flows "
+        "back passes it to layer 0, so something makes its gradient 0, such as a clamp that its weights have left. It "
+        "was not so before."
+    )
+    assert alert.remedy == "for the weights of layer 1 torch.sigmoid, say, in place of a clamp, or no mask or hook."
+
+
 def test_a_layer_without_bias_after_dead_units_gets_zeros() -> None:
     class NoBias(Functional):
         def __init__(self) -> None:

@@ -24,7 +24,7 @@ from gradwatch.rules.evidence.layer_levels import (
     weights_of,
 )
 from gradwatch.rules.evidence.learning_rates import measured_remedy
-from gradwatch.rules.evidence.paths import paths
+from gradwatch.rules.evidence.paths import Paths, paths
 from gradwatch.rules.evidence.recent_rows import ROUNDING, RecentRows
 from gradwatch.rules.evidence.records import is_first_record, is_own, own_records
 from gradwatch.rules.evidence.samples import (
@@ -221,17 +221,29 @@ class Dead(CheckedRule):
         ends = [place for place in ends if all(going[after] for after in flow.after[place])]
         if not ends:
             return None
+        passed = {place: _passed_by(flow, going, place) for place in ends}
+        ends = [place for place in ends if passed[place] is None] or ends
         first = max(ends, key=lambda place: (int(already[place]), place))
         before = flow.above(np.isin(np.arange(len(order)), ends)) & ended
         before[ends] = False
         dead, nearest = order[[*(place for place in ends if place != first), first]], int(order[flow.after[first][0]])
-        return self._without_gradient(history, dead, order[before], nearest, self._severity(history))
+        fed = passed[first]
+        return self._without_gradient(
+            history, dead, order[before], nearest, self._severity(history), fed=None if fed is None else int(order[fed])
+        )
 
     def _without_gradient(
-        self, history: History, dead: Sites, starved: Sites, nearest: int, severity: Severity
+        self,
+        history: History,
+        dead: Sites,
+        starved: Sites,
+        nearest: int,
+        severity: Severity,
+        *,
+        fed: int | None = None,
     ) -> Finding:
         """`dead`: layers whose gradient is 0, the one to name last; `starved`: those that lie before them; `nearest`:
-        the one after them that has a gradient.
+        the one after them that has a gradient; `fed`: one before them that has one through the last alone.
         """
         site = int(dead[-1])
         onset = zero_onset(history, site)
@@ -253,7 +265,13 @@ class Dead(CheckedRule):
         signals = history.window("signal_norm", onset, sites=site)
         reached = bool((signals > 0).any())
         embeds = "Embedding" in history.layout.sites[site].module
-        if reached or (embeds and not history.has("signal_norm")):
+        if fed is not None:
+            cause = (
+                f"what flows back passes it to layer {history.layout.sites[fed].name}, so something makes its gradient "
+                f"0, such as a clamp that its weights have left.{began_text(history, onset)}"
+            )
+            remedy = f"for the weights of layer {name} torch.sigmoid, say, in place of a clamp, or no mask or hook."
+        elif reached or (embeds and not history.has("signal_norm")):
             severity, only = Severity.WARNING, "its padding_idx" if embeds else "0"
             cause = f"{'a backward signal reaches it, so' if reached else 'most often'} its inputs are all {only}, or "
             cause += f"something makes its gradient 0.{began_text(history, onset)}{unlearnt(history)}"
@@ -266,6 +284,13 @@ class Dead(CheckedRule):
         headline = f"it gets no gradient any more{death.headline(len(starved))}"
         sites, effects = history.layout.names(np.sort(dead)), _effects(history, starved=starved)
         return Finding(self.name, severity, name, sites, 0.0, 0.0, message, remedy, onset, headline, effects)
+
+
+def _passed_by(flow: Paths, going: Mask, place: int) -> int | None:
+    """A layer with a gradient (`going`) that reaches the loss through the one at `place` alone, the nearest if any."""
+    own = np.arange(len(flow)) == place
+    found = np.flatnonzero(flow.only_through(own) & going & ~own)
+    return int(found[-1]) if len(found) else None
 
 
 def _effects(history: History, **layers: Sites) -> tuple[Effect, ...]:
