@@ -284,6 +284,32 @@ def test_steps_that_no_event_reports_are_named(reported: bool, caplog: pytest.Lo
     assert caplog.text.count("use_pl_optimizer=False") == len(notes)
 
 
+def test_an_optimizer_that_does_not_call_its_closure_is_named() -> None:
+    """Lightning reports its steps in the closure; gpytorch's NGD, for one, takes the gradients that are there."""
+
+    class WithoutClosure(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            super().step()
+
+    class Manual(BoringModel):
+        automatic_optimization = False
+
+        def training_step(self, batch: Any, index: int) -> None:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(self.step(batch))
+            optimizer.step()
+
+        def configure_optimizers(self) -> Any:
+            return WithoutClosure(self.parameters(), lr=0.1)
+
+    watch = GradWatch(sinks=())
+    with quiet():
+        quiet_trainer(watch, max_epochs=1, limit_train_batches=3, limit_val_batches=0).fit(Manual())
+    (note,) = watch.verdict.notes
+    assert "Lightning calls it in the closure of step(), for optimizers that self.optimizers() gives" in note
+
+
 # ---- copies while the hooks are on
 
 COPIES: dict[str, Callable[[Any], Any]] = {

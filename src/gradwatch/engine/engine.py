@@ -44,7 +44,8 @@ logger = logging.getLogger("gradwatch")
 
 UNREPORTED = (
     "an optimizer stepped without on_before_optimizer_step, so that what it used was not measured: Lightning calls it "
-    "for those that self.optimizers() gives, not for self.optimizers(use_pl_optimizer=False) or trainer.optimizers"
+    "in the closure of step(), for optimizers that self.optimizers() gives, not for "
+    "self.optimizers(use_pl_optimizer=False) or trainer.optimizers; and this step() may not call its closure"
 )
 
 INTERRUPTED = (
