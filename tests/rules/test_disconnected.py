@@ -134,6 +134,18 @@ def test_an_output_of_a_library_that_the_loss_does_not_use_is_a_notice() -> None
     assert (warning.severity, warning.sites) == (Severity.WARNING, ("bert.layer", "bert.pooler.dense"))
 
 
+@pytest.mark.parametrize("fed", [True, False])
+def test_an_output_of_a_library_beside_others_that_run_later_is_a_notice(fed: bool) -> None:
+    """As what totalVI gives for a likelihood that it does not have; what follows a cut gets nothing from before it."""
+    names, libraries = ["encoder", "vae.dropout", "vae.mean", "head"], ("vae", "vae.dropout", "vae.mean")
+    edges = ((1, 3), (3, 4), (4, 0)) if fed else ((3, 4), (4, 0))
+    known = replace(layout(names), libraries=dict.fromkeys(libraries, "scvi"), edges=edges)
+    rows = [{"codes": {"vae.dropout": Missing.NO_GRADIENT}}] * 5
+    found = only(judge_rows(Disconnected(), History(known), rows)[4])
+    assert (found.severity, found.sites) == (Severity.NOTICE if fed else Severity.WARNING, ("vae.dropout",))
+    assert ("gives several outputs, and the loss uses others." in found.message) is fed
+
+
 def test_a_parameter_that_a_library_has_no_use_for_is_a_notice() -> None:
     """A layer of its own that leaves out a parameter, as a wavelet that has fewer than others."""
     known = replace(layout(["wave", "own"]), libraries={"wave": "some"})

@@ -217,7 +217,7 @@ class Disconnected(CheckedRule):
         cut = whole & ~cleared & (not nowhere)
         unused, detached, left_out = cut & ~ran, cut & ran & ~hidden, ~whole & ~cleared
         library = np.select(
-            [left_out, unused, detached & _ran_last(layout, sites, trained)],
+            [left_out, unused, detached & _beside(layout, sites, trained)],
             [
                 np.array([layout.libraries.get(_module(layout.sites[site].name), "") for site in owners]),
                 np.array(_libraries_around(layout, sites, layout.order)),
@@ -401,14 +401,18 @@ def _libraries_around(layout: Layout, layers: Sites, others: Sequence[int] | Sit
     return found
 
 
-def _ran_last(layout: Layout, layers: Sites, others: Sites) -> Mask:
-    """Which of `layers` run after all of `others` in the nearest module around that holds any: none of these is meant
-    to get what they give.
+def _beside(layout: Layout, layers: Sites, others: Sites) -> Mask:
+    """Which of `layers` lie beside `others`, not before them: in the nearest module around that holds any of these, all
+    that run later get what another layer gives, as what follows a cut does not.
     """
-    places, last = {site: i for i, site in enumerate(layout.order)}, _holding(layout, tuple(others))
-    parts = (next((part for part in _around(name) if part in last), None) for name in layout.names(layers))
-    after = [part is not None and places.get(site, -1) > last[part] for part, site in zip(parts, layers, strict=True)]
-    return np.array(after, dtype=bool)
+    places, holding = {site: i for i, site in enumerate(layout.order)}, _holding(layout, tuple(others))
+    fed = {after for _, after in layout.edges or ()}
+    last = _holding(layout, tuple(other for other in others if other not in fed))
+    parts = (next((part for part in _around(name) if part in holding), None) for name in layout.names(layers))
+    beside = [
+        part is not None and places.get(site, -1) > last.get(part, -1) for part, site in zip(parts, layers, strict=True)
+    ]
+    return np.array(beside, dtype=bool)
 
 
 @lru_cache(maxsize=8)
