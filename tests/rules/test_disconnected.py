@@ -83,6 +83,15 @@ def test_parameters_of_the_lightning_module_itself() -> None:
     assert alert.message.startswith("Parameter mask got no gradient in 20 steps, while others of the module did:")
 
 
+def test_an_unused_parameter_of_the_model_itself() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+    model.mask = nn.Parameter(torch.zeros(8))
+    alert = zero_gradients_of(model)
+    assert (alert.severity, alert.sites) == ("warning", ("mask",))
+    assert alert.message.startswith("Parameter mask got no gradient in 20 steps, while others of the module did:")
+
+
 def test_a_layer_that_a_library_does_not_use_is_a_notice() -> None:
     """With which options it would, its user has not written; layers below a part that no one calls are the user's."""
     names = ["vae.z", "vae.l.0", "vae.l.1", "vae.own", "other.0", "head"]

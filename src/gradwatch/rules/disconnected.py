@@ -432,7 +432,7 @@ def _module(layer: str) -> str:
 
 def _around(name: str) -> list[str]:
     """The names of the modules around the layer `name`, from the inside: 'a.b', 'a' and '' of 'a.b.c'."""
-    parts = name.split(".")
+    parts = [] if name == ROOT else name.split(".")
     return [".".join(parts[:end]) for end in range(len(parts) - 1, -1, -1)]
 
 
