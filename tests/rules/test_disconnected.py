@@ -118,10 +118,11 @@ def test_a_layer_that_a_library_does_not_use_is_a_notice() -> None:
     assert (notice.severity, notice.sites) == (Severity.NOTICE, (f"{ROOT}.weight", f"{ROOT}.bias"))
 
 
-def test_an_output_of_a_library_that_the_loss_does_not_use_is_a_notice() -> None:
+@pytest.mark.parametrize(("library", "example"), [("some", ""), ("transformers", ", such as add_pooling_layer=False")])
+def test_an_output_of_a_library_that_the_loss_does_not_use_is_a_notice(library: str, example: str) -> None:
     """As what BERT pools, where sentences are means of hidden states; a whole model without a gradient is cut off."""
-    names, libraries = ["bert.layer", "bert.pooler.dense", "head"], dict.fromkeys(("bert", "bert.layer"), "some")
-    libraries |= dict.fromkeys(("bert.pooler", "bert.pooler.dense"), "some")
+    names, libraries = ["bert.layer", "bert.pooler.dense", "head"], dict.fromkeys(("bert", "bert.layer"), library)
+    libraries |= dict.fromkeys(("bert.pooler", "bert.pooler.dense"), library)
     known, gone = replace(layout(names), libraries=libraries), {"bert.pooler.dense": Missing.NO_GRADIENT}
     outcome = judge_rows(Disconnected(), History(known), [{"codes": gone}] * 5)
     assert silent(outcome[:4])
@@ -129,11 +130,11 @@ def test_an_output_of_a_library_that_the_loss_does_not_use_is_a_notice() -> None
     assert (notice.severity, notice.sites) == (Severity.NOTICE, ("bert.pooler.dense",))
     assert notice.message == (
         "Layer bert.pooler.dense runs in the forward pass and got no gradient in 5 steps, while others of the module "
-        "did: most often some, whose layer it is, gives several outputs, and the loss uses others."
+        f"did: most often {library}, whose layer it is, gives several outputs, and the loss uses others."
     )
     assert notice.remedy == (
-        "an option of some that leaves it out, such as add_pooling_layer=False of BERT; or a loss that uses the "
-        "output of layer bert.pooler.dense, if that should train."
+        f"an option of {library} that leaves it out{example}; or a loss that uses the output of layer "
+        "bert.pooler.dense, if that should train."
     )
     cut = {"bert.layer": Missing.NO_GRADIENT}  # what comes later in the same module trains
     warning = only(judge_rows(Disconnected(), History(known), [{"codes": cut}] * 5)[4])

@@ -108,8 +108,8 @@ TEXTS = {
         "no gradient in {steps}, although it runs",
         "{All} {run} in the forward pass and got no gradient in {steps}, while others of the module did: most often "
         "{library}, whose {own}, gives several outputs, and the loss uses others.",
-        "an option of {library} that leaves {them} out, such as add_pooling_layer=False of BERT; or a loss that "
-        "uses the output of layer {last}, if that should train.",
+        "an option of {library} that leaves {them} out{such_as}; or a loss that uses the output of layer {last}, if "
+        "that should train.",
     ),
     "unused": ("it never runs", "{All} never {run}: {steps} without a gradient.", CALL_IT),
     "unused_by": (
@@ -374,6 +374,7 @@ def _worded(text: str, names: Sequence[str], steps: str, kind: str = "layer", **
     more |= {"all": every, "All": capitalized(every), "last": names[-1], "steps": steps, "kind": kind}
     more |= {"run": "runs" if one else "run", "output": "its output" if one else "their outputs"}
     more |= {"own": f"{kind} it is" if one else f"{kind}s they are", "them": "it" if one else "them"}
+    more["such_as"] = ", such as add_pooling_layer=False" * (more.get("library") == "transformers")
     return [part.format(**more) for part in TEXTS[text]]
 
 
