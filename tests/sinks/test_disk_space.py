@@ -345,6 +345,19 @@ def test_a_writer_of_another_make_gets_nothing_under_a_limit() -> None:
         TensorBoard(writer=Plain()).open(Run(layout_of("a"), "run"))
 
 
+class PlainLogger(TensorBoardLogger):
+    @property
+    def experiment(self) -> Any:
+        return Plain()
+
+
+def test_nor_does_another_writer_before_it(tmp_path: Path) -> None:
+    loggers = (TensorBoardLogger(tmp_path, name="a"), PlainLogger(tmp_path, name="b"))
+    with limited(1_000_000), pytest.raises(NoRoom):
+        TensorBoard().open(Run(layout_of("a"), "run", loggers=loggers))
+    assert not [*tmp_path.rglob("events.gradwatch*")]
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_picture_that_cannot_be_written_leaves_the_users_writer_as_usable(tmp_path: Path) -> None:
     """Its thread ends at the first error, and would raise that at whatever is logged next."""

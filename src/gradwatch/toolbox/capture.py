@@ -149,7 +149,9 @@ class Capture(Mapping[str, "Captured"]):
                     read_only=True,
                 )
                 calls.attach(named.module, hooks)
-            for name, parameter in named.module.named_parameters() if "grad" in what else ():
+            if "grad" not in what:
+                continue
+            for name, parameter in named.module.named_parameters():
                 if id(parameter) not in hooked:
                     hooked.add(id(parameter))
                     where = f"capture: reduce, for the gradient of {name} in module {named.name!r},"

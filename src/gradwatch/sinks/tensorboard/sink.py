@@ -141,9 +141,10 @@ class TensorBoard:
         """Open a file beside that of each SummaryWriter."""
         self._shared, self._own, self._files, self._plain = [], [], [], []
         writers: list[Any] = writers_of(run) if self.writer is None else [self.writer]
+        if not all(map(is_summary_writer, writers)):
+            disk_space.check_user_files(None)
         for writer in writers:
             if not is_summary_writer(writer):
-                disk_space.check_user_files(None)
                 self._plain.append(writer)
             elif (folder := disk_space.local_path(str(writer.log_dir))) is None:
                 self._shared.append(writer)
