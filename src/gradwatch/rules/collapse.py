@@ -17,7 +17,7 @@ from gradwatch.rules.evidence.baseline import LEVEL_RECORDS
 from gradwatch.rules.evidence.jumps import beginning
 from gradwatch.rules.evidence.recent_rows import ROUNDING, RecentRows
 from gradwatch.rules.evidence.records import is_alone, is_own, own_losses, own_records
-from gradwatch.rules.evidence.samples import RECENT_RECORDS, in_a_row, lasted, onset_of, own_samples, samples
+from gradwatch.rules.evidence.samples import RECENT_RECORDS, in_a_row, lasted, onset_of, own_sample_backs, samples
 from gradwatch.rules.evidence.weights import outside_writes
 from gradwatch.rules.evidence.wording import distance_text, name_text
 from gradwatch.rules.rule import CheckedRule
@@ -132,7 +132,7 @@ class Collapse(CheckedRule):
         layers = _weighed(history)
         if not len(layers):
             return []
-        backs = own_samples(history, "weight_norm")
+        backs = own_sample_backs(history, "weight_norm")
         found = self._shrunk(history, layers, backs)
         return found and self._shrunk(history, layers, _unwritten(history, layers, backs))
 

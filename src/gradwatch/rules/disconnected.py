@@ -28,7 +28,7 @@ from gradwatch.rules.evidence.attention import makers_of_scores
 from gradwatch.rules.evidence.depth import faded
 from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.records import is_alone, own_losses
-from gradwatch.rules.evidence.samples import forward_order, in_run_order, layer_before, own_samples
+from gradwatch.rules.evidence.samples import forward_order, in_run_order, layer_before, own_sample_backs
 from gradwatch.rules.evidence.wording import capitalized, name_text, percent_text, steps_text
 from gradwatch.rules.rule import CheckedRule
 
@@ -486,7 +486,7 @@ def _has_signal(history: History, layers: Sites, records: int) -> Mask:
     """To which of `layers` something flows back at the newest sample of the last `records`: no less than to others that
     have a gradient, so that rounding has not made it 0.
     """
-    backs = own_samples(history, "signal_norm", sites=layers)
+    backs = own_sample_backs(history, "signal_norm", sites=layers)
     if not len(backs) or backs[-1] > records:
         return np.zeros(len(layers), dtype=bool)
     signals, gradients = (history.at(name, backs[-1:])[0] for name in ("signal_norm", "grad_norm"))
@@ -497,7 +497,7 @@ def _has_signal(history: History, layers: Sites, records: int) -> Mask:
 
 def _has_zero_weights(history: History, layers: Sites) -> Mask:
     """Which of `layers` had no weight but 0 at the newest sample."""
-    backs = own_samples(history, "weight_norm", sites=layers)
+    backs = own_sample_backs(history, "weight_norm", sites=layers)
     return np.asarray((history.at("weight_norm", backs[-1:])[:, layers] == 0).any(axis=0))
 
 

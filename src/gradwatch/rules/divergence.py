@@ -30,7 +30,7 @@ from gradwatch.rules.evidence.learning_rates import (
 )
 from gradwatch.rules.evidence.recent_rows import ROUNDING, RecentRows
 from gradwatch.rules.evidence.records import is_own, own_losses, own_records
-from gradwatch.rules.evidence.samples import RECENT_RECORDS, own_samples
+from gradwatch.rules.evidence.samples import RECENT_RECORDS, own_sample_backs
 from gradwatch.rules.evidence.weights import (
     WEIGHT_FLOOR_SHARE,
     has_norm_layers,
@@ -468,7 +468,7 @@ def _weight_growth(history: History, records: int) -> tuple[Floats, Sites] | Non
 
     None where it is not known, or where a norm makes the size of weights arbitrary.
     """
-    layout, backs = history.layout, own_samples(history, "weight_norm")
+    layout, backs = history.layout, own_sample_backs(history, "weight_norm")
     backs = backs[backs <= records + 1]
     if not len(backs) or has_norm_layers(layout):
         return None

@@ -28,7 +28,7 @@ from gradwatch.core.record import (
 )
 from gradwatch.rules.evidence.paths import paths, used
 from gradwatch.rules.evidence.recent_rows import RecentRows
-from gradwatch.rules.evidence.samples import RECENT_RECORDS, forward_order, in_a_row, sampled, still_in_model
+from gradwatch.rules.evidence.samples import RECENT_RECORDS, forward_order, in_a_row, sample_backs, still_in_model
 from gradwatch.rules.evidence.weights import update_samples, zeroed_by_interventions
 from gradwatch.rules.evidence.wording import capitalized, name_text, steps_text
 from gradwatch.rules.rule import CheckedRule
@@ -359,7 +359,7 @@ def _has_one_rate(history: History) -> bool:
 def _is_reached(history: History, layers: Sites) -> Mask:
     """Whether a backward signal has come to each of `layers` in the last samples."""
     there = forward_order(history.layout)[still_in_model(history)]
-    latest = sampled(history, "signal_norm", sites=there)[-SIGNAL_SAMPLES:]
+    latest = sample_backs(history, "signal_norm", sites=there)[-SIGNAL_SAMPLES:]
     return np.asarray((history.at("signal_norm", latest)[:, layers] > 0).any(axis=0))
 
 

@@ -17,7 +17,7 @@ from gradwatch.core.record import MEASURED, TOTAL, Floats, Layout, Mask, Sites
 from gradwatch.rules.evidence.baseline import LEVEL_RECORDS, is_stuck
 from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.records import is_own
-from gradwatch.rules.evidence.samples import RECENT_RECORDS, sampled
+from gradwatch.rules.evidence.samples import RECENT_RECORDS, sample_backs
 from gradwatch.rules.evidence.weights import relative_updates, update_samples, zeroed_by_interventions
 from gradwatch.rules.evidence.wording import name_text, ratio_text, steps_text
 from gradwatch.rules.rule import CheckedRule
@@ -160,7 +160,7 @@ class Stalled(CheckedRule):
 
     def _starved(self, history: History, backs: Sites, pulled: Mask) -> Sequence[Finding]:
         """Of several optimizers one hardly moves, since the start, and another does."""
-        known = sampled(history, "update_ratio")
+        known = sample_backs(history, "update_ratio")
         optimizers = history.optimizers(RECENT_RECORDS)[-known]
         mine = optimizers[-1]
         if not history.whole or len(backs) < self.starved_samples or (optimizers == mine).all():

@@ -11,7 +11,7 @@ from gradwatch.core.history import History
 from gradwatch.core.record import MEASURED, Floats, Layout, Mask, Sites
 from gradwatch.rules.evidence.paths import paths
 from gradwatch.rules.evidence.recent_rows import RecentRows
-from gradwatch.rules.evidence.samples import forward_order, own_samples
+from gradwatch.rules.evidence.samples import forward_order, own_sample_backs
 
 LOWEST = -45.0
 """dex under the highest norm, in place of the log of an exact zero: float32 spans 45 decades below 1."""
@@ -143,7 +143,7 @@ def _own_samples(history: History, now: Profile, count: int) -> Sites:
     """The positions, from the end of the history, of the `count` newest records of this optimizer that have a profile
     like `now`, the latest record's, which comes first.
     """
-    return own_samples(history, now.statistic, sites=now.sites)[::-1][:count]
+    return own_sample_backs(history, now.statistic, sites=now.sites)[::-1][:count]
 
 
 def profile_onset(history: History, now: Profile, agrees: Callable[[Profile], bool]) -> tuple[int, bool]:

@@ -14,7 +14,7 @@ from gradwatch.core.record import Floats, Layout, Mask, Sites
 from gradwatch.rules.evidence.baseline import first_and_last_loss, median_and_spread
 from gradwatch.rules.evidence.depth import ABRUPT_SHARE, ONSET_SAMPLES
 from gradwatch.rules.evidence.records import own_losses
-from gradwatch.rules.evidence.samples import RECENT_RECORDS, onset_of, own_samples
+from gradwatch.rules.evidence.samples import RECENT_RECORDS, onset_of, own_sample_backs
 from gradwatch.rules.evidence.wording import ratio_text
 
 UNIMPROVED_RECORDS = 100
@@ -103,7 +103,7 @@ def _samples(history: History, count: int) -> Sites:
     """The positions, from the end, of this optimizer's newest samples, `count` at most, oldest first."""
     rows, _ = history.samples("time_growth", RECENT_RECORDS)
     known = np.flatnonzero(~np.isnan(rows[-1:]).all(axis=0))
-    return own_samples(history, "time_growth", sites=known[:1])[-count:]
+    return own_sample_backs(history, "time_growth", sites=known[:1])[-count:]
 
 
 def _is_steep(history: History, backs: Sites, dex: float) -> Mask:

@@ -37,7 +37,7 @@ def reaches_start(history: History) -> bool:
     return history.whole and len(history) <= RECENT_RECORDS
 
 
-def sampled(history: History, statistic: str, *, sites: Sites = TOTAL_SITE) -> Sites:
+def sample_backs(history: History, statistic: str, *, sites: Sites = TOTAL_SITE) -> Sites:
     """The positions, from the end, of those of the last `RECENT_RECORDS` that hold `statistic`, oldest first.
 
     Only the first, middle and last of `sites` are looked at.
@@ -48,9 +48,9 @@ def sampled(history: History, statistic: str, *, sites: Sites = TOTAL_SITE) -> S
     return backs[~np.isnan(rows[:, sites[[0, len(sites) // 2, -1]]]).all(axis=1)]
 
 
-def own_samples(history: History, statistic: str, *, sites: Sites = TOTAL_SITE) -> Sites:
+def own_sample_backs(history: History, statistic: str, *, sites: Sites = TOTAL_SITE) -> Sites:
     """The same, without the records of other optimizers than the latest record's."""
-    backs = sampled(history, statistic, sites=sites)
+    backs = sample_backs(history, statistic, sites=sites)
     return backs[is_own(history, RECENT_RECORDS)[-backs]]
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from gradwatch.core.history import History
 from gradwatch.core.record import Floats, Layout, Mask, Sites
 from gradwatch.rules.evidence.records import is_own
-from gradwatch.rules.evidence.samples import RECENT_RECORDS, own_samples, sampled
+from gradwatch.rules.evidence.samples import RECENT_RECORDS, own_sample_backs, sample_backs
 
 NEAR_ZERO_SHARE = 1e-3
 """Share of the usual norm of a layer's weights, the fourth root of their number, below which they start near zero.
@@ -59,7 +59,7 @@ def starts_from_zero(history: History, layers: Sites) -> Mask:
     What lies before such a layer (LoRA, a zero-initialised head or residual branch) gets its signal as they grow. A
     layer that holds a bias and nothing else passes its signal on whatever it holds.
     """
-    known = own_samples(history, "weight_norm")
+    known = own_sample_backs(history, "weight_norm")
     if not len(known):
         return np.zeros(len(layers), dtype=bool)
     some = known[np.linspace(0, len(known) - 1, GROWTH_SAMPLES).astype(np.intp)]
@@ -86,7 +86,7 @@ def sensitivity(history: History, layers: Sites) -> Floats | None:
     Scaling the weights of a layer that a norm follows scales its signal, and leaves this as it is. None where the
     model has no norm, or the numbers are not known.
     """
-    known = own_samples(history, "weight_norm")
+    known = own_sample_backs(history, "weight_norm")
     if not len(known) or not has_norm_layers(history.layout):
         return None
     found = history.row("grad_norm")[layers] * history.at("weight_norm", known[-1:])[0, layers]
@@ -115,7 +115,7 @@ def update_samples(history: History) -> Sites:
     """The positions, from the end, of those of the last `RECENT_RECORDS` that have an update ratio, oldest first,
     without those of other optimizers than that of the newest of them.
     """
-    backs, optimizers = sampled(history, "update_ratio"), history.optimizers(RECENT_RECORDS)
+    backs, optimizers = sample_backs(history, "update_ratio"), history.optimizers(RECENT_RECORDS)
     return backs[optimizers[-backs] == optimizers[-backs[-1]]] if len(backs) else backs
 
 
