@@ -73,8 +73,9 @@ class TensorKind:
     """Which numbers are measured of a tensor. One object per kind: they are compared at every output, by identity."""
 
     row: str = "output"
-    """"output", or "input" for the input of a layer: the row of the norms. With "_peak" behind it, that of the lowest
-    and highest numbers, from which the largest magnitude follows."""
+    """"output", or "input" for the input of a layer: the row of the norms."""
+    peak: str = "output_peak"
+    """The row of the lowest and highest numbers, from which the largest magnitude follows."""
     rectifies: bool = False
     """Whether it is the output of one of `RECTIFIERS`."""
     middle: float = 0.0
@@ -83,7 +84,7 @@ class TensorKind:
 
 
 OUTPUT, RECTIFIED_OUTPUT = TensorKind(), TensorKind(rectifies=True)
-LAYER_INPUT = TensorKind("input")
+LAYER_INPUT = TensorKind("input", "input_peak")
 
 SHARES = {"nonzero": "zero_share", "flat": "saturated", "idle": "idle_units", "dead": "dead_units"}
 """Rows of numbers of elements -> the statistics that follow; of zeros, those that are none are counted."""
@@ -164,7 +165,7 @@ class OutputStatistics(ModuleStatistic):
     def collect(self, layout: Layout) -> ModuleReading | None:
         step = self.step
         for waiting in step.stacks.values():
-            _reduce_waiting(step, waiting)
+            _reduce_stack(step, waiting)
         self._count_units(step)
         self.step = _StepOutputs(unsafe=step.unsafe)
         if not step.rows:
@@ -288,10 +289,10 @@ def _measure(step: _StepOutputs, tensor: Tensor, site: int, tensor_kind: TensorK
     if size == 0 or step.measured >= MAX_TENSORS:
         return
     step.measured += 1
-    tensor = tensor.detach() if tensor.ndim else tensor.detach().view(1)
+    tensor = tensor.detach()  # from its graph and from forward-mode AD, which torch 2.6 lacks for `aminmax`
     small, room = (SMALL, ONE_SUM) if tensor.is_cpu else (SMALL_ELSEWHERE, STACK_ELSEWHERE)
     if size > small or tensor_kind is LAYER_INPUT or site in step.unsafe:  # few layers have an input from outside
-        _reduce(step, tensor.unsqueeze(0), (site,), tensor_kind, channels=step.channels)
+        _reduce_one(step, tensor, site, tensor_kind)
         return
     key = tensor_kind, step.channels, tensor.shape, tensor.dtype, tensor.device
     waiting = step.stacks.get(key)
@@ -302,40 +303,53 @@ def _measure(step: _StepOutputs, tensor: Tensor, site: int, tensor_kind: TensorK
     waiting.stack[len(waiting.sites)].copy_(tensor)
     waiting.sites.append(site)
     if len(waiting.sites) == waiting.height:
-        _reduce_waiting(step, waiting)
+        _reduce_stack(step, waiting)
 
 
-def _reduce_waiting(step: _StepOutputs, waiting: _OutputStack) -> None:
-    """Add the numbers of the outputs that are waiting to `step`."""
-    sites, waiting.sites = waiting.sites, []
-    if sites:
-        _reduce(step, waiting.stack[: len(sites)], sites, waiting.tensor_kind, channels=waiting.channels)
+def _reduce_one(step: _StepOutputs, tensor: Tensor, site: int, tensor_kind: TensorKind) -> None:
+    """Add the numbers of one output to `step`, each by one kernel where that is possible."""
+    rows, size = step.rows, tensor.numel()
 
+    def add(row: str, number: Tensor, elements: int = size) -> None:
+        rows[row].append((number.view(1), (site,), elements))
 
-def _reduce(
-    step: _StepOutputs, stack: Tensor, sites: Sequence[int], tensor_kind: TensorKind, *, channels: bool
-) -> None:
-    """Add the numbers of outputs of one shape to `step`: `stack` has one for each of `sites`."""
-    rows, size, dims = step.rows, stack[0].numel(), list(range(1, stack.ndim))
-    rows[tensor_kind.row].append((_norms(stack, exact=sites[0] in step.unsafe), sites, size))
-    units = _units(stack, channels=channels) if tensor_kind.rectifies else None
+    add(tensor_kind.row, (exact_norm if site in step.unsafe else norm)(tensor))
+    units = _units(tensor, 0, channels=step.channels) if tensor_kind.rectifies else None
     if units is not None:
-        step.unit_peaks.append((sites, stack.amax([dim for dim in dims if dim != units])))
+        dims = [dim for dim in range(tensor.ndim) if dim != units]
+        step.unit_peaks.append(((site,), tensor.amax(dims).unsqueeze(0)))
+    elif tensor_kind.rectifies:
+        add(tensor_kind.peak, tensor.amax())
     else:
-        peaks = [stack.amax(dims)] if tensor_kind.rectifies else [stack.amin(dims), stack.amax(dims)]
-        rows[f"{tensor_kind.row}_peak"] += [(each, sites, size) for each in peaks]
+        for number in torch.aminmax(tensor):
+            add(tensor_kind.peak, number)
     if tensor_kind.rectifies or tensor_kind.reach:
-        some = stack if size <= MAX_COUNTED else stack[:, : max(1, MAX_COUNTED * stack.shape[1] // size)]
+        some = tensor if size <= MAX_COUNTED else tensor[: max(1, MAX_COUNTED * len(tensor) // size)]
         name, ones = _ones(some, tensor_kind)
-        rows[name].append((_norms(ones), sites, some[0].numel()))
+        add(name, norm(ones), some.numel())
 
 
-def _norms(stack: Tensor, *, exact: bool = False) -> Tensor:
-    """2-norms of the tensors in `stack`, shape [tensors]. `exact`: of the one in it, by `exact_norm`."""
-    if len(stack) == 1:
-        return (exact_norm if exact else norm)(stack[0]).view(1)
-    norms: Tensor = torch.linalg.vector_norm(stack.flatten(1), dim=1, dtype=wide_type(stack))
-    return norms
+def _reduce_stack(step: _StepOutputs, waiting: _OutputStack) -> None:
+    """Add the numbers of the outputs that are waiting to `step`, one for each of their sites."""
+    sites, waiting.sites = waiting.sites, []
+    if not sites:
+        return
+    stack, tensor_kind, rows = waiting.stack[: len(sites)], waiting.tensor_kind, step.rows
+    size = stack.numel() // len(sites)
+    flat = stack.view(len(sites), -1)
+    rows[tensor_kind.row].append((torch.linalg.vector_norm(flat, dim=1, dtype=wide_type(stack)), sites, size))
+    units = _units(stack, 1, channels=waiting.channels) if tensor_kind.rectifies else None
+    if units is not None:
+        dims = [dim for dim in range(1, stack.ndim) if dim != units]
+        step.unit_peaks.append((sites, stack.amax(dims)))
+    elif tensor_kind.rectifies:
+        rows[tensor_kind.peak].append((flat.amax(1), sites, size))
+    else:
+        rows[tensor_kind.peak].append((flat.amin(1), sites, size))
+        rows[tensor_kind.peak].append((flat.amax(1), sites, size))
+    if tensor_kind.rectifies or tensor_kind.reach:
+        name, ones = _ones(flat, tensor_kind)
+        rows[name].append((torch.linalg.vector_norm(ones, dim=1, dtype=wide_type(ones)), sites, size))
 
 
 def _ones(tensor: Tensor, tensor_kind: TensorKind) -> tuple[str, Tensor]:
@@ -359,12 +373,12 @@ def _unwrapped(tensor: Tensor) -> Tensor | None:
     return tensor if is_dense_real(tensor) else None
 
 
-def _units(stack: Tensor, *, channels: bool) -> int | None:
-    """The dimension of the units in `stack`: the last, or after convolutions the second of an output. None where there
-    are too many units, or too few outputs of each.
+def _units(tensor: Tensor, first: int, *, channels: bool) -> int | None:
+    """The dimension of the units in `tensor`: the last, or after convolutions the second of an output. None where there
+    are too many units, or too few outputs of each. `first`: the first dimension of an output; 1 in a stack of them.
     """
-    if stack.ndim < 3:
+    if tensor.ndim - first < 2:
         return None
-    dim = 2 if channels else stack.ndim - 1
-    units = stack.shape[dim]
-    return dim if units <= MAX_UNITS and stack[0].numel() >= MIN_POSITIONS * units else None
+    dim = first + 1 if channels else tensor.ndim - 1
+    units, size = tensor.shape[dim], tensor.numel() // (tensor.shape[0] if first else 1)
+    return dim if units <= MAX_UNITS and size >= MIN_POSITIONS * units else None
