@@ -23,6 +23,7 @@ from gradwatch.measure.reductions import (
     SMALL,
     dense_real,
     exact_norm,
+    gathered,
     is_dense_real,
     joined,
     norm,
@@ -94,6 +95,33 @@ COUNTS = ("idle", "dead")
 
 
 @dataclass(slots=True, eq=False)
+class SiteNumbers:
+    """Numbers of one kind on the device, with the site and the number of elements of each."""
+
+    single: list[tuple[Tensor, int, int]] = field(default_factory=list)
+    """Numbers, 0-d, in one with their site and size: replicas of a model may run in threads."""
+    pieces: list[tuple[Tensor, Sequence[int], int]] = field(default_factory=list)
+    """The same, shape [k], with their sites."""
+    sites: list[int] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    """Of all numbers, once they are `all_numbers`."""
+
+
+def all_numbers(rows: Mapping[str, SiteNumbers]) -> Tensor:
+    """The numbers of all `rows`, one row after the other, shape [n]; none is added any more."""
+    together: list[Tensor] = []
+    for row in rows.values():
+        if row.single:
+            numbers, row.sites, row.sizes = map(list, zip(*row.single, strict=True))
+            together.append(gathered(numbers))
+        for piece, sites, size in row.pieces:
+            together.append(piece)
+            row.sites += sites
+            row.sizes += [size] * len(sites)
+    return joined(together)
+
+
+@dataclass(slots=True, eq=False)
 class _OutputStack:
     """Copies of small outputs of one shape, which are reduced together."""
 
@@ -109,9 +137,7 @@ class _OutputStack:
 class _StepOutputs:
     """What has been measured in one sampled step."""
 
-    rows: dict[str, list[tuple[Tensor, Sequence[int], int]]] = field(default_factory=lambda: defaultdict(list))
-    """Row -> numbers, shape [k], the site of each, and of how many elements each is; all in one, as replicas of a model
-    may run in threads."""
+    rows: dict[str, SiteNumbers] = field(default_factory=lambda: defaultdict(SiteNumbers))
     stacks: dict[tuple[Any, ...], _OutputStack] = field(default_factory=dict)
     unit_peaks: list[tuple[Sequence[int], Tensor]] = field(default_factory=list)
     """Sites, and the highest output of each unit of each, shape [sites, units]; a site may come several times."""
@@ -170,10 +196,9 @@ class OutputStatistics(ModuleStatistic):
         self.step = _StepOutputs(unsafe=step.unsafe)
         if not step.rows:
             return None
-        numbers = {"outputs": joined([piece for row in step.rows.values() for piece, _, _ in row])}
-        sites = {name: [(site, size) for _, own, size in row for site in own] for name, row in step.rows.items()}
+        numbers = {"outputs": all_numbers(step.rows)}
         exact = frozenset(step.unsafe)
-        return ModuleReading(numbers, partial(_values, len(layout), sites, step.unsafe, exact, step.unmeasured))
+        return ModuleReading(numbers, partial(_values, len(layout), step.rows, step.unsafe, exact, step.unmeasured))
 
     def _count_units(self, step: _StepOutputs) -> None:
         """Count the idle and the dead units, all activations of one size together."""
@@ -191,31 +216,31 @@ class OutputStatistics(ModuleStatistic):
             idle = unit_peaks == 0
             samples = torch.stack(before).add_(1).mul_(idle)
             self._idle_samples |= dict(zip(keys, samples.unbind(), strict=True))
-            step.rows["idle"].append((idle.sum(1, dtype=torch.float32), sites, units))
-            step.rows["dead"].append(((samples >= DEAD_AFTER_SAMPLES).sum(1, dtype=torch.float32), sites, units))
-            step.rows["output_peak"].append((unit_peaks.amax(1), sites, units))
+            step.rows["idle"].pieces.append((idle.sum(1, dtype=torch.float32), sites, units))
+            step.rows["dead"].pieces.append(((samples >= DEAD_AFTER_SAMPLES).sum(1, dtype=torch.float32), sites, units))
+            step.rows["output_peak"].pieces.append((unit_peaks.amax(1), sites, units))
 
 
 def _values(
     n: int,
-    sites_of: Mapping[str, Sequence[tuple[int, int]]],
+    rows_of: Mapping[str, SiteNumbers],
     unsafe: set[int],
     exact: frozenset[int],
     unmeasured: set[int],
     numbers: Mapping[str, Floats],
 ) -> dict[str, Floats]:
-    """Statistic -> one number for each of `n` sites, NaN where not measured. `sites_of`: for each of the numbers of a
-    row its site, and of how many elements it is.
+    """Statistic -> one number for each of `n` sites, NaN where not measured.
 
     Root mean squares, shares and maxima are taken over all outputs and calls of a module. An output whose squares
     float32 cannot hold has no root mean square at this step, nor has the total if that counts for it: it is `unsafe`,
     and measured in float64 at the next sample, at which it is `exact`. Of a layer of which the input of another call is
     `unmeasured`, an input of zeros is not said.
     """
-    rows, each = {name: line for line, name in enumerate(sites_of)}, numbers["outputs"]
-    lengths = [len(row) for row in sites_of.values()]
-    sites, sizes = np.array([pair for row in sites_of.values() for pair in row]).T
+    rows, each = {name: line for line, name in enumerate(rows_of)}, numbers["outputs"]
+    lengths = [len(row.sites) for row in rows_of.values()]
+    sites = np.array([site for row in rows_of.values() for site in row.sites])
     places, shape = sites + n * np.repeat(np.arange(len(rows)), lengths), (len(rows), n)
+    sizes = [size for row in rows_of.values() for size in row.sizes]
     found: dict[str, Floats] = {}
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         # the square of a norm of ones is their number
@@ -309,24 +334,20 @@ def _measure(step: _StepOutputs, tensor: Tensor, site: int, tensor_kind: TensorK
 def _reduce_one(step: _StepOutputs, tensor: Tensor, site: int, tensor_kind: TensorKind) -> None:
     """Add the numbers of one output to `step`, each by one kernel where that is possible."""
     rows, size = step.rows, tensor.numel()
-
-    def add(row: str, number: Tensor, elements: int = size) -> None:
-        rows[row].append((number.view(1), (site,), elements))
-
-    add(tensor_kind.row, (exact_norm if site in step.unsafe else norm)(tensor))
+    rows[tensor_kind.row].single.append(((exact_norm if site in step.unsafe else norm)(tensor), site, size))
     units = _units(tensor, 0, channels=step.channels) if tensor_kind.rectifies else None
     if units is not None:
         dims = [dim for dim in range(tensor.ndim) if dim != units]
         step.unit_peaks.append(((site,), tensor.amax(dims).unsqueeze(0)))
     elif tensor_kind.rectifies:
-        add(tensor_kind.peak, tensor.amax())
+        rows[tensor_kind.peak].single.append((tensor.amax(), site, size))
     else:
-        for number in torch.aminmax(tensor):
-            add(tensor_kind.peak, number)
+        peaks = rows[tensor_kind.peak].single
+        peaks += [(number, site, size) for number in torch.aminmax(tensor)]
     if tensor_kind.rectifies or tensor_kind.reach:
         some = tensor if size <= MAX_COUNTED else tensor[: max(1, MAX_COUNTED * len(tensor) // size)]
         name, ones = _ones(some, tensor_kind)
-        add(name, norm(ones), some.numel())
+        rows[name].single.append((norm(ones), site, some.numel()))
 
 
 def _reduce_stack(step: _StepOutputs, waiting: _OutputStack) -> None:
@@ -337,19 +358,19 @@ def _reduce_stack(step: _StepOutputs, waiting: _OutputStack) -> None:
     stack, tensor_kind, rows = waiting.stack[: len(sites)], waiting.tensor_kind, step.rows
     size = stack.numel() // len(sites)
     flat = stack.view(len(sites), -1)
-    rows[tensor_kind.row].append((torch.linalg.vector_norm(flat, dim=1, dtype=wide_type(stack)), sites, size))
+    rows[tensor_kind.row].pieces.append((torch.linalg.vector_norm(flat, dim=1, dtype=wide_type(stack)), sites, size))
     units = _units(stack, 1, channels=waiting.channels) if tensor_kind.rectifies else None
     if units is not None:
         dims = [dim for dim in range(1, stack.ndim) if dim != units]
         step.unit_peaks.append((sites, stack.amax(dims)))
     elif tensor_kind.rectifies:
-        rows[tensor_kind.peak].append((flat.amax(1), sites, size))
+        rows[tensor_kind.peak].pieces.append((flat.amax(1), sites, size))
     else:
-        rows[tensor_kind.peak].append((flat.amin(1), sites, size))
-        rows[tensor_kind.peak].append((flat.amax(1), sites, size))
+        rows[tensor_kind.peak].pieces.append((flat.amin(1), sites, size))
+        rows[tensor_kind.peak].pieces.append((flat.amax(1), sites, size))
     if tensor_kind.rectifies or tensor_kind.reach:
         name, ones = _ones(flat, tensor_kind)
-        rows[name].append((torch.linalg.vector_norm(ones, dim=1, dtype=wide_type(ones)), sites, size))
+        rows[name].pieces.append((torch.linalg.vector_norm(ones, dim=1, dtype=wide_type(ones)), sites, size))
 
 
 def _ones(tensor: Tensor, tensor_kind: TensorKind) -> tuple[str, Tensor]:
