@@ -372,6 +372,21 @@ def test_nothing_is_kept() -> None:
     assert hooks_on(model, optimizer) == []
 
 
+def test_a_replica_of_data_parallel_is_measured() -> None:
+    """It has tensors in place of parameters."""
+    model = Reader()
+
+    def run() -> Tensor:
+        replica: Any = model.rnn._replicate_for_data_parallel()
+        for name, parameter in model.rnn.named_parameters():
+            setattr(replica, name, parameter * 1.0)
+        replica._flat_weights = [getattr(replica, name) for name in replica._flat_weights_names]
+        found: Tensor = replica(inputs())[0][:, -1].sum()
+        return found
+
+    assert seen(model, run).row("time_steps")[1] == STEPS
+
+
 def test_copies_of_a_watched_layer_are_not_watched() -> None:
     model = Reader("GRU")
     with Watch(model, sinks=()):

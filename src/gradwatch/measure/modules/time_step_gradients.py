@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -163,14 +164,15 @@ class TimeStepGradients(ModuleStatistic):
         return ModuleReading(tensors, lambda numbers: time_growths(layer_calls, numbers["time_steps"], len(layout)))
 
     def _sequence_callback(self, site: int, module: Any) -> InputCallback:
+        there = weakref.ref(module)  # its replicas in nn.DataParallel have no parameters
         bidirectional, batch_first = _is_bidirectional(module), bool(module.batch_first)
 
-        def on_input(layer: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Arguments | None:
+        def on_input(_: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Arguments | None:
             if hooks_disabled:
                 return None
-            step = self.step
+            step, layer = self.step, there()
             # without anything to train, its output would not have required a gradient
-            trained = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in layer.parameters())
+            trained = torch.is_grad_enabled() and layer is not None and any(p.requires_grad for p in layer.parameters())
             given: Any = arguments[0] if arguments else keywords.get("input")
             packed = type(given) is PackedSequence
             sequence = given.data if packed else given
