@@ -176,15 +176,17 @@ def tensors_of(
         return
     if not depth:
         return
-    parts: Iterator[tuple[str, object]] = iter(())
+    parts: Iterator[tuple[str, object]]
     if isinstance(data, Mapping):
         parts = ((f"[{key!r}]", item) for key, item in data.items())
     elif isinstance(data, list | tuple):
         parts = ((f"[{i}]", item) for i, item in enumerate(data))
     elif dataclasses.is_dataclass(data):
         parts = ((f".{field.name}", getattr(data, field.name, None)) for field in dataclasses.fields(data))
-    elif objects and not isinstance(data, type | nn.Module):
-        parts = ((f".{name}", item) for name, item in getattr(data, "__dict__", {}).items())
+    elif objects and hasattr(data, "__dict__") and not isinstance(data, type | nn.Module):
+        parts = ((f".{name}", item) for name, item in vars(data).items())
+    else:
+        return
     for name, item in islice(parts, MAX_ITEMS):
         yield from tensors_of(item, path + name, depth - 1, objects=objects)
 
