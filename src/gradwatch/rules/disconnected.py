@@ -394,9 +394,8 @@ def _libraries_around(layout: Layout, layers: Sites, others: Sequence[int] | Sit
     """
     if not layout.libraries:
         return [""] * len(layers)
-    holding, found = _holding(layout, tuple(others)), []
-    for name in layout.names(layers):
-        part = next((part for part in _around(name) if part in holding), None)
+    found = []
+    for name, part in zip(layout.names(layers), _nearest_around(layout, layers, others), strict=True):
         both = part is not None and _module(name) in layout.libraries
         found.append(layout.libraries.get(part or "", "") if both else "")
     return found
@@ -406,14 +405,19 @@ def _beside(layout: Layout, layers: Sites, others: Sites) -> Mask:
     """Which of `layers` lie beside `others`, not before them: in the nearest module around that holds any of these, all
     that run later get what another layer gives, as what follows a cut does not.
     """
-    places, holding = {site: i for i, site in enumerate(layout.order)}, _holding(layout, tuple(others))
-    fed = {after for _, after in layout.edges or ()}
+    places, fed = {site: i for i, site in enumerate(layout.order)}, {after for _, after in layout.edges or ()}
     last = _holding(layout, tuple(other for other in others if other not in fed))
-    parts = (next((part for part in _around(name) if part in holding), None) for name in layout.names(layers))
+    parts = _nearest_around(layout, layers, others)
     beside = [
         part is not None and places.get(site, -1) > last.get(part, -1) for part, site in zip(parts, layers, strict=True)
     ]
     return np.array(beside, dtype=bool)
+
+
+def _nearest_around(layout: Layout, layers: Sites, others: Sequence[int] | Sites) -> list[str | None]:
+    """The nearest module around each of `layers` that holds one of `others`; None without."""
+    holding = _holding(layout, tuple(others))
+    return [next((part for part in _around(name) if part in holding), None) for name in layout.names(layers)]
 
 
 @lru_cache(maxsize=8)

@@ -263,7 +263,7 @@ class IncidentTracker:
             self._absorb(new, cause)
             return
         if first.severity is Severity.NOTICE:
-            return
+            return  # it explains no fault
         for place in range(new):
             if (
                 place not in self._cause
