@@ -139,7 +139,7 @@ def _profiles(history: History, statistic: str, backs: Sites) -> Iterator[Profil
         yield Profile(statistic, order[keep], there) if len(there) > 1 and there.any() else None
 
 
-def _own_samples(history: History, now: Profile, count: int) -> Sites:
+def _newest_backs(history: History, now: Profile, count: int) -> Sites:
     """The positions, from the end of the history, of the `count` newest records of this optimizer that have a profile
     like `now`, the latest record's, which comes first.
     """
@@ -150,7 +150,7 @@ def profile_onset(history: History, now: Profile, agrees: Callable[[Profile], bo
     """The position of the first of the samples in a row, up to the latest, whose profiles agree that `now`, the latest
     record's, shows a fault; and whether no sample of the run came before it. `ONSET_SAMPLES` are looked at.
     """
-    backs, onset = _own_samples(history, now, ONSET_SAMPLES + 1), 1
+    backs, onset = _newest_backs(history, now, ONSET_SAMPLES + 1), 1
     earlier = backs[1:ONSET_SAMPLES]
     for back, before in zip(earlier.tolist(), _profiles(history, now.statistic, earlier), strict=True):
         if before is None or not agrees(before):
@@ -174,5 +174,5 @@ def faded(history: History, records: int) -> Sites:
 
 def recent_profiles(history: History, now: Profile, count: int) -> list[Profile]:
     """The profiles of the last `count` records of this optimizer that have one, `now` first."""
-    earlier = _profiles(history, now.statistic, _own_samples(history, now, count)[1:])
+    earlier = _profiles(history, now.statistic, _newest_backs(history, now, count)[1:])
     return [now, *(found for found in earlier if found is not None)]
