@@ -26,6 +26,8 @@ from gradwatch.sinks import Sink
 from gradwatch.sinks.log import Log
 from gradwatch.sinks.process_report import requested_reports
 
+NEVER_CALLED = "nothing was measured: call watch.step(optimizer) after each backward pass, before optimizer.step()"
+
 
 class Watch:
     """Watches the gradients of a model in a plain PyTorch loop:
@@ -94,11 +96,10 @@ class Watch:
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         chosen = (Log(),) if checked.sinks is None else checked.sinks
         self._model = weakref.ref(model)
-        self._engine = Engine(
-            model, checked, (*chosen, *requested_reports()), _mode(model, scaled=self._scaler is not None)
-        )
+        self._mode = _mode(model, scaled=self._scaler is not None)
+        self._engine = Engine(model, checked, (*chosen, *requested_reports()), self._mode)
         self._steps = 0
-        self._entered = False
+        self._entered = self._called = False
 
     @property
     def alerts(self) -> tuple[Alert, ...]:
@@ -135,6 +136,8 @@ class Watch:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is None:  # otherwise the other ranks may not be here
             self._engine.end_epoch()
+            if not self._called:
+                self._engine.diagnosis.note(NEVER_CALLED, log=not self._mode.rank)
         self._engine.close()
         if self._engine.options.signals == "full" and (model := self._model()) is not None:
             explain_in_place_error(error, model)
@@ -150,6 +153,7 @@ class Watch:
         if torch.compiler.is_compiling():  # the loop around it is, and what measures must not be
             torch.compiler.disable(self.step)(optimizer, loss=loss)
             return
+        self._called = True
         if not self._engine.attached and not self._engine.failed:
             raise RuntimeError("Watch.step() outside its context: write `with Watch(model) as watch:` around the loop")
         if not isinstance(attribute(optimizer, "param_groups"), list):

@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
+import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
@@ -18,7 +19,9 @@ from torch.utils.data import DataLoader
 
 from gradwatch import GradWatch, Watch
 from gradwatch.core.history import History
+from gradwatch.engine.engine import MANY_BATCHES, NEVER_STEPPED
 from gradwatch.sinks.memory import Memory
+from gradwatch.watch import NEVER_CALLED
 from models import module_of
 from training import quiet_trainer
 
@@ -384,6 +387,75 @@ def test_a_note_says_that_most_measured_steps_are_not_taken(every: int) -> None:
     watch, _ = watched(loop, 40)
     notes = [note for note in watch.verdict.notes if note.startswith("many calls of watch.step")]
     assert len(notes) == (every > 1)
+
+
+@pytest.mark.parametrize("forgotten", [100, 160])
+def test_a_loop_that_forgets_the_optimizers_step_is_found(forgotten: int) -> None:
+    """`forgotten`: in its first steps, of 160."""
+
+    def loop(watch: Watch, model: nn.Module, optimizer: Any, step: int) -> None:
+        backward(model, optimizer, step)
+        watch.step(optimizer)
+        if step >= forgotten:
+            optimizer.step()
+
+    watch, _ = watched(loop, 160)
+    (alert,) = watch.alerts
+    assert (alert.rule, alert.layer, alert.step) == ("stalled", "total", 0)
+    assert "has changed the weights of any layer at all; a thousandth is usual. No call of optimizer" in alert.message
+    assert alert.remedy == "optimizer.step() after watch.step(optimizer)."
+    assert (alert.closed_step is None) == (forgotten == 160)
+    assert series(watch.history, "update_ratio")[0] == 0
+
+
+def test_weights_that_move_without_a_hook_are_no_update_of_one_step() -> None:
+    """Whatever has moved them since: the next call of `watch.step` may come after several steps."""
+
+    def loop(watch: Watch, model: nn.Module, optimizer: Any, step: int) -> None:
+        backward(model, optimizer, step)
+        watch.step(optimizer)
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.01 * p.grad
+
+    watch, _ = watched(loop, 40)
+    assert watch.alerts == ()
+    assert np.isnan(series(watch.history, "update_ratio")).all()
+
+
+def test_a_loop_that_never_calls_the_watch_hears_of_it(caplog: pytest.LogCaptureFixture) -> None:
+    with Watch(net()) as watch:
+        pass
+    assert str(watch.verdict) == f"GradWatch: no step was measured.\nNote: {NEVER_CALLED}"
+    assert f"GradWatch: {NEVER_CALLED}" in caplog.messages
+
+
+class ByHand(pl.LightningModule):
+    """Manual optimization that steps from batch `first` on."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__()
+        self.net, self.first, self.automatic_optimization = net(), first, False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.net(batch).square().mean())
+        if batch_idx >= self.first:
+            optimizer.step()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.01)
+
+
+@pytest.mark.parametrize(
+    ("batches", "first", "said"), [(3, 3, 1), (MANY_BATCHES + 2, MANY_BATCHES + 1, 1), (3, 2, 0), (1, 1, 0)]
+)
+def test_manual_optimization_that_never_steps_hears_of_it(batches: int, first: int, said: int) -> None:
+    watch = GradWatch(sinks=())
+    quiet_trainer(watch, max_epochs=1).fit(ByHand(first), DataLoader(torch.randn(batches, 6), batch_size=1))
+    assert len(watch.history) == batches - first
+    assert watch.verdict.notes == (NEVER_STEPPED,) * said
 
 
 @pytest.mark.parametrize("swapped", [False, True])

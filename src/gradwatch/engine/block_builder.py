@@ -117,11 +117,13 @@ class BlockBuilder:
 
         Statistics, numbers of the whole step, and whether the gradients have changed unseen.
         """
+        values: dict[str, Floats] = step.reading_after.values(step.reading) if step.reading_after else {}
         if not step.stepped:
             sure = not step.maybe_stepped or bool(step.effect and step.effect.skips)
             sure |= step.info.scale is not None and not np.isfinite(grad_norm[0])  # the scaler has
-            return {}, {"skipped": 1.0} if sure else {}, False
-        values: dict[str, Floats] = step.reading_after.values(step.reading) if step.reading_after else {}
+            # another update may be that of several steps
+            still = not np.nan_to_num(values.get("update_ratio", np.nan)).any()
+            return values if still else {}, {"skipped": 1.0} if sure else {}, False
         scalars, unseen = {"overhead": overhead}, False
         used = step.effect.used if step.effect is not None else None
         before = _without_taps(step, grad_norm.copy() if used is None else used)

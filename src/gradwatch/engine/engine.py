@@ -48,6 +48,15 @@ UNREPORTED = (
     "self.optimizers(use_pl_optimizer=False) or trainer.optimizers; and this step() may not call its closure"
 )
 
+NEVER_STEPPED = (
+    "no step of an optimizer was seen: in training_step, after self.manual_backward(loss), call step() of an optimizer "
+    "that self.optimizers() gives"
+)
+
+MANY_BATCHES = 100
+"""Batches of manual optimization from the start without a step, after which a note says so before the end. Judgement:
+few trainings accumulate as many."""
+
 INTERRUPTED = (
     "{between} came between watch.step(optimizer) and the optimizer's step: what it makes of its gradients is not "
     "measured (update_ratio, grad_norm_clipped){more}. Call watch.step(optimizer) right before optimizer.step(), or in "
@@ -131,6 +140,7 @@ class Engine:
         """Whether the coming step is measured, whether it is sampled, and with what only some samples measure."""
         self._suspended = False
         """Whether the hooks are off until the next batch."""
+        self._batches_begun = 0
         self._ordinary = range(0)
         """Steps of an optimizer that are measured and not sampled, and for which the hooks are as they are now."""
         self._announced = False
@@ -198,8 +208,7 @@ class Engine:
             if not self.failed:
                 self._finish()
             self.queue.complete_all()
-            if self._reader is not None and self._reader.has_unreported:
-                self._note_once(UNREPORTED)
+            self._check_steps()
             if shards is not None and not self.failed:
                 shards.check()
         except Exception as error:
@@ -284,6 +293,9 @@ class Engine:
         if self.failed or self._reader is None:
             return
         self.overhead.started = begun = perf_counter()
+        self._batches_begun += 1
+        if self._batches_begun == MANY_BATCHES:
+            self._check_steps()
         if self._suspended:
             self._suspended = False
             self._arm(self._next)
@@ -389,10 +401,10 @@ class Engine:
         number, index = step_of_optimizer
         self._overtaken.discard(id(optimizer))
         if self._open is not None:
-            if self._open.optimizer is not optimizer:
+            if not (same := self._open.optimizer is optimizer):
                 self._overtaken.add(id(self._open.optimizer))
             with reader.deferred_errors:
-                self._finish()
+                self._finish(look_at_weights=same)
         planned, self._next = self._next, self._optimizers.next_index()
         self.source.step_count += 1
         if reader.shards is not None and not self._joins_ranks(reader.shards, index, planned):
@@ -465,14 +477,20 @@ class Engine:
         if (block := shards.exchange()) is not None:
             self.queue.exchanged(shards.check, block.send())
 
-    def _finish(self) -> None:
-        """End the open step: the optimizer has stepped, or will not."""
+    def _finish(self, *, look_at_weights: bool = False) -> None:
+        """End the open step: the optimizer has stepped, or will not.
+
+        `look_at_weights`: of a step that called no hooks, whether they have moved.
+        """
         step, self._open, self._optimizers.awaited = self._open, None, None
         if step is None or self._reader is None:
             return
         if not step.stepped:
-            step.parameters.release()
             step.maybe_stepped = id(step.optimizer) not in self._optimizers.calling_hooks - self._late
+            looks = look_at_weights and step.info.scale is None and self._reader.shards is None
+            if looks and step.maybe_stepped and step.sampled:
+                step.reading_after = self._reader.measure_after(step.parameters, sampled=True)
+            step.parameters.release()
             if self._mode.loop == "own" and step.info.scale is None and not (step.maybe_stepped or step.effect):
                 self._not_taken += 1
                 if self._not_taken == MANY and self.source.step_count <= 3 * MANY:
@@ -541,6 +559,15 @@ class Engine:
             return False
         arrived = self._reader.parameter_hooks.have_arrived(step.parameters.indices)
         return arrived and (step.changed if step.looked else step.parameters.take_changed(keep=True))
+
+    def _check_steps(self) -> None:
+        """Note where an optimizer stepped and none of its steps was reported, and where none has stepped."""
+        if self._reader is None or not self.attached:
+            return
+        if self._reader.has_unreported:
+            self._note_once(UNREPORTED)
+        elif self._mode.loop == "manual" and self._batches_begun > 1 and not self.source.step_count:
+            self._note_once(NEVER_STEPPED)
 
     def _note_once(self, note: str) -> None:
         """Note what could not be measured, in the verdict and in the log of rank 0."""
