@@ -402,10 +402,26 @@ def test_a_loop_that_forgets_the_optimizers_step_is_found(forgotten: int) -> Non
     watch, _ = watched(loop, 160)
     (alert,) = watch.alerts
     assert (alert.rule, alert.layer, alert.step) == ("stalled", "total", 0)
-    assert "has changed the weights of any layer at all; a thousandth is usual. No call of optimizer" in alert.message
-    assert alert.remedy == "optimizer.step() after watch.step(optimizer)."
+    assert "has changed the weights of any layer at all; a thousandth is usual. No optimizer step was" in alert.message
+    assert alert.remedy == "optimizer.step() after watch.step(optimizer), and no zero_grad() between them."
     assert (alert.closed_step is None) == (forgotten == 160)
     assert series(watch.history, "update_ratio")[0] == 0
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_gradients_that_are_cleared_before_the_step_are_used_by_none(every: int) -> None:
+    """After `watch.step`, in all steps or in most."""
+
+    def loop(watch: Watch, model: nn.Module, optimizer: Any, step: int) -> None:
+        backward(model, optimizer, step)
+        watch.step(optimizer)
+        if not step % every:
+            optimizer.zero_grad()
+        optimizer.step()
+
+    watch, _ = watched(loop, 80)
+    found = [alert for alert in watch.alerts if "No optimizer step was seen that uses" in alert.message]
+    assert len(found) == (every == 1)
 
 
 def test_weights_that_move_without_a_hook_are_no_update_of_one_step() -> None:

@@ -247,8 +247,8 @@ def _cause(history: History, own: Sites, back: int, most: float) -> tuple[str, s
             if norm >= USUAL_CLIPPING
             else f"Trainer(gradient_clip_val={USUAL_CLIPPING}), which is above the norm of the gradient.",
         )
-    if not most and np.isnan(left):  # a step would have used some gradients
-        return "No call of optimizer.step() was seen.", "optimizer.step() after watch.step(optimizer)."
+    if not most and np.isnan(left) and np.isnan(history.number("closures", back=back)):
+        return "No optimizer step was seen that uses these gradients.", "no zero_grad() in on_before_optimizer_step."
     if _grids(history.layout).all():
         cause = "The weights are in half precision, in which an update under half a unit in the last place is lost."
         remedy = 'Trainer(precision="bf16-mixed"), which keeps the weights in float32'
