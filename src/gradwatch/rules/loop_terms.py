@@ -37,8 +37,8 @@ _TERMS: dict[LoopKind, dict[str, str]] = {
         "self.parameters()": "model.parameters()",
         "an optimizer_zero_grad that clears at each call": "optimizer.zero_grad() before every backward pass",
         "return the loss from training_step, or loss.backward()": "loss.backward()",
-        "no zero_grad() in on_before_optimizer_step": "optimizer.step() after watch.step(optimizer), and no zero_grad() "
-        "between them",
+        "no zero_grad() in on_before_optimizer_step": "optimizer.step() after watch.step(optimizer), and no "
+        "zero_grad() between them",
     },
 }
 """Of each kind of loop: a phrase of the rules, and what stands in its place."""
