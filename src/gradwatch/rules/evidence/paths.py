@@ -134,28 +134,21 @@ def _paths(layout: Layout, chosen: bytes) -> Paths:
     sites = np.frombuffer(chosen, dtype=np.intp)
     if layout.edges is None:
         before: Sequence[Positions] = [(i - 1,) if i else () for i in range(len(sites))]
-        ends = np.zeros(len(sites), dtype=bool)
+        reached = frozenset[int]()
     else:
         order = forward_order(layout)
         kept = np.isin(order, sites)
         before = nearest_predecessors(order.tolist(), layout.edges, kept.tolist())
-        ends = _ends(layout, order, kept)
+        reached = _reaching_loss(layout, frozenset(sites.tolist()))
     after: list[list[int]] = [[] for _ in sites]
     length = [1] * len(sites)
     for i, places in enumerate(before):
         for j in places:
             after[j].append(i)
             length[i] = max(length[i], 1 + length[j])
-    ends = ends | np.array([not places for places in after], dtype=bool)
     starts = np.array([not places for places in before], dtype=bool)
+    ends = np.array([not after[i] or site in reached for i, site in enumerate(sites.tolist())], dtype=bool)
     return Paths(tuple(before), tuple(map(tuple, after)), starts, ends, max(length, default=0))
-
-
-def _ends(layout: Layout, order: NDArray[np.intp], kept: Mask) -> Mask:
-    """Which of the `kept` layers reach the loss through no other kept layer."""
-    chosen = order[kept].tolist()
-    reached = _reaching_loss(layout, frozenset(chosen))
-    return np.array([site in reached for site in chosen], dtype=bool)
 
 
 @lru_cache(maxsize=8)
