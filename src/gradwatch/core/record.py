@@ -149,6 +149,8 @@ class Layout:
     """Site indices of the activations, modules without parameters whose outputs are measured, in model order."""
     taps: NDArray[np.intp] = field(init=False)
     """Site indices of the tapped tensors, in the order in which they were first tapped."""
+    sizes: Floats = field(init=False)
+    """Number of elements of each site: shape [sites]."""
     parameter_starts: NDArray[np.intp] | None = field(init=False)
     """Index of each layer's first parameter among `parameters`, if the sites are ordered: total, layers, parameters
     layer by layer, then all others. None where parameters were appended later."""
@@ -171,6 +173,7 @@ class Layout:
             "owners": owners,
             "activations": of_kind["activation"],
             "taps": of_kind["tap"],
+            "sizes": np.array([site.numel for site in self.sites], dtype=np.float64),
             "parameter_starts": starts if by_layer and len(starts) == len(layers) > 0 else None,
         }
         for name, value in derived.items():

@@ -124,7 +124,7 @@ def known_norms(layout: Layout, parameters: Floats, known: Mask) -> Floats:
 def shares(layout: Layout, counts: Floats) -> Floats:
     """Share `counts` / numel of all sites; a layer's is over the elements of its measured parameters."""
     known = ~np.isnan(counts)
-    sizes = np.array([layout.sites[i].numel for i in layout.parameters], dtype=np.float64)
+    sizes = layout.sizes[layout.parameters]
     with np.errstate(invalid="ignore", divide="ignore"):
         found = sums(layout, np.where(known, counts, 0.0)) / sums(layout, np.where(known, sizes, 0.0))
     return _blank(layout, found, known)

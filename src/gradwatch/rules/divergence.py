@@ -474,7 +474,8 @@ def _weight_growth(history: History, records: int) -> tuple[Floats, Sites] | Non
         return None
     norms = history.at("weight_norm", backs)[:, layout.layers]
     first = norms[0]
-    trained = (history.codes(1)[0, layout.layers] == MEASURED) & (first >= WEIGHT_FLOOR_SHARE * usual_norms(layout))
+    trained = history.codes(1)[0, layout.layers] == MEASURED
+    trained &= first >= WEIGHT_FLOOR_SHARE * usual_norms(layout)[layout.layers]
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(trained, norms / first, np.nan), backs
 

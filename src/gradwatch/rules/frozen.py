@@ -388,7 +388,7 @@ def _untrained(history: History, layers: Sites, order: Sites, off: Mask) -> Site
         return layers
     spreads, most = (np.fmax.reduce(history.window(name, len(history))) for name in ("frozen_rms", "frozen_max"))
     random = np.array([site for site in order[off] if _starts_random(layout, int(site), spreads, most)], dtype=np.intp)
-    sizes = np.array([layout.sites[site].numel for site in order])
+    sizes = layout.sizes[order]
     adapted = sizes[off].sum() > sizes.sum() / 2
     return layers[:0] if adapted and 2 * len(random) > off.sum() else layers[np.isin(layers, random)]
 
@@ -483,7 +483,7 @@ def _amid(layout: Layout, order: Sites, off: Mask) -> Sites:
     """The layers, norms left aside, that are `off`, and into which and out of which data flow from and to such
     as train. None where more weights are off than train: those are adapted.
     """
-    sizes = np.array([layout.sites[i].numel for i in order])
+    sizes = layout.sizes[order]
     if layout.edges is None or sizes[off].sum() >= sizes[~off].sum():
         return order[:0]
     flow = paths(layout, order)

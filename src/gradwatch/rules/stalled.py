@@ -194,7 +194,7 @@ class Stalled(CheckedRule):
     def _moving(self, history: History, backs: Sites, pulled: Mask, update: float) -> Mask:
         """At the records `backs`, whether a layer of wide numbers moved, or layers with enough of the narrow ones."""
         layout, moved = history.layout, relative_updates(history, backs)
-        grids, sizes = _grids(layout), _sizes(layout)
+        grids, sizes = _grids(layout), layout.sizes[layout.layers]
         over = pulled & (moved >= self._limits(layout, update))
         room = (sizes * (pulled & (grids > 0) & ~np.isnan(moved))).sum(axis=1)
         return np.asarray((over & (grids == 0)).any(axis=1) | ((sizes * over).sum(axis=1) > self.other_share * room))
@@ -300,9 +300,3 @@ def _grids(layout: Layout) -> Floats:
     for site, owner in zip(layout.parameters, layout.owners, strict=True):
         grids[owner] = min(grids[owner], ROUNDING_STEPS.get(layout.sites[site].dtype, 0.0))
     return np.where(np.isinf(grids), 0.0, grids)[layout.layers]
-
-
-@lru_cache(maxsize=8)
-def _sizes(layout: Layout) -> Floats:
-    """Number of weights of each layer, shape [layers]."""
-    return np.array([layout.sites[i].numel for i in layout.layers], dtype=np.float64)

@@ -216,7 +216,6 @@ def _weights(layout: Layout) -> Mask:
     return np.array([name.rpartition(".")[2] == "weight" for name in names], dtype=bool)
 
 
-@lru_cache(maxsize=8)
 def _many(layout: Layout) -> Mask:
     """Which parameters have a direction worth the name, shape [parameters]."""
-    return np.array([layout.sites[i].numel >= FEWEST_ELEMENTS for i in layout.parameters], dtype=bool)
+    return np.asarray(layout.sizes[layout.parameters] >= FEWEST_ELEMENTS)
