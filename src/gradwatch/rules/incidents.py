@@ -110,8 +110,7 @@ class IncidentTracker:
             return IncidentChanges()
         before = self._incidents()
         for rule in over:
-            place = self._open.pop(rule)
-            self._faults[place] = replace(self._faults[place], closed_step=self._last_seen[rule])
+            self._close(self._open.pop(rule), self._last_seen[rule])
         for rule, found in findings.items():
             if found:
                 self._clean_evaluations[rule], self._last_seen[rule] = 0, step
@@ -167,7 +166,7 @@ class IncidentTracker:
         """Add the findings to the rule's incident that is open or recent, and reopen it; False if there is none."""
         place = self._open.get(rule)
         if place is not None and self._is_louder(found[0], place):
-            self._faults[place] = replace(self._faults[place], closed_step=step)
+            self._close(place, step)
             return False
         if place is None:
             place = self._recent(rule, step, found)
@@ -184,6 +183,10 @@ class IncidentTracker:
         if place in self._cause:
             self._worsen(self._cause[place], found[0].severity)
         return True
+
+    def _close(self, place: int, step: int) -> None:
+        """The fault at `place` was last seen at `step`."""
+        self._faults[place] = replace(self._faults[place], closed_step=step)
 
     def _recent(self, rule: str, step: int, found: Sequence[Finding]) -> int | None:
         """The index of the rule's incident, closed lately, that goes on: one of a layer of these findings, as its words
@@ -265,11 +268,8 @@ class IncidentTracker:
         if first.severity is Severity.NOTICE:
             return  # it explains no fault
         for place in range(new):
-            if (
-                place not in self._cause
-                and self._caused(new, place)
-                and step - self._faults[place].noticed <= self.effects_within
-            ):
+            recent = step - self._faults[place].noticed <= self.effects_within
+            if recent and place not in self._cause and self._caused(new, place):
                 self._absorb(place, new)
 
     def _recent_cause(self, new: int) -> int | None:
@@ -316,9 +316,7 @@ class IncidentTracker:
 
     def _worsen(self, cause: int, severity: Severity) -> None:
         """What follows from the fault at `cause` has this severity."""
-        known = self._faults[cause]
-        if severity.order > known.severity.order and known.severity is not Severity.NOTICE:
-            self._faults[cause] = replace(known, severity=severity)
+        self._faults[cause] = _worsened(self._faults[cause], severity)
 
     def _incidents(self) -> dict[int, Alert]:
         """Index in `_faults` -> incident, with what follows from it as its effects: it is open while one of them is."""
@@ -343,14 +341,16 @@ def _sites(found: Sequence[Finding]) -> tuple[str, ...]:
 
 
 def _joined(alert: Alert, finding: Finding, sites: Sequence[str], order: Mapping[str, int]) -> Alert:
-    """`alert` with the new sites and effects, and the severity of `finding` if that is worse; a notice stays one."""
-    worse = finding.severity.order > alert.severity.order and alert.severity is not Severity.NOTICE
-    named, effects = _in_order((*alert.sites, *sites), order), _merged((*alert.effects, *finding.effects), order)
-    if set(named) == set(alert.sites):
-        named = alert.sites
-    if not worse and named == alert.sites and effects == alert.effects:
-        return alert
-    return replace(alert, sites=named, effects=effects, severity=finding.severity if worse else alert.severity)
+    """`alert` with the new sites and effects, and as severe as `finding` if that is worse."""
+    effects = _merged((*alert.effects, *finding.effects), order)
+    named = alert.sites if set(sites) <= set(alert.sites) else _in_order((*alert.sites, *sites), order)
+    return _worsened(replace(alert, sites=named, effects=effects), finding.severity)
+
+
+def _worsened(alert: Alert, severity: Severity) -> Alert:
+    """`alert` with that severity if it is worse; a notice stays one."""
+    worse = severity.order > alert.severity.order and alert.severity is not Severity.NOTICE
+    return replace(alert, severity=severity) if worse else alert
 
 
 def _merged(effects: Iterable[Effect], order: Mapping[str, int]) -> tuple[Effect, ...]:
