@@ -108,18 +108,13 @@ class Frozen(CheckedRule):
         if len(history) < self.records:
             return None
         still, idle, off = self._still(history), self._idle_optimizer(history), self._off(history)
-        found = [
-            *self._unowned(history),
-            *self._no_optimizer(history),
-            *(idle or ()),
-            *(still or ()),
-            *(off or ()),
-        ]
-        if (idle is None or off is None) and not found:
-            return None
-        if found or still is not None or len(history) < self.still_records:
+        found = [*self._unowned(history), *self._no_optimizer(history), *(idle or ()), *(still or ()), *(off or ())]
+        if found:
             return found
-        return None if _stood_at_a_sample(history) else []
+        if idle is None or off is None:
+            return None
+        may_stand = still is None and len(history) >= self.still_records and _stood_at_a_sample(history)
+        return None if may_stand else []
 
     def _unowned(self, history: History) -> Sequence[Finding]:
         """The loss depends on layers that no module owns: in no optimizer, and not in the model's file either."""
@@ -191,8 +186,10 @@ class Frozen(CheckedRule):
     def _still(self, history: History) -> Sequence[Finding] | None:
         """In an optimizer and with a gradient, and the very same after each step, while others move."""
         newest = history.newest("update_ratio")
+        if newest > len(history):
+            return []
         if newest != 2:
-            return None if newest <= len(history) else []  # the steps between tell nothing that the sample did not
+            return None  # the steps between tell nothing that the sample did not
         layout, parameters = history.layout, history.layout.parameters
         ratios, gradients = (history.row(name, back=2)[parameters] for name in ("update_ratio", "grad_norm"))
         codes = history.codes(2)[0, parameters]
@@ -213,22 +210,7 @@ class Frozen(CheckedRule):
         names, all_named, first_named = _named(layout, sites)
         have, their = ("has", "its") if len(names) == 1 else ("have", "their")
         for_long = steps_text(history, int(steps.min()))
-        highest = history.number("lr_highest")
-        if _has_one_rate(history):
-            cause = (
-                f"something makes {their} gradient 0 after it is measured, as a mask does, or an optimizer that "
-                "centralizes gradients that of weights with one input; or puts the old values back after the step."
-            )
-            remedy = (
-                "an optimizer that does not centralize gradients (Ranger with use_gc=False); or no mask, hook or "
-                f"copy_() that keeps {first_named}."
-            )
-        else:
-            cause = (
-                f"the learning rate of {their} parameter group is 0, or so small that rounding swallows every update."
-            )
-            better = f"lr={number_text(highest)}, the highest of all groups," if highest > 0 else "an lr above 0"
-            remedy = f"{better} for the parameter group of {first_named} in configure_optimizers."
+        cause, remedy = _why_still(history, their, first_named)
         message = (
             f"{capitalized(all_named)} {have} not changed at all in {for_long}, in spite of a gradient and while "
             f"others train. Most often {cause}"
@@ -307,11 +289,7 @@ class Frozen(CheckedRule):
                 f" behind layers that train, and {its} weights have the spread of a random start: no training has "
                 f"changed {it}."
             )
-            ends, rest = [name.rpartition(".")[2] for name in names], np.setdiff1d(layout.layers, sites)
-            # PEFT matches the ends of names: those of other layers, and bare numbers, are none to give
-            shared = any(end.isdigit() or name.endswith(end) for end in ends for name in layout.names(rest))
-            peft = "" if shared else f"; with PEFT, modules_to_save={list(dict.fromkeys(ends))}"
-            remedy = f"requires_grad_(True) for {name_text(names)}{peft}."
+            remedy = f"requires_grad_(True) for {name_text(names)}{_for_peft(layout, sites)}."
             headline = "it is frozen with the weights of a random start, behind layers that train"
         else:
             make = "most of the same make train, as layers before and after do"
@@ -356,6 +334,23 @@ def _has_one_rate(history: History) -> bool:
     return history.number("lr") > 0 and not history.number("lr_highest") > 0
 
 
+def _why_still(history: History, their: str, first_named: str) -> tuple[str, str]:
+    """What keeps parameters with a gradient from moving, and what to change."""
+    if _has_one_rate(history):
+        return (
+            f"something makes {their} gradient 0 after it is measured, as a mask does, or an optimizer that "
+            "centralizes gradients that of weights with one input; or puts the old values back after the step.",
+            "an optimizer that does not centralize gradients (Ranger with use_gc=False); or no mask, hook or "
+            f"copy_() that keeps {first_named}.",
+        )
+    highest = history.number("lr_highest")
+    better = f"lr={number_text(highest)}, the highest of all groups," if highest > 0 else "an lr above 0"
+    return (
+        f"the learning rate of {their} parameter group is 0, or so small that rounding swallows every update.",
+        f"{better} for the parameter group of {first_named} in configure_optimizers.",
+    )
+
+
 def _is_reached(history: History, layers: Sites) -> Mask:
     """Whether a backward signal has come to each of `layers` in the last samples."""
     there = forward_order(history.layout)[still_in_model(history)]
@@ -391,6 +386,15 @@ def _untrained(history: History, layers: Sites, order: Sites, off: Mask) -> Site
     sizes = layout.sizes[order]
     adapted = sizes[off].sum() > sizes.sum() / 2
     return layers[:0] if adapted and 2 * len(random) > off.sum() else layers[np.isin(layers, random)]
+
+
+def _for_peft(layout: Layout, sites: Sites) -> str:
+    """What trains the layers `sites` with PEFT, which matches the ends of names; empty where others end so, too."""
+    names, others = layout.names(sites), layout.names(np.setdiff1d(layout.layers, sites))
+    ends = dict.fromkeys(name.rpartition(".")[2] for name in names)
+    if any(end.isdigit() or name.endswith(end) for end in ends for name in others):
+        return ""
+    return f"; with PEFT, modules_to_save={list(ends)}"
 
 
 def _outside_since(history: History, parameters: Sites) -> tuple[int, bool]:
