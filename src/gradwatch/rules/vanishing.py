@@ -220,7 +220,7 @@ class Vanishing(CheckedRule):
         first = int(inputs[np.argmax((behind - now.logs)[inputs])])
         way = flow.way(first, int(peaks[first]), now.logs)
         change, logs = change_along(layout, now, way, stronger_at_input=False), now.logs[way]
-        names, (layer, after) = change.names, change.named
+        names, layer = change.names, change.named[0]
         peak = len(way) - 1
         fall = float(logs[peak] - logs[0])
         if now.values[first] == 0:
@@ -239,23 +239,8 @@ class Vanishing(CheckedRule):
             cause, remedy = _gradual(history, now.sites, faint, rate, onset, from_start)
             if peak >= DEEP and "residual" not in remedy:
                 remedy = f"{remedy.removesuffix('.')}; or residual connections around the layers: x + layer(x)."
-        elif normalises_two_numbers(layout, after):
-            cause = f"Layer {after} normalises two numbers: it makes 1 and -1 of them, whatever they are."
-            remedy = f"a norm over more features in place of layer {after}, or none."
-        elif gives_its_bias_alone(history, after):
-            cause = (
-                f"Layer {after} gives little but its bias: it normalises one number at a time, or numbers that hardly "
-                "differ."
-            )
-            remedy = f"a norm over several features in place of layer {after}, or none."
-        elif now.values[way[change.edge]] == 0:
-            cause = f"It ends between layers {after} and {layer}: dead or saturated units, or a factor of 0."
-            remedy = f"a smaller lr in configure_optimizers, or nn.LeakyReLU after layer {layer} if its units are dead."
         else:
-            factor = factor_text(history, layer, after)
-            what = "a factor makes what passes small" if factor else "saturation, a factor or a bottleneck"
-            cause = f"Most is lost between layers {after} and {layer}: {what}."
-            remedy = factor or f"a normalisation layer between {layer} and {after}, and no constant factor there."
+            cause, remedy = _abrupt(history, *change.named, ends=now.values[way[change.edge]] == 0)
         sites, text = layout.names(np.sort(faint)), f"{message} {cause}"
         return Finding(self.name, Severity.WARNING, layer, sites, fall, dex, text, remedy, onset, headline)
 
@@ -306,7 +291,7 @@ class Vanishing(CheckedRule):
             return None
         fall = float(np.log10(early / now)) if now > 0 else -LOWEST
         onset = own_onset(history, history.series("grad_norm") <= early * under)
-        layer, sites = TOTAL, held_layers(history)
+        sites = held_layers(history)
         fell = f"The gradient of {name_text(sites)}, {held_text(history)}, fell from a norm of"
         levels_text = f"({number_text(loss[0], 3)} {at_first(history)}, now {number_text(loss[1], 3)})"
         message = (
@@ -316,8 +301,7 @@ class Vanishing(CheckedRule):
         )
         headline = f"the gradient norm fell from {number_text(early)} to {number_text(now)}, the loss did not"
         remedy = "a smaller lr in configure_optimizers, with warm-up."
-        if sites:
-            layer = sites[0]
+        layer = sites[0] if sites else TOTAL
         if not is_alone(history):
             message = (
                 f"{fell} {number_text(early)} to {number_text(now)} while its loss did not improve {levels_text}: it "
@@ -327,6 +311,29 @@ class Vanishing(CheckedRule):
         return Finding(
             self.name, Severity.WARNING, layer, sites, fall, self.total_dex, message, remedy, onset, headline
         )
+
+
+def _abrupt(history: History, layer: str, after: str, *, ends: bool) -> tuple[str, str]:
+    """The likely cause of a signal that fades, or `ends`, between two layers, and what to change."""
+    if normalises_two_numbers(history.layout, after):
+        cause = f"Layer {after} normalises two numbers: it makes 1 and -1 of them, whatever they are."
+        return cause, f"a norm over more features in place of layer {after}, or none."
+    if gives_its_bias_alone(history, after):
+        cause = (
+            f"Layer {after} gives little but its bias: it normalises one number at a time, or numbers that hardly "
+            "differ."
+        )
+        return cause, f"a norm over several features in place of layer {after}, or none."
+    if ends:
+        cause = f"It ends between layers {after} and {layer}: dead or saturated units, or a factor of 0."
+        return (
+            cause,
+            f"a smaller lr in configure_optimizers, or nn.LeakyReLU after layer {layer} if its units are dead.",
+        )
+    factor = factor_text(history, layer, after)
+    what = "a factor makes what passes small" if factor else "saturation, a factor or a bottleneck"
+    cause = f"Most is lost between layers {after} and {layer}: {what}."
+    return cause, factor or f"a normalisation layer between {layer} and {after}, and no constant factor there."
 
 
 def _gradual(
@@ -352,8 +359,8 @@ def _gradual(
     if biased:
         cause = (
             f"{fades}. The biases of {name_text(biased)} make most of their outputs: a gate that they close, or hold "
+            "where it is flat, passes next to nothing."
         )
-        cause += "where it is flat, passes next to nothing."
         which = f"layer{'s' * (len(biased) > 1)} {', '.join(biased)}"
         return cause, f"nn.init.ones_ for the bias{'es' * (len(biased) > 1)} of {which}: a gate starts open then."
     if squashing == "Softmax":
