@@ -101,12 +101,12 @@ class Tampered(CheckedRule):
         hooked, many = hooks[-1] > 0, _many(layout)
         turned = held & self._turned(cosines, dex, off, own, hooked, many)
         longer, shorter = self._longer(cosines, off, own, even, hooked, many), self._shorter(cosines, off, many)
-        findings = []
-        if turned.any():
-            findings.append(self._finding(history, turned, recent, off, found[1], Severity.ERROR))
-        if (resized := held & (longer | shorter) & ~turned).any():
-            findings.append(self._finding(history, resized, recent, off, found[1], Severity.WARNING))
-        return findings
+        resized = held & (longer | shorter) & ~turned
+        return [
+            self._finding(history, which, recent, off, found[1], turned=which is turned)
+            for which in (turned, resized)
+            if which.any()
+        ]
 
     def _common(self, cosines: Floats, dex: Floats, hooks: Floats, among: Mask) -> Floats:
         """The factor that is common to what is right `among` the parameters, dex, shape [samples, 1]; NaN where too few
@@ -147,18 +147,16 @@ class Tampered(CheckedRule):
         return many & throughout(multiple, self.exact_records) & _steady(off)
 
     def _finding(
-        self, history: History, which: Mask, recent: dict[str, Floats], off: Floats, backs: Sites, severity: Severity
+        self, history: History, which: Mask, recent: dict[str, Floats], off: Floats, backs: Sites, *, turned: bool
     ) -> Finding:
+        """`which`: the parameters whose gradients are `turned`, or else resized."""
         layout = history.layout
         latest = {name: rows[-1] for name, rows in recent.items()}
         names = layout.names(layout.parameters[which])
         layers = layout.names(np.unique(layout.owners[which]))
         # the farthest off is the one to be spoken of
-        spoken = int(
-            np.flatnonzero(which)[
-                np.nanargmax(np.abs(np.nan_to_num(off[-1, which])) - latest["gradient_cosine"][which])
-            ]
-        )
+        farthest = np.nanargmax(np.abs(np.nan_to_num(off[-1, which])) - latest["gradient_cosine"][which])
+        spoken = int(np.flatnonzero(which)[farthest])
         name, layer = layout.sites[layout.parameters[spoken]].name, layout.sites[layout.owners[spoken]].name
         cosine, dex = float(latest["gradient_cosine"][spoken]), float(off[-1, spoken])
         done = _done(cosine, dex, float(latest["gradient_evenness"][spoken]), many=bool(_many(layout)[spoken]))
@@ -174,9 +172,9 @@ class Tampered(CheckedRule):
             )
             remedy = f"a look at what writes the gradients of {name_text(layers)} before optimizer.step()."
         message = f"The gradient of {name} is not what flows back through layer {layer}: something {done}. {cause}"
-        value = cosine if severity is Severity.ERROR else dex
-        threshold = -self.cosine if severity is Severity.ERROR else float(np.copysign(self.dex, dex))
-        onset = self._onset(history, np.flatnonzero(which), backs[-PAST_SAMPLES:], turned=severity is Severity.ERROR)
+        severity = Severity.ERROR if turned else Severity.WARNING
+        value, threshold = (cosine, -self.cosine) if turned else (dex, float(np.copysign(self.dex, dex)))
+        onset = self._onset(history, np.flatnonzero(which), backs[-PAST_SAMPLES:], turned=turned)
         headline = f"the gradient of {name}: something {done}"
         return Finding(self.name, severity, layer, layers, value, threshold, message, remedy, onset, headline)
 
@@ -196,13 +194,11 @@ class Tampered(CheckedRule):
 
 
 def _done(cosine: float, dex: float, evenness: float, *, many: bool) -> str:
-    times = "" if not np.isfinite(dex) or abs(dex) <= SAME_SIZE_DEX else f"{ratio_text(dex)} times as large"
-    turned = "turned its sign" if cosine < 0 else ""
+    turned = ["turned its sign"] if cosine < 0 else []
+    made = [f"made it {ratio_text(dex)} times as large"] if np.isfinite(dex) and abs(dex) > SAME_SIZE_DEX else []
     if many and evenness >= EVENNESS and abs(cosine) < SAME_DIRECTION_COSINE:
-        kept = "kept nothing but its signs"
-        return " and ".join(part for part in (turned, kept) if part) + (f", and made it {times}" if times else "")
-    made = f"made it {times}" if times else ""
-    return " and ".join(part for part in (turned, made) if part)
+        return ", and ".join([" and ".join([*turned, "kept nothing but its signs"]), *made])
+    return " and ".join(turned + made)
 
 
 def _steady(off: Floats) -> Mask:
