@@ -74,8 +74,8 @@ class Nonfinite(CheckedRule):
         if not found or history.number("refused") != 1:
             return found
         # an intervention keeps the step from happening: it does no harm to the weights
-        severity, skips = Severity.WARNING, "SkipNonFinite skips this step."
-        return [replace(one, severity=severity, message=f"{one.message} {skips}") for one in found]
+        skips = "SkipNonFinite skips this step."
+        return [replace(one, severity=Severity.WARNING, message=f"{one.message} {skips}") for one in found]
 
     def _found(self, history: History, loss: float, bad_loss: bool) -> list[Finding] | None:
         """`bad_loss`: whether the loss is reason enough."""
@@ -102,6 +102,9 @@ class Nonfinite(CheckedRule):
             forward = from_replay(history, history.nonfinite_origin)
         if bad.any():
             return [self._gradients(history, unhealthy, healthy, loss, bad_loss, forward)]
+        return [self._loss_alone(history, loss, forward)]
+
+    def _loss_alone(self, history: History, loss: float, forward: NonfiniteForward | None) -> Finding:
         every = f"every {'watched ' * history.layout.partial}gradient"
         what = f"The loss is {_number(loss)}{batch_text(history)}, while {every} is finite"
         severity = Severity.WARNING if np.isnan(loss) else Severity.ERROR  # an average over nothing harms no weight
@@ -116,7 +119,7 @@ class Nonfinite(CheckedRule):
         text, onset = f"{what}; {uncapitalized(cause)}", self._onset(history)
         headline = f"the loss is {_number(loss)}{batch_text(history)}"
         alone = forward is not None and forward.in_batch
-        return [Finding(self.name, severity, site, (), 1.0, 0.0, text, remedy, onset, headline, independent=alone)]
+        return Finding(self.name, severity, site, (), 1.0, 0.0, text, remedy, onset, headline, independent=alone)
 
     def _gradients(
         self,
@@ -128,10 +131,8 @@ class Nonfinite(CheckedRule):
         forward: NonfiniteForward | None,
     ) -> Finding:
         """`bad_loss`: whether the loss is known not to be finite."""
-        names, taps = (
-            history.layout.names(unhealthy),
-            () if _elsewhere(history) else _first_tap(history, len(healthy) > 0),
-        )
+        names = history.layout.names(unhealthy)
+        taps = () if _elsewhere(history) else _first_tap(history, len(healthy) > 0)
         if len(healthy):
             what = f"The gradient of {name_text(names)} is not finite"
         elif history.layout.partial or has_others_layers(history):
@@ -301,13 +302,11 @@ def _by_arrival(history: History, healthy: Sites) -> str:
 
 def _border(history: History, unhealthy: Sites, healthy: Sites) -> tuple[str, str]:
     """The unhealthy layer nearest the loss, which the backward pass reached first, and the healthy one it came from."""
-    layout = history.layout
-    order = forward_order(layout)
-    ran = unhealthy[np.isin(unhealthy, order)]
-    names = layout.names
-    if not len(ran):  # what was never seen to run is judged last
-        return names([int(unhealthy[-1])])[0], ""
+    layout, order = history.layout, forward_order(history.layout)
+    if not np.isin(unhealthy, order).any():  # what was never seen to run is judged last
+        return layout.sites[unhealthy[-1]].name, ""
     known = order[np.isin(order, unhealthy) | np.isin(order, healthy)]
-    flow, last = paths(layout, known), int(np.flatnonzero(np.isin(known, unhealthy))[-1])
-    behind = known[list(flow.after[last])]
-    return names([int(known[last])])[0], next(iter(names(behind[np.isin(behind, healthy)])), "")
+    last = int(np.flatnonzero(np.isin(known, unhealthy))[-1])
+    behind = known[list(paths(layout, known).after[last])]
+    after = layout.names(behind[np.isin(behind, healthy)])
+    return layout.sites[known[last]].name, after[0] if after else ""
