@@ -82,15 +82,13 @@ class Spike(CheckedRule):
         sites, times = np.append(0, rows.layout.layers), 10.0**self.over_max_dex
         norms, trusted = norms[:, sites], history.trusted(n)[:, sites]
         usable = np.where(trusted & np.isfinite(norms), norms, 0.0)
-        alone = bool((optimizers == optimizers[-1]).all())
+        alone = (optimizers == optimizers[-1]).all()
         if alone and not ((norms[1:] > usable[:-1] * times) & (norms[1:] < np.inf)).any():
             return rows.nowhere
         level = np.zeros(norms.shape)
         for back in range(1, QUICK_CHECK_RECORDS + 1):
-            before = usable[:-back]
-            if not alone:
-                before = np.where((optimizers[back:] == optimizers[:-back])[:, None], before, 0.0)
-            np.maximum(level[back:], before, out=level[back:])
+            same = (optimizers[back:] == optimizers[:-back])[:, None]
+            np.maximum(level[back:], np.where(same, usable[:-back], 0.0), out=level[back:])
         risen = ((norms > level * times) & (norms < np.inf)).any(axis=1)
         suspected = risen.copy()
         for optimizer in set(optimizers.tolist()):
