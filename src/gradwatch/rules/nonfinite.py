@@ -182,10 +182,12 @@ class Nonfinite(CheckedRule):
 
     def _cause(self, history: History, forward: NonfiniteForward | None, cause: str, remedy: str) -> tuple[str, str]:
         """The explosion that came before, if one did, where nothing else made the values."""
-        explosion = self._explosion(history) if forward is None or forward.overflow else ("", "")
-        if explosion[0] and forward is not None and forward.traced:
+        explosion = self._explosion(history) if forward is None or forward.overflow else None
+        if explosion is None:
+            return cause, remedy
+        if forward is not None and forward.traced:
             return f"{cause} {capitalized(explosion[0])}", explosion[1]
-        return explosion if explosion[0] else (cause, remedy)
+        return explosion
 
     def _spoiled(self, history: History) -> int:
         """Records in a row, up to the latest, whose gradient is not finite: one at least."""
@@ -212,8 +214,8 @@ class Nonfinite(CheckedRule):
         before = skipped[own][-self.skipped_steps : -1]
         return len(before) < self.skipped_steps - 1 or not bool((before == 1).all())
 
-    def _explosion(self, history: History) -> tuple[str, str]:
-        """What says that an explosion came before, and what to change; empty where nothing does."""
+    def _explosion(self, history: History) -> tuple[str, str] | None:
+        """What says that an explosion came before, and what to change; None where nothing does."""
         # the gradient of a record was there before that record's rate moved anything
         if isinstance(jump := last_jump(history, rate=2, gradient=1), RateJump):
             return f"{jump.text}, just before.", jump.remedy
@@ -232,10 +234,10 @@ class Nonfinite(CheckedRule):
         totals = history.series("grad_norm")[-earlier]
         totals = totals[np.isfinite(totals) & (totals > 0)]
         if len(totals) < 2:
-            return "", ""
+            return None
         lowest, last = float(totals[: self.records_before].min()), float(totals[-1])
         if np.log10(last / lowest) < self.growth_dex:
-            return "", ""
+            return None
         since = first_steps(history, self.records_before)
         grown = (
             f"it exploded: the total gradient norm had grown from {number_text(lowest)}, the least of {since}, to "
