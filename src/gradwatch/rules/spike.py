@@ -134,14 +134,12 @@ class Spike(CheckedRule):
         last = usable & _newest(usable, self.patience)
         settled = (last.sum(axis=0) >= self.patience) & ~(last & trusted).any(axis=0)
         ceiling = np.where(base, past, 0.0).max(axis=0, initial=0.0)
-        new = candidates[~usable.any(axis=0) & (candidates > 0)]
+        new = candidates[~usable.any(axis=0)]
         others = np.setdiff1d(history.layout.layers, new)
         height, later = (_total_of(others, row)[candidates] if len(new) else row[candidates] for row in (now, after))
         high = (height >= ceiling * 10.0**self.over_max_dex) & (base.sum(axis=0) >= self.warm_up) & ~settled
         if returned:
             high &= later <= ceiling * 10.0**self.back_dex
-        if not high.any():
-            return []
         median, sigma = median_and_spread(np.log10(np.where(base, past, np.nan)[:, high]))
         far = np.log10(height[high]) - median >= self.sigmas * np.maximum(sigma, self.floor_dex)
         if not far.any():
