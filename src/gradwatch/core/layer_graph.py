@@ -60,7 +60,7 @@ def sites_in(sites: SiteSet) -> Iterator[int]:
 
 def merge_edges(known: tuple[Edge, ...] | None, more: tuple[Edge, ...] | None) -> tuple[Edge, ...] | None:
     """`known`, then those of `more` that close no cycle; None where neither is known."""
-    if more is None or known is more:
+    if more is None:
         return known
     if known is None:
         return more

@@ -166,8 +166,8 @@ class Frozen(CheckedRule):
             return []
         count = len(history)
         idle &= (history.codes(count)[:, layout.parameters] == OTHER_OPTIMIZER).all(axis=0)
-        epochs = (history.number("epoch", back=back) for back in (self.idle_records, count))
-        if not idle.any() or not (next(epochs) > next(epochs) or count >= 10 * self.idle_records):
+        first, then = (history.number("epoch", back=back) for back in (count, self.idle_records))
+        if not idle.any() or not (then > first or count >= 10 * self.idle_records):
             return []
         if not history.whole:
             return None

@@ -142,8 +142,10 @@ class InputScale(CheckedRule):
         if not len(ran) or not throughout(small[:, [0, ran[0]]], self.samples).all() or stuck is False:
             return []
         sites = self._sensitive(history, layout.layers[small[-1, layout.layers]])
-        if not len(sites) or not stuck:
-            return None if len(sites) else []
+        if not len(sites):
+            return []
+        if not stuck:
+            return None
         layer, value = layout.sites[sites[0]].name, float(sizes[-1, sites[0]])
         message = (
             f"The largest input of layer {layer} is {number_text(value)}, and the loss has not moved since the start. "

@@ -76,9 +76,9 @@ class Saturation(CheckedRule):
         from_start = [site for site in last if _first(shares[:, site]) >= self.least_share]
         known = from_start if reaches_start(history) else []
         sites = np.setdiff1d(sites, [site for site in last if site not in known])
-        if not len(sites) and from_start:
-            return None
-        return [self._finding(history, sites, shares, backs)] if len(sites) else []
+        if len(sites):
+            return [self._finding(history, sites, shares, backs)]
+        return None if from_start else []
 
     def _followed_by_nothing(self, history: History, sites: Sites) -> Sites:
         """Those of `sites` after which no layer ran."""

@@ -17,7 +17,7 @@ from gradwatch.core.record import MEASURED, TOTAL, Floats, Layout, Mask, Sites
 from gradwatch.rules.evidence.baseline import LEVEL_RECORDS, is_stuck
 from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.records import is_own
-from gradwatch.rules.evidence.samples import RECENT_RECORDS, sample_backs
+from gradwatch.rules.evidence.samples import RECENT_RECORDS, in_a_row, sample_backs
 from gradwatch.rules.evidence.weights import relative_updates, update_samples, zeroed_by_interventions
 from gradwatch.rules.evidence.wording import name_text, ratio_text, steps_text
 from gradwatch.rules.rule import CheckedRule
@@ -119,8 +119,8 @@ class Stalled(CheckedRule):
     def _still(self, history: History, backs: Sites, pulled: Mask, update: float) -> Sequence[Finding] | None:
         """No layer has reached `update` for long; None where they may have moved for longer, before the history."""
         layout = history.layout
-        moving = np.flatnonzero(self._moving(history, backs, pulled, update))
-        still = backs[int(moving[-1]) + 1 if len(moving) else 0 :]
+        moving = self._moving(history, backs, pulled, update)
+        still = backs[len(backs) - int(in_a_row(~moving)) :]
         own = _records_of(history, backs[-1])
         stood = own[(own <= still[0]) & (own >= still[-1])]
         zeroed = zeroed_by_interventions(history, RECENT_RECORDS, layout.layers[pulled])[-stood].all(axis=1)
@@ -128,10 +128,10 @@ class Stalled(CheckedRule):
         # of the records that are forgotten as many were this optimizer's as of those that are known
         all_own = len(own) * history.count / min(len(history), RECENT_RECORDS)
         if steps < max(self.records, self.still_share * all_own):
-            return [] if len(moving) or steps < self.records else None
+            return [] if moving.any() or steps < self.records else None
         moved = relative_updates(history, still)[:, pulled]
         # in large models parameters take turns: each layer has to have been seen
-        if np.isnan(moved).all(axis=0).any() or self._excused(history, own, moved_before=len(moving) > 0):
+        if np.isnan(moved).all(axis=0).any() or self._excused(history, own, moved_before=bool(moving.any())):
             return []
         most, limits = np.nanmax(moved, axis=0), self._limits(layout, update)[pulled]
         stand = most < limits  # a small share of narrow weights may move

@@ -248,7 +248,7 @@ class Vanishing(CheckedRule):
         """There was a gradient, and since one step there is none at all, while the loss is neither 0 nor low."""
         norms, losses = history.series("grad_norm"), history.scalar("loss", self.ended_records)
         loss = first_and_last_loss(history, self.first_records)
-        if loss is None or len(norms) <= self.ended_records or not np.nanmax(norms) > 0:
+        if loss is None or not np.nanmax(norms) > 0:
             return None
         # a hinge or a reward of 0 has no slope
         if (norms[-self.ended_records :] != 0).any() or not (np.abs(losses) > 0).all():
