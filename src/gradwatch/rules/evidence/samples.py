@@ -56,7 +56,7 @@ def own_sample_backs(history: History, statistic: str, *, sites: Sites = TOTAL_S
 
 def throughout(found: Mask, samples: int) -> Mask:
     """The sites where `found`, shape [samples, sites], is true at each of the last `samples` samples."""
-    return np.asarray(found[-samples:].all(axis=0) & (len(found) >= samples))
+    return np.asarray(in_a_row(found) >= samples)
 
 
 def in_a_row(found: Mask) -> Sites:
