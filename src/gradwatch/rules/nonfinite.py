@@ -139,35 +139,7 @@ class Nonfinite(CheckedRule):
             what = f"The gradient of {name_text(names)}, {held_text(history)}, is not finite"
         else:
             what = "No layer has a finite gradient"
-        if forward is not None and (forward.traced or not (np.isfinite(loss) and len(healthy))):
-            origin, cause, remedy = forward.site, forward.cause, forward.remedy
-            again = history.nonfinite_origin
-            if again is not None and again.source == "gradients" and len(healthy):
-                origin = names[0]
-        elif len(healthy):
-            origin, cause, remedy = _backward(history, unhealthy, healthy)
-        elif np.isfinite(loss):
-            origin = _border(history, unhealthy, healthy)[0]
-            cause = (
-                f"the loss is finite ({number_text(loss, 3)}), so that NaN or infinity was made in its backward pass, "
-                "or by code that changes gradients after it."
-            )
-            remedy = "Trainer(detect_anomaly=True) for this batch: it names the operation, if one made it."
-        else:
-            origin = TOTAL
-            said, clipped = f"the loss is {_number(loss)} already, most often by", ""
-            if not bad_loss:
-                said = "most often the loss was not finite either, by"
-                clipped = "; or clipping before gradients were measured, which makes all of them NaN where one is"
-            cause = (
-                f"{said} a batch that is not finite, or an overflow or a division by 0 in the forward pass{clipped}. "
-                f"Outputs were not sampled {'there' if _elsewhere(history) else 'at this step'}, and so do not tell "
-                "where."
-            )
-            remedy = (
-                "torch.isfinite on this batch, and its largest number; then Trainer(detect_anomaly=True), which names "
-                "an operation that makes a NaN."
-            )
+        origin, cause, remedy = _origin(history, unhealthy, healthy, loss, bad_loss, forward)
         cause, remedy = self._cause(history, forward, cause, remedy)
         message = f"{what}{batch_text(history)}; {uncapitalized(cause)}{_by_taps(taps)}{_by_arrival(history, healthy)}"
         sites = (*names, *taps[:1])
@@ -253,6 +225,39 @@ def _number(loss: float) -> str:
 def _elsewhere(history: History) -> bool:
     """Whether another rank had it and this one did not, as far as ranks have informed each other."""
     return history.number("elsewhere") == 1
+
+
+def _origin(
+    history: History, unhealthy: Sites, healthy: Sites, loss: float, bad_loss: bool, forward: NonfiniteForward | None
+) -> tuple[str, str, str]:
+    """The layer to look at first, why its gradient is not finite, and what to change."""
+    if forward is not None and (forward.traced or not (np.isfinite(loss) and len(healthy))):
+        again = history.nonfinite_origin
+        by_gradients = again is not None and again.source == "gradients" and len(healthy)
+        origin = history.layout.sites[unhealthy[0]].name if by_gradients else forward.site
+        return origin, forward.cause, forward.remedy
+    if len(healthy):
+        return _backward(history, unhealthy, healthy)
+    if np.isfinite(loss):
+        cause = (
+            f"the loss is finite ({number_text(loss, 3)}), so that NaN or infinity was made in its backward pass, "
+            "or by code that changes gradients after it."
+        )
+        remedy = "Trainer(detect_anomaly=True) for this batch: it names the operation, if one made it."
+        return _border(history, unhealthy, healthy)[0], cause, remedy
+    said, clipped = f"the loss is {_number(loss)} already, most often by", ""
+    if not bad_loss:
+        said = "most often the loss was not finite either, by"
+        clipped = "; or clipping before gradients were measured, which makes all of them NaN where one is"
+    cause = (
+        f"{said} a batch that is not finite, or an overflow or a division by 0 in the forward pass{clipped}. "
+        f"Outputs were not sampled {'there' if _elsewhere(history) else 'at this step'}, and so do not tell where."
+    )
+    remedy = (
+        "torch.isfinite on this batch, and its largest number; then Trainer(detect_anomaly=True), which names "
+        "an operation that makes a NaN."
+    )
+    return TOTAL, cause, remedy
 
 
 def _backward(history: History, unhealthy: Sites, healthy: Sites) -> tuple[str, str, str]:
