@@ -98,10 +98,8 @@ class Frozen(CheckedRule):
             stood = backs[(updates[:, layout.parameters] == 0).any(axis=1) & (backs > 1)]
             suspected[rows.count + 1 - stood] = True
         if (codes == FROZEN).any():
-            begins = [0, *(1 + np.flatnonzero((codes[1:] != codes[:-1]).any(axis=1))).tolist()]
-            for begin, end in zip(begins, [*begins[1:], rows.count], strict=True):
-                off = codes[begin].tobytes()
-                suspected[begin:end] |= len(_switched_off(layout, off)[0]) > 0 or len(_behind_trained(layout, off)) > 0
+            off = [row.tobytes() for row in codes]
+            suspected |= [len(_switched_off(layout, row)[0]) + len(_behind_trained(layout, row)) > 0 for row in off]
         return suspected
 
     def __call__(self, history: History) -> Sequence[Finding] | None:
