@@ -298,21 +298,24 @@ class Verdict:
             lines = [self._clean_line(what)]
         numbers = iter(range(1, len(serious) + 1))
         for alert in incidents:
-            number = f"{next(numbers)}. " if alert.severity is not Severity.NOTICE else "   "
-            end = "still open" if alert.closed_step is None else f"over after step {alert.closed_step}"
-            back = f", came back {alert.times - 1} time{'s' * (alert.times > 2)}" if alert.times > 1 else ""
-            found = f"noticed at {alert.noticed}, " if alert.noticed != alert.step else ""
-            lines += [
-                f"{number}{alert.severity}: {alert.rule} in {alert.where}",
-                f"   since step {alert.step} ({found}{end}{back})",
-                f"   {alert.message}",
-                *([f"   What follows: {'; '.join(map(str, alert.effects))}."] if alert.effects else ()),
-                f"   Try: {alert.remedy}",
-                *(f"   {saved}" for saved in alert.saved_files),
-            ]
+            lines += _incident_lines(alert, f"{next(numbers)}. " if alert.severity is not Severity.NOTICE else "   ")
         lines += [f"Not trained, {reason}: {short_list(names)}" for reason, names in self.untrained_by_reason.items()]
         lines += [f"Intervention: {effect}" for effect in self.interventions]
         return lines + [f"Note: {note}" for note in self.notes]
+
+
+def _incident_lines(alert: Alert, number: str) -> list[str]:
+    end = "still open" if alert.closed_step is None else f"over after step {alert.closed_step}"
+    back = f", came back {alert.times - 1} time{'s' * (alert.times > 2)}" if alert.times > 1 else ""
+    found = f"noticed at {alert.noticed}, " if alert.noticed != alert.step else ""
+    return [
+        f"{number}{alert.severity}: {alert.rule} in {alert.where}",
+        f"   since step {alert.step} ({found}{end}{back})",
+        f"   {alert.message}",
+        *([f"   What follows: {'; '.join(map(str, alert.effects))}."] if alert.effects else ()),
+        f"   Try: {alert.remedy}",
+        *(f"   {saved}" for saved in alert.saved_files),
+    ]
 
 
 def step_word(verdict: Verdict) -> str:
