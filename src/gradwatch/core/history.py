@@ -283,7 +283,7 @@ class History:
             if name not in self._first and (known := scalars == scalars).any():
                 self._first[name] = int(numbers[known.argmax()])
         if self._count < OPENING and "grad_norm" in block.values:
-            self._open(block.values["grad_norm"][:, 0].tolist())
+            self._extend_openings(block.values["grad_norm"][:, 0].tolist())
         self._end, self._count = rows.stop, self._count + count
         self.nonfinite_origin = None
 
@@ -461,8 +461,8 @@ class History:
         """The numbers of the first and the last record of `rows`."""
         return self._count + 1 - (self._end - rows.start), self._count - (self._end - rows.stop)
 
-    def _open(self, totals: list[float]) -> None:
-        """Extend `_openings` by the total gradient norms of the next records."""
+    def _extend_openings(self, totals: list[float]) -> None:
+        """`totals`: the total gradient norms of the next records."""
         for number, total in enumerate(totals[: OPENING - self._count], self._count + 1):
             lowest, highest = self._openings[number - 1]
             known = np.isfinite(total)

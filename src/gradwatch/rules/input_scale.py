@@ -87,7 +87,7 @@ class InputScale(CheckedRule):
             return None
         (levels, backs), layout = found, history.layout
         if levels[-1, 0] == 0:
-            return self._nothing(history, levels, backs)
+            return self._zeros(history, levels, backs)
         limit = self.rms
         if not (levels[-1, layout.layers] > limit).any():
             if not (levels[-1, layout.layers] > self.large_rms).any():
@@ -115,7 +115,7 @@ class InputScale(CheckedRule):
             return False
         return bool(np.nanmax(np.abs(losses[:OPENING])) >= self.loss_jump * abs(losses[0]) > 0)
 
-    def _nothing(self, history: History, levels: Floats, backs: Sites) -> Sequence[Finding]:
+    def _zeros(self, history: History, levels: Floats, backs: Sites) -> Sequence[Finding]:
         """All that comes from outside is zero, as far as it was measured, and so what the first layer gets."""
         layout, ran = history.layout, in_run_order(history, history.layout.layers)
         latest = levels[-self.zero_samples :]

@@ -180,7 +180,7 @@ class Spike(CheckedRule):
             message += f"{capitalized(jump.text)}, just before."
             remedy, headline = jump.remedy, jump.text
         else:
-            message += _loss(history, self.window, back, returned=returned)
+            message += _loss_text(history, self.window, back, returned=returned)
             highest = f"the highest norm of the layer in {normal[worst]}"
             of_layer = f'interventions=[Clip({number_text(ceiling[worst])}, layers="{layer}")], {highest}.'
             remedy = _clipping(history, self.window, back, of_layer)
@@ -245,7 +245,7 @@ def _clipping(history: History, window: int, back: int, of_layer: str) -> str:
     return f"Trainer(gradient_clip_val={number_text(highest)}), the highest norm of {whose} in {steps}."
 
 
-def _loss(history: History, window: int, back: int, *, returned: bool) -> str:
+def _loss_text(history: History, window: int, back: int, *, returned: bool) -> str:
     """What the loss did at that record, and where to look. `returned`: the gradient has come back since."""
     losses, own = history.scalar("loss", window + back), _own(history, window + back, back)
     before = losses[own][np.isfinite(losses[own])]
