@@ -142,7 +142,7 @@ def _recurrent_weight(layout: Layout, site: int) -> str:
     """The name of the weights that the state is multiplied by at every step; the first layer's, forward."""
     own = layout.names(layout.parameters_of(site))
     names = [name for name in own if "weight_hh" in name] or [name for name in own if name.endswith("weight")] or own
-    return names[0] if names else f"{layout.sites[site].name}.weight"
+    return names[0]
 
 
 def _forgetting(layout: Layout, site: int, steps: int) -> tuple[str, str]:
