@@ -115,7 +115,7 @@ class IncidentTracker:
             if found:
                 self._clean_evaluations[rule], self._last_seen[rule] = 0, step
                 if not self._grow(rule, step, found, order):
-                    self._open_fault(rule, step, found, order, step if onset is None else onset(found[0]))
+                    self._open_fault(rule, step, found, step if onset is None else onset(found[0]))
         after = self._incidents()
         changed = [(place, alert) for place, alert in after.items() if place in before and alert != before[place]]
         absorbed = [self._faults[place] for place in before if place in self._cause]
@@ -230,18 +230,9 @@ class IncidentTracker:
         over = cause.closed_step is not None and step - cause.closed_step > self.effects_within
         return not over or self._faults[effect].rule != "spike"
 
-    def _open_fault(self, rule: str, step: int, found: Sequence[Finding], order: Mapping[str, int], onset: int) -> None:
+    def _open_fault(self, rule: str, step: int, found: Sequence[Finding], onset: int) -> None:
         """Open an incident, or an effect where its cause is open or recent. `onset`: its step."""
         first, new = found[0], len(self._faults)
-        # one that came before in the same rule has the steps up to its end
-        ends = [
-            fault.step if self._is_louder(first, place) else fault.closed_step
-            for place, fault in enumerate(self._faults)
-            if fault.rule == rule and fault.closed_step is not None and not _apart(_sites(found), fault.sites)
-        ]
-        onset = min(step, max([onset, *(end + 1 for end in ends)]))
-        while any(fault.rule == rule and fault.step == onset for fault in self._faults):
-            onset += 1  # rule and step are the name of an incident
         messages = dict.fromkeys(finding.message for finding in found)  # of layers with another cause each
         remedies = dict.fromkeys(finding.remedy.rstrip(".") for finding in found)
         self._faults.append(
@@ -250,7 +241,7 @@ class IncidentTracker:
                 first.severity,
                 first.layer,
                 _sites(found),
-                onset,
+                self._free_onset(rule, step, found, onset),
                 step,
                 first.value,
                 first.threshold,
@@ -271,6 +262,20 @@ class IncidentTracker:
             recent = step - self._faults[place].noticed <= self.effects_within
             if recent and place not in self._cause and self._caused(new, place):
                 self._absorb(place, new)
+
+    def _free_onset(self, rule: str, step: int, found: Sequence[Finding], onset: int) -> int:
+        """`onset`, or a later step: an earlier incident of these layers has the steps up to its end, and every one of
+        the rule has the step at which it begins, as rule and step are its name.
+        """
+        ends = [
+            fault.step if self._is_louder(found[0], place) else fault.closed_step
+            for place, fault in enumerate(self._faults)
+            if fault.rule == rule and fault.closed_step is not None and not _apart(_sites(found), fault.sites)
+        ]
+        onset = min(step, max([onset, *(end + 1 for end in ends)]))
+        while any(fault.rule == rule and fault.step == onset for fault in self._faults):
+            onset += 1
+        return onset
 
     def _recent_cause(self, new: int) -> int | None:
         """The index of the incident that the fault at `new`, just found, follows from; None where there is none."""
