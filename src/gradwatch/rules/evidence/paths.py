@@ -44,9 +44,7 @@ class Paths:
         """The highest strength of each layer and all layers before it."""
         found = strengths.tolist()
         for i, before in enumerate(self.before):
-            for j in before:
-                if found[j] > found[i]:
-                    found[i] = found[j]
+            found[i] = max([found[i], *(found[j] for j in before)])
         return np.array(found)
 
     def downstream(self, strengths: Floats) -> tuple[Floats, NDArray[np.intp]]:
