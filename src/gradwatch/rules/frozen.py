@@ -200,7 +200,7 @@ class Frozen(CheckedRule):
         chosen = [
             place for place in np.flatnonzero(candidates) if layout.sites[parameters[place]].dtype not in NARROW_TYPES
         ]
-        onsets, steps = self._stood(history, parameters[chosen])
+        onsets, steps = _stood(history, parameters[chosen])
         long = steps >= self.still_records
         sites, onsets, steps = parameters[chosen][long], onsets[long], steps[long]
         if not len(sites):
@@ -213,7 +213,7 @@ class Frozen(CheckedRule):
             f"{capitalized(all_named)} {have} not changed at all in {for_long}, in spite of a gradient and while "
             f"others train. Most often {cause}"
         )
-        severity = Severity.NOTICE if self._scheduled(history, parameters[moving]) else Severity.WARNING
+        severity = Severity.NOTICE if _is_scheduled(history, parameters[moving]) else Severity.WARNING
         onset = int(onsets.max())
         headline = f"not changed in {for_long}, in spite of a gradient"
         value, limit = float(steps.min()), float(self.still_records)
@@ -235,31 +235,6 @@ class Frozen(CheckedRule):
             before = history.window("grad_norm", len(history))[:, history.layout.parameters]
             visible &= there >= self.least_gradient * np.where(before < np.inf, before, 0.0).max(axis=0)
         return visible
-
-    def _stood(self, history: History, sites: Sites) -> tuple[Sites, Sites]:
-        """The record at which each of `sites` was first seen not to move since it last did, 0 where it was not; and how
-        many records with a gradient there have been since, up to the newest sample.
-        """
-        backs = update_samples(history)
-        moved = history.at("update_ratio", backs)[:, sites]
-        measured = history.codes(RECENT_RECORDS)[:, sites] == MEASURED
-        measured &= ~zeroed_by_interventions(history, RECENT_RECORDS, sites)
-        n = len(measured)
-        last = np.where(moved > 0, backs[:, None], n + 1).min(axis=0)
-        onsets = np.where((moved == 0) & (backs[:, None] < last), backs[:, None], 0).max(axis=0)
-        counts = [measured[n - begin : n + 1 - backs[-1], i].sum() for i, begin in enumerate(onsets.tolist())]
-        return onsets, np.array(counts, dtype=np.intp)
-
-    def _scheduled(self, history: History, moving: Sites) -> bool:
-        """Whether learning rates change, or one waits, or what moves now stood still before: a turn that may come."""
-        if history.number("lr_waits") > 0:
-            return True
-        backs, rates = update_samples(history), history.scalar("lr", RECENT_RECORDS)
-        known = rates[-backs][~np.isnan(rates[-backs])]
-        if len(known) and known.max() > known.min():
-            return True
-        before = history.at("update_ratio", backs)[:, moving]
-        return bool((before == 0).any())
 
     def _off(self, history: History) -> Sequence[Finding] | None:
         """Switched off by requires_grad: a new head that was frozen, or left out of the modules of an adapted model
@@ -306,6 +281,33 @@ class Frozen(CheckedRule):
         """
         some = history.codes(len(history))[:: max(1, self.still_records // 2)][:, order] == FROZEN
         return bool((some != off).any())
+
+
+def _stood(history: History, sites: Sites) -> tuple[Sites, Sites]:
+    """The record at which each of `sites` was first seen not to move since it last did, 0 where it was not; and how
+    many records with a gradient there have been since, up to the newest sample.
+    """
+    backs = update_samples(history)
+    moved = history.at("update_ratio", backs)[:, sites]
+    measured = history.codes(RECENT_RECORDS)[:, sites] == MEASURED
+    measured &= ~zeroed_by_interventions(history, RECENT_RECORDS, sites)
+    n = len(measured)
+    last = np.where(moved > 0, backs[:, None], n + 1).min(axis=0)
+    onsets = np.where((moved == 0) & (backs[:, None] < last), backs[:, None], 0).max(axis=0)
+    counts = [measured[n - begin : n + 1 - backs[-1], i].sum() for i, begin in enumerate(onsets.tolist())]
+    return onsets, np.array(counts, dtype=np.intp)
+
+
+def _is_scheduled(history: History, moving: Sites) -> bool:
+    """Whether learning rates change, or one waits, or what moves now stood still before: a turn that may come."""
+    if history.number("lr_waits") > 0:
+        return True
+    backs, rates = update_samples(history), history.scalar("lr", RECENT_RECORDS)
+    known = rates[-backs][~np.isnan(rates[-backs])]
+    if len(known) and known.max() > known.min():
+        return True
+    before = history.at("update_ratio", backs)[:, moving]
+    return bool((before == 0).any())
 
 
 def _stood_at_a_sample(history: History) -> bool:

@@ -99,7 +99,7 @@ class InputScale(CheckedRule):
         known = np.isfinite(levels)
         huge = (levels > limit) & known
         wide = huge[-1] & self._often(huge, known, backs)
-        sites = self._sensitive(history, layout.layers[wide[layout.layers]])
+        sites = _sensitive(history, layout.layers[wide[layout.layers]])
         if not len(sites):
             return []
         onsets = onset_of((levels > limit) | ~known, backs)
@@ -141,7 +141,7 @@ class InputScale(CheckedRule):
         stuck = is_stuck(history)
         if not len(ran) or not throughout(small[:, [0, ran[0]]], self.samples).all() or stuck is False:
             return []
-        sites = self._sensitive(history, layout.layers[small[-1, layout.layers]])
+        sites = _sensitive(history, layout.layers[small[-1, layout.layers]])
         if not len(sites):
             return []
         if not stuck:
@@ -185,12 +185,6 @@ class InputScale(CheckedRule):
             Finding(self.name, Severity.WARNING, layer, (layer,), value, self.rms, message, remedy, onset, headline)
         ]
 
-    def _sensitive(self, history: History, sites: Sites) -> Sites:
-        """Those of `sites` that are no norm, and that none follows at once."""
-        layout, ran = history.layout, in_run_order(history, history.layout.layers)
-        scaled = np.isin(ran, layout.without_class(ran, *SCALE_INVARIANT_MODULES))
-        return np.asarray(ran[np.isin(ran, sites) & scaled & np.append(scaled[1:], True)])
-
     def _finding(self, history: History, sites: Sites, levels: Floats, onset: int, limit: float) -> Finding:
         layout = history.layout
         layer, rms = layout.names(sites)[0], float(levels[sites[0]])
@@ -208,6 +202,13 @@ class InputScale(CheckedRule):
         names = layout.names(np.sort(sites))
         headline = f"its input is about {number_text(rms, 3)} in size, 1 is usual"
         return Finding(self.name, Severity.WARNING, layer, names, rms, limit, message, remedy, onset, headline)
+
+
+def _sensitive(history: History, sites: Sites) -> Sites:
+    """Those of `sites` that are no norm, and that none follows at once."""
+    layout, ran = history.layout, in_run_order(history, history.layout.layers)
+    scaled = np.isin(ran, layout.without_class(ran, *SCALE_INVARIANT_MODULES))
+    return np.asarray(ran[np.isin(ran, sites) & scaled & np.append(scaled[1:], True)])
 
 
 def _residuals(history: History, head: int, backs: Sites) -> Floats:

@@ -116,7 +116,7 @@ class Nonfinite(CheckedRule):
         if forward is not None:
             site, cause, remedy = forward.site, forward.cause, forward.remedy
         cause, remedy = self._cause(history, forward, cause, remedy)
-        text, onset = f"{what}; {uncapitalized(cause)}", self._onset(history)
+        text, onset = f"{what}; {uncapitalized(cause)}", _onset(history)
         headline = f"the loss is {_number(loss)}{batch_text(history)}"
         alone = forward is not None and forward.in_batch
         return Finding(self.name, severity, site, (), 1.0, 0.0, text, remedy, onset, headline, independent=alone)
@@ -143,7 +143,7 @@ class Nonfinite(CheckedRule):
         cause, remedy = self._cause(history, forward, cause, remedy)
         message = f"{what}{batch_text(history)}; {uncapitalized(cause)}{_by_taps(taps)}{_by_arrival(history, healthy)}"
         sites = (*names, *taps[:1])
-        value, onset = float(len(names)), self._onset(history)
+        value, onset = float(len(names)), _onset(history)
         whose = "its gradient" if origin in names else f"the gradient of {name_text(names)}"
         headline = "no finite gradient" if not len(healthy) else f"{whose} is not finite"
         headline += batch_text(history, back=onset)
@@ -165,16 +165,6 @@ class Nonfinite(CheckedRule):
         """Records in a row, up to the latest, whose gradient is not finite: one at least."""
         norms = history.window("grad_norm", self.skipped_steps, sites=0)
         return 1 + int(in_a_row(~np.isfinite(norms[:-1])))
-
-    def _onset(self, history: History) -> int:
-        """The first of the steps in a row that the fp16 scaler skips; the latest without one: each record is
-        judged, and those before were finite.
-        """
-        n = SKIPPED_STEP_LOOKBACK
-        skipped, norms = history.scalar("skipped", n), history.window("grad_norm", n, sites=0)
-        lost = (skipped == 1) & ~np.isfinite(norms)
-        lost[-1] = True
-        return own_onset(history, lost)
 
     def _scaler_searches(self, history: History) -> bool:
         """Whether the fp16 scaler skips this step, and has not skipped too many in a row."""
@@ -216,6 +206,17 @@ class Nonfinite(CheckedRule):
             f"{number_text(last)}."
         )
         return grown, better_rate(history, back=int(earlier[-1]))
+
+
+def _onset(history: History) -> int:
+    """The first of the steps in a row that the fp16 scaler skips; the latest without one: each record is
+    judged, and those before were finite.
+    """
+    n = SKIPPED_STEP_LOOKBACK
+    skipped, norms = history.scalar("skipped", n), history.window("grad_norm", n, sites=0)
+    lost = (skipped == 1) & ~np.isfinite(norms)
+    lost[-1] = True
+    return own_onset(history, lost)
 
 
 def _number(loss: float) -> str:

@@ -72,19 +72,13 @@ class Saturation(CheckedRule):
         stuck = lasted(shares >= self.least_share, backs, samples=FIRST_SAMPLES, records=self.records)
         sites = activations[stuck[activations]]
         sites = sites[shares[-FIRST_SAMPLES - 1 :, sites].mean(axis=0) >= self.flat_share]
-        last = self._followed_by_nothing(history, sites).tolist()
+        last = _followed_by_nothing(history, sites).tolist()
         from_start = [site for site in last if _first(shares[:, site]) >= self.least_share]
         known = from_start if reaches_start(history) else []
         sites = np.setdiff1d(sites, [site for site in last if site not in known])
         if len(sites):
             return [self._finding(history, sites, shares, backs)]
         return None if from_start else []
-
-    def _followed_by_nothing(self, history: History, sites: Sites) -> Sites:
-        """Those of `sites` after which no layer ran."""
-        ran = in_run_order(history, np.concatenate([history.layout.layers, sites]))
-        after = np.flatnonzero(np.isin(ran, history.layout.layers))
-        return np.intersect1d(sites, ran[after[-1] + 1 :]) if len(after) else sites
 
     def _finding(self, history: History, sites: Sites, shares: Floats, backs: NDArray[np.intp]) -> Finding:
         layout, layers = history.layout, layers_before(history, sites)
@@ -104,6 +98,13 @@ class Saturation(CheckedRule):
         cause, remedy = _cause(history, site, onset)
         text, remedy = message + cause, how.remedy or remedy
         return Finding(self.name, Severity.WARNING, layer, names, share, self.flat_share, text, remedy, onset, headline)
+
+
+def _followed_by_nothing(history: History, sites: Sites) -> Sites:
+    """Those of `sites` after which no layer ran."""
+    ran = in_run_order(history, np.concatenate([history.layout.layers, sites]))
+    after = np.flatnonzero(np.isin(ran, history.layout.layers))
+    return np.intersect1d(sites, ran[after[-1] + 1 :]) if len(after) else sites
 
 
 def _cause(history: History, site: int, onset: int) -> tuple[str, str]:
