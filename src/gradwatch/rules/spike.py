@@ -125,11 +125,7 @@ class Spike(CheckedRule):
         candidates = candidates[now[candidates] < np.inf]
         if returned:
             candidates = candidates[history.trusted(back)[0, candidates]]
-        span = self.window * (1 if is_own(history, self.window).all() else LOOKBACK_WINDOWS) + back
-        own = _own(history, span, back)
-        past = per_full_accumulation(history, span)[:-back][own][:, candidates]
-        usable = np.isfinite(past) & (past > 0)
-        trusted = usable & history.trusted(span)[:-back][own][:, candidates]
+        past, usable, trusted = self._past(history, back, candidates)
         base = trusted & _newest(trusted, self.window)
         last = usable & _newest(usable, self.patience)
         settled = (last.sum(axis=0) >= self.patience) & ~(last & trusted).any(axis=0)
@@ -146,6 +142,16 @@ class Spike(CheckedRule):
             return []
         counts, sites = base.sum(axis=0)[high][far], candidates[high][far]
         return [self._finding(history, now, sites, ceiling[high][far], counts, back, returned=returned)]
+
+    def _past(self, history: History, back: int, sites: Sites) -> tuple[Floats, Mask, Mask]:
+        """The norms of `sites` at the optimizer's records before the one `back` from the end, which of them are there,
+        and which of those are trusted: shape [records, sites] each.
+        """
+        span = self.window * (1 if is_own(history, self.window).all() else LOOKBACK_WINDOWS) + back
+        own = _own(history, span, back)
+        past = per_full_accumulation(history, span)[:-back][own][:, sites]
+        usable = np.isfinite(past) & (past > 0)
+        return past, usable, usable & history.trusted(span)[:-back][own][:, sites]
 
     def _finding(
         self, history: History, now: Floats, sites: Sites, ceiling: Floats, counts: Sites, back: int, *, returned: bool
