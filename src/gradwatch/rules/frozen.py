@@ -105,14 +105,10 @@ class Frozen(CheckedRule):
     def __call__(self, history: History) -> Sequence[Finding] | None:
         if len(history) < self.records:
             return None
-        still, idle, off = self._still(history), self._idle_optimizer(history), self._off(history)
-        found = [*self._unowned(history), *self._no_optimizer(history), *(idle or ()), *(still or ()), *(off or ())]
-        if found:
-            return found
-        if idle is None or off is None:
-            return None
-        may_stand = still is None and len(history) >= self.still_records and _stood_at_a_sample(history)
-        return None if may_stand else []
+        looks = (self._unowned, self._no_optimizer, self._idle_optimizer, self._still, self._off)
+        answers = [look(history) for look in looks]
+        found = [finding for answer in answers for finding in answer or ()]
+        return None if not found and None in answers else found
 
     def _unowned(self, history: History) -> Sequence[Finding]:
         """The loss depends on layers that no module owns: in no optimizer, and not in the model's file either."""
@@ -182,12 +178,13 @@ class Frozen(CheckedRule):
         return [Finding(self.name, Severity.NOTICE, names[0], names, value, limit, message, remedy, count, headline)]
 
     def _still(self, history: History) -> Sequence[Finding] | None:
-        """In an optimizer and with a gradient, and the very same after each step, while others move."""
+        """In an optimizer and with a gradient, and the very same after each step, while others move. None between two
+        samples, where it may be so.
+        """
         newest = history.newest("update_ratio")
-        if newest > len(history):
-            return []
         if newest != 2:
-            return None  # the steps between tell nothing that the sample did not
+            sampled = newest <= len(history) >= self.still_records
+            return None if sampled and _stood_at_a_sample(history) else []
         layout, parameters = history.layout, history.layout.parameters
         ratios, gradients = (history.row(name, back=2)[parameters] for name in ("update_ratio", "grad_norm"))
         codes = history.codes(2)[0, parameters]
