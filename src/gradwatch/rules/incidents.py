@@ -308,8 +308,7 @@ class IncidentTracker:
         if effect.rule not in CONSEQUENCES.get(cause.rule, ()):
             return False
         if cause.rule in CONSEQUENCES.get(effect.rule, ()):
-            order = PRECEDENCE[cause.rule], PRECEDENCE[effect.rule]
-            return (cause.step, order[0]) < (effect.step, order[1])
+            return (cause.step, PRECEDENCE[cause.rule]) < (effect.step, PRECEDENCE[effect.rule])
         return place < other or cause.step <= effect.step
 
     def _absorb(self, place: int, cause: int) -> None:
