@@ -135,9 +135,8 @@ class History:
         if not self.has(statistic):
             return ()
         rows = self._rows()
-        there: Mask = np.any(
-            ~np.isnan(self._columns.get(statistic, self._no_rows).between(*self._numbers(rows))[1]), axis=0
-        )
+        _, measured = self._columns.get(statistic, self._no_rows).between(*self._numbers(rows))
+        there: Mask = np.any(~np.isnan(measured), axis=0)
         if statistic == "grad_norm":  # a gradient that is NaN at every step was measured too
             there |= (self._codes[rows] == MEASURED).any(axis=0)
         return self.layout.names(1 + np.flatnonzero(there[1:]))
