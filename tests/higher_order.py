@@ -10,6 +10,7 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor, nn
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, stack_module_state, vjp, vmap
 from torch.nn import functional as F
+from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 WIDTH = 8
@@ -249,6 +250,29 @@ def adapted_by_autograd(model: nn.Module, x: Tensor, y: Tensor, step: int) -> Te
     adapted = {name: weight - 0.1 * g for (name, weight), g in zip(weights.items(), found, strict=True)}
     KEPT[:] = [adapted]
     return F.cross_entropy(functional_call(model, adapted, (x,)), y)
+
+
+class Opaque(Tensor):
+    """A weight that functions take, and that tells nothing of itself, as those of Opacus' expanded weights."""
+
+    weight: Tensor
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.__name__ == "__get__":
+            raise RuntimeError("no attribute of it may be read")
+        args, kwargs = tree_map(lambda each: each.weight if isinstance(each, Opaque) else each, (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+
+@training()
+def opaque_weights(model: nn.Module, x: Tensor, y: Tensor, step: int) -> Tensor:
+    weights = {}
+    for name, weight in model.named_parameters():
+        weights[name] = Tensor._make_subclass(Opaque, weight.detach())
+        weights[name].weight = weight
+    logits: Tensor = functional_call(model, weights, (x,))
+    return F.cross_entropy(logits, y)
 
 
 # ---- what else is done to a graph

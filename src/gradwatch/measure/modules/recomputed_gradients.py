@@ -121,8 +121,8 @@ class RecomputedGradients(ModuleStatistic):
         module is a plain linear map.
         """
         for key, parameter in module._parameters.items():
-            # `functional_call` may have put something computed in its place, which is no leaf
-            if parameter is None or not parameter.requires_grad or not parameter.is_leaf:
+            # `functional_call` may have put something else in its place, such as what was computed from it
+            if not isinstance(parameter, nn.Parameter) or not parameter.requires_grad:
                 continue
             if type(parameter) is not nn.Parameter and (is_lazy(parameter) or is_dtensor(parameter)):
                 continue
