@@ -134,6 +134,9 @@ class Stalled(CheckedRule):
         if np.isnan(moved).all(axis=0).any() or self._excused(history, own, moved_before=bool(moving.any())):
             return []
         most, limits = np.nanmax(moved, axis=0), self._limits(layout, update)[pulled]
+        norms = history.at("weight_norm", still)[:, layout.layers[pulled]]
+        if not most.any() and (np.fmax.reduce(norms) > np.fmin.reduce(norms)).any():
+            return []  # they have moved between the samples, as where only some calls of `watch.step` precede a step
         stand = most < limits  # a small share of narrow weights may move
         if not stand.any():  # by turns all of them
             return []
