@@ -48,7 +48,7 @@ class Duck:
     """No torch optimizer at all."""
 
     def __init__(self, inside: torch.optim.Optimizer) -> None:
-        self.inside, self.param_groups, self.state = inside, inside.param_groups, inside.state
+        self.inside, self.param_groups, self.state = inside, [*inside.param_groups], inside.state
 
     def zero_grad(self) -> None:
         self.inside.zero_grad()
@@ -61,7 +61,7 @@ class Bare(torch.optim.Optimizer):
     """One that was never initialised as such."""
 
     def __init__(self, inside: torch.optim.Optimizer) -> None:
-        self.inside, self.param_groups, self.state = inside, inside.param_groups, inside.state
+        self.inside, self.param_groups, self.state = inside, [*inside.param_groups], inside.state
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.inside.zero_grad(set_to_none)
@@ -285,10 +285,16 @@ def series(history: History, name: str) -> list[float]:
     return [float(history[row].values.get(name, [np.nan])[0]) for row in range(len(history))]
 
 
-def watched(loop: Callable[[Watch, nn.Module, Any, int], Any], steps: int) -> tuple[Watch, list[Any]]:
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, 0.01)
+
+
+def watched(
+    loop: Callable[[Watch, nn.Module, Any, int], Any], steps: int, optimizer_of: Callable[[Any], Any] = sgd
+) -> tuple[Watch, list[Any]]:
     """Runs `loop` for each step of a training; what it returned."""
     model = net()
-    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    optimizer = optimizer_of(model.parameters())
     with Watch(model, sinks=()) as watch:
         returned = [loop(watch, model, optimizer, step) for step in range(steps)]
     return watch, returned
@@ -374,6 +380,46 @@ def test_the_gradient_before_a_closure_is_not_the_one_that_is_used() -> None:
     assert any("or in its closure" in note for note in watch.verdict.notes)
 
 
+class Private(torch.optim.Optimizer):
+    """Makes the gradients that the optimizer inside uses, and skips three steps of four, as Opacus' with small batches.
+    It was never initialised as an optimizer.
+    """
+
+    def __init__(self, inside: torch.optim.Optimizer, *, skips: bool) -> None:
+        self.original_optimizer, self.skips, self.calls = inside, skips, 0
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.original_optimizer.param_groups
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.original_optimizer.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> None:
+        self.calls += 1
+        if self.skips and self.calls % 4:
+            return
+        for parameter in self.param_groups[0]["params"]:
+            parameter.grad = 2 * parameter.grad
+        self.original_optimizer.step()
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_what_an_optimizer_of_any_name_inside_another_uses_is_measured(skips: bool) -> None:
+    def loop(watch: Watch, model: nn.Module, optimizer: Any, step: int) -> None:
+        backward(model, optimizer, step)
+        watch.step(optimizer)
+        optimizer.step()
+
+    watch, _ = watched(loop, 80, lambda parameters: Private(sgd(parameters), skips=skips))
+    assert watch.alerts == ()
+    assert [note[:20] for note in watch.verdict.notes] == ["many calls of watch."] * skips
+    if not skips:
+        before, after = (series(watch.history, name) for name in ("grad_norm", "grad_norm_clipped"))
+        assert after == pytest.approx([2 * norm for norm in before])
+        assert series(watch.history, "update_ratio")[0] > 0
+
+
 @pytest.mark.parametrize("every", [1, 2, 4])
 def test_a_note_says_that_most_measured_steps_are_not_taken(every: int) -> None:
     """As where `watch.step` is called for each micro-batch."""
@@ -437,6 +483,22 @@ def test_weights_that_move_without_a_hook_are_no_update_of_one_step() -> None:
     watch, _ = watched(loop, 40)
     assert watch.alerts == ()
     assert np.isnan(series(watch.history, "update_ratio")).all()
+
+
+def test_weights_that_move_without_a_hook_between_two_samples_have_not_stalled() -> None:
+    """At every fourth call of `watch.step`, none of which is sampled."""
+
+    def loop(watch: Watch, model: nn.Module, optimizer: Any, step: int) -> None:
+        backward(model, optimizer, step)
+        watch.step(optimizer)
+        if step % 4 == 3:
+            with torch.no_grad():
+                for p in model.parameters():
+                    p -= 0.01 * p.grad
+
+    watch, _ = watched(loop, 80)
+    assert watch.alerts == ()
+    assert np.nanmax(series(watch.history, "update_ratio")) == 0
 
 
 def test_a_loop_that_never_calls_the_watch_hears_of_it(caplog: pytest.LogCaptureFixture) -> None:

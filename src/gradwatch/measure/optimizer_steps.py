@@ -147,10 +147,14 @@ class OptimizerSteps:
 
 
 def inner_optimizer(optimizer: Any) -> Any:
-    """What a wrapper with an attribute `optimizer` steps (Fabric's, Accelerate's, Lightning's); else `optimizer`."""
+    """What a wrapper steps: its attribute `optimizer` (Fabric's, Accelerate's, Lightning's), or one of another name
+    that has its parameter groups (Opacus', those of SAM); else `optimizer`.
+    """
     while isinstance(inner := attribute(optimizer, "optimizer"), Optimizer):
         optimizer = inner
-    return optimizer
+    groups = optimizer.param_groups
+    held = (each for each in attribute(optimizer, "__dict__", {}).values() if isinstance(each, Optimizer))
+    return next((each for each in held if each.param_groups is groups), optimizer)
 
 
 def weak_reference(optimizer: Any) -> Callable[[], Any]:
