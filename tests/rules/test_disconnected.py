@@ -509,6 +509,28 @@ def test_a_hook_that_makes_all_gradients_of_a_layer_0() -> None:
     assert alert.headline == "its gradient was exactly 0 at each of 20 steps, unlike what flows back to it"
 
 
+class LowRank(nn.Module):
+    """Adds a product of two factors, both of which begin as zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = nn.Parameter(torch.zeros(8, 2)), nn.Parameter(torch.zeros(2, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + x @ self.down @ self.up
+
+
+def test_two_factors_of_zeros_in_a_layer() -> None:
+    torch.manual_seed(0)
+    alert = zero_gradients_of(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), LowRank(), nn.Tanh(), nn.Linear(8, 1)))
+    assert alert.sites == ("2",)
+    assert (
+        "while what flowed back to its output was not: all weights there are 0, and of two factors that are 0, each "
+        "makes the gradient of the other 0; or a hook that makes it 0"
+    ) in alert.message
+    assert alert.remedy.startswith("initial weights other than 0 for one of two factors; or without the register_hook")
+
+
 def test_two_layers_of_zeros_in_a_row() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4, bias=False), nn.Linear(4, 8, bias=False), nn.Linear(8, 1))

@@ -39,6 +39,12 @@ FADED_SHARE = 1e-3
 """Share of the least signal of the layers that have a gradient, under which one may have been rounded to 0. Judgement:
 layers differ less in how their inputs make a gradient of a signal."""
 
+FACTORS = (
+    "all weights there are 0, and of two factors that are 0, each makes the gradient of the other 0; or ",
+    "initial weights other than 0 for one of two factors; or ",
+)
+"""Of a layer of several parameters whose weights are all 0: a cause, and what to change."""
+
 CALL_IT = "call layer {last} in forward, or leave its parameters out in configure_optimizers."
 
 TEXTS = {
@@ -64,10 +70,10 @@ TEXTS = {
     ),
     "no_slope_inside": (
         "its gradient was exactly 0 at each of {steps}, unlike what flows back to it",
-        "The gradient of {all} was exactly 0 at each of {steps}, while what flowed back to {output} was not: a hook "
-        "that makes it 0, inputs that are all 0 or padding, or an operation without a slope inside the layer.",
-        "without the register_hook or register_post_accumulate_grad_hook on layer {last}, or inputs that are not all "
-        "0.",
+        "The gradient of {all} was exactly 0 at each of {steps}, while what flowed back to {output} was not: {factors}"
+        "a hook that makes it 0, inputs that are all 0 or padding, or an operation without a slope inside the layer.",
+        "{other}without the register_hook or register_post_accumulate_grad_hook on layer {last}, or inputs that are "
+        "not all 0.",
     ),
     "no_slope": (
         "its gradient was exactly 0 at each of {steps}",
@@ -335,6 +341,8 @@ class Disconnected(CheckedRule):
                 names, counts = layout.names(_as_they_run(layout, layers[kind])), zeros[kind]
                 onset = _onset(norms[:, kind] > 0, norms[:, kind] == 0, codes[:, kind])
                 more = {"flat": flat, "normed": normed, "since": "" if ever else " from the start"}
+                several = zero[kind].all() and all((layout.owners == site).sum() > 1 for site in layers[kind])
+                more["factors"], more["other"] = (each * bool(several) for each in FACTORS)
                 for key, chosen in (("zeros", zero), ("hidden", zero & ~reached)):
                     more[key] = name_text(layout.names(layers[chosen]))
                 one = _gives_one(layout, names[-1])
