@@ -197,9 +197,10 @@ def test_bad_arguments(arguments: tuple[Any, Any], error: type[Exception], words
 def test_a_leaf_is_left_alone_with_one_line(caplog: pytest.LogCaptureFixture) -> None:
     model = Tapping()
     leaves = [torch.ones(3, requires_grad=True), model.first.weight]
-    with Watch(model, sinks=()):
+    with Watch(model, sinks=()) as watch:
         for leaf in leaves * 2:
             assert tap(leaf, "leaf") is leaf
+        watch.step(torch.optim.SGD(model.parameters(), lr=0.1))
     assert [record.getMessage() for record in caplog.records] == [
         "GradWatch: tap(..., 'leaf'): a leaf has its gradient in .grad; tap what is made of it"
     ]
