@@ -214,9 +214,9 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, str) else int(value) if isinstance(value, Integral) else value
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Verdict:
-    """The ranked summary of a run. `str(verdict)` is the text that the terminal shows."""
+    """The ranked summary of a run. `str(verdict)` is the text that the terminal shows, `repr` too, for notebooks."""
 
     incidents: tuple[Alert, ...]
     """All incidents: by severity, then by step."""
@@ -250,6 +250,8 @@ class Verdict:
             return "\n".join(self.lines)
         width = shutil.get_terminal_size().columns
         return "\n".join(piece for line in self.lines for piece in wrapped(line, width))
+
+    __repr__ = __str__
 
     @property
     def lines(self) -> tuple[str, ...]:
