@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
@@ -157,6 +158,9 @@ TEXTS = {
 """Headline, message and remedy of each kind; `output_unused`, `unused_by`, `left_out_by`, `weighs_one`, `attends`: what
 a library does inside its modules is not for its user to write; `unreached`: where it is not known what runs."""
 
+BY_LIBRARY = {"left_out": "left_out_by", "unused": "unused_by", "detached": "output_unused"}
+"""Kind -> the same where a library made the module."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Disconnected(CheckedRule):
@@ -218,44 +222,45 @@ class Disconnected(CheckedRule):
         wanted = np.where(whole & ran, self.detached_records, np.where(rare, self.rare_records, self.unused_records))
         absences = (history.codes(self.rare_records)[:, sites] == NO_GRADIENT).sum(axis=0)
         unhealthy = absences >= np.minimum(wanted, history.capacity)
-        hidden, cleared = _ran_without_gradients(history, sites), self._arrived(history, sites)
-        nowhere = self._nowhere(history, self.rare_records)
-        cut = whole & ~cleared & (not nowhere)
-        unused, detached, left_out = cut & ~ran, cut & ran & ~hidden, ~whole & ~cleared
-        library = np.select(
-            [left_out, unused, detached & _beside(layout, sites, trained)],
+        if not unhealthy.any():
+            return found
+        sites, owners, wanted, absences = (each[unhealthy] for each in (sites, owners, wanted, absences))
+        texts, libraries = self._why_absent(history, sites, owners, trained)
+        kinds = set(zip(libraries.tolist(), (owners != sites).tolist(), texts.tolist(), strict=True))
+        for library, part, text in sorted(kinds, key=lambda kind: (*kind[:2], [*TEXTS].index(kind[2]))):
+            these = (libraries == library) & ((owners != sites) == part) & (texts == text)
+            chosen, records = sites[these], int(absences[these].min())
+            names, codes = layout.names(_as_they_run(layout, chosen)), history.codes(len(history))[:, chosen]
+            onset, kind = _onset(codes == MEASURED, codes == NO_GRADIENT, codes), "parameter" if part else "layer"
+            wording = _worded(text, names, steps_text(history, records), kind, library=library)
+            severity, limit = _severity(history, text, names), int(wanted[these].min())
+            found.append(self._finding(names, records, limit, wording, onset, severity))
+        return found
+
+    def _why_absent(
+        self, history: History, sites: Sites, owners: Sites, trained: Sites
+    ) -> tuple[NDArray[np.str_], NDArray[np.str_]]:
+        """Of each of `sites`, which are of the layers `owners`: which of `TEXTS` says why it has no gradient, and the
+        library that has no use for it; empty where it is none. `trained`: the layers that have one.
+        """
+        layout, whole = history.layout, sites == owners
+        ran, nowhere = np.isin(owners, layout.order), np.full(len(sites), self._nowhere(history, self.rare_records))
+        texts = np.select(
+            [self._arrived(history, sites), ~whole, nowhere, ~ran, _ran_without_gradients(history, sites)],
+            ["cleared", "left_out", "no_backward", "unused" if layout.order else "unreached", "without_gradients"],
+            "detached",
+        )
+        libraries = np.select(
+            [texts == "left_out", texts == "unused", (texts == "detached") & _beside(layout, sites, trained)],
             [
-                np.array([layout.libraries.get(_module(layout.sites[site].name), "") for site in owners]),
+                np.array([layout.libraries.get(_module(name), "") for name in layout.names(owners)]),
                 np.array(_libraries_around(layout, sites, layout.order)),
                 np.array(_libraries_around(layout, sites, trained)),
             ],
             "",
         )
-        for kind, text in (
-            (whole & cleared, "cleared"),
-            (whole & ~cleared & nowhere, "no_backward"),
-            (cut & ran & hidden, "without_gradients"),
-            (detached & (library == ""), "detached"),
-            (unused & (library == ""), "unused" if layout.order else "unreached"),
-            (~whole & cleared, "cleared"),
-            (left_out & (library == ""), "left_out"),
-            *(
-                (kind & (library == name), text)
-                for name in np.unique(library[library != ""])
-                for kind, text in ((detached, "output_unused"), (unused, "unused_by"), (left_out, "left_out_by"))
-            ),
-        ):
-            if (kind & unhealthy).any():
-                chosen = sites[kind & unhealthy]
-                names, counts = layout.names(_as_they_run(layout, chosen)), absences[kind & unhealthy]
-                kind_of = "layer" if whole[kind & unhealthy].all() else "parameter"
-                whose = str(library[kind][0])
-                wording = _worded(text, names, steps_text(history, int(counts.min())), kind_of, library=whose)
-                codes = history.codes(len(history))[:, chosen]
-                onset = _onset(codes == MEASURED, codes == NO_GRADIENT, codes)
-                severity = _severity(history, text, names)
-                found.append(self._finding(names, counts, wanted[kind & unhealthy], wording, onset, severity))
-        return found
+        pairs = zip(texts.tolist(), libraries.tolist(), strict=True)
+        return np.array([BY_LIBRARY[text] if library else text for text, library in pairs]), libraries
 
     def _no_longer(self, history: History, sites: Sites) -> list[Finding]:
         """What of `sites` had a gradient at each of `steady_records`, then none at `lost_records`; where no layer has
@@ -288,10 +293,11 @@ class Disconnected(CheckedRule):
             names, latest = history.layout.names(_as_they_run(history.layout, own)), own[counts[chosen].argmin()]
             codes = history.codes(len(history))[:, [latest]]
             onset = _onset(codes == MEASURED, codes == NO_GRADIENT, codes)
-            steps = steps_text(history, int(counts[chosen].min()))
+            records = int(counts[chosen].min())
             before = steps_text(history, min(self.steady_records, int(steady[chosen].min())), back=onset + 1)
-            wording = _worded("no_backward" if nowhere else "stopped", names, steps, kind, before=before)
-            found.append(self._finding(names, counts[chosen], np.full(len(own), limit), wording, onset))
+            text = "no_backward" if nowhere else "stopped"
+            wording = _worded(text, names, steps_text(history, records), kind, before=before)
+            found.append(self._finding(names, records, limit, wording, onset))
         return found
 
     def _arrived(self, history: History, sites: Sites) -> Mask:
@@ -309,53 +315,57 @@ class Disconnected(CheckedRule):
         return not np.isin(history.codes(records), others).any()
 
     def _always_zero(self, history: History, layers: Sites) -> list[Finding]:
-        rates = history.scalar("lr", self.zero_records)
-        if (rates == 0).all():
+        if (history.scalar("lr", self.zero_records) == 0).all():
             return []
         for records in self._looks:
             layers = layers[~(history.window("grad_norm", records)[:, layers] > 0).any(axis=0)]
         zeros = (history.window("grad_norm", self.rare_records)[:, layers] == 0).sum(axis=0)
-        layers, zeros = layers[zeros >= self.zero_records], zeros[zeros >= self.zero_records]
-        if len(layers):
-            connected = np.isin(layers, faded(history, self.rare_records))
-            layers, zeros = layers[~connected], zeros[~connected]
-        if not len(layers):
-            return []
-        norms = history.window("grad_norm", len(history))[:, layers]
-        codes = history.codes(len(history))[:, layers]
-        ever, cleared = history.steps[0] > 0 or bool((norms > 0).any()), self._arrived(history, layers)
-        losses = own_losses(history, self.zero_records)
-        nothing = history.total == 0 and len(losses) and not losses.any()
-        records, found = int(zeros.min()), []
-        flat, normed = _flat_activation(history, layers, records)
-        why = "no_loss" if nothing else "no_slope"
-        reached, zero = _has_signal(history, layers, records), _has_zero_weights(history, layers) & ~cleared
-        if reached[~cleared].all():
-            why = "no_slope_inside"
-        elif (zero & reached).any() and (zero & ~reached).any():
-            why = "zero_weights"
+        unhealthy = zeros >= self.zero_records
+        if unhealthy.any():
+            unhealthy &= ~np.isin(layers, faded(history, self.rare_records))
+        layers, zeros = layers[unhealthy], zeros[unhealthy]
+        cleared = self._arrived(history, layers)
+        return [
+            self._zero(history, layers[kind], int(zeros[kind].min()), cleared=bool(cleared[kind].any()))
+            for kind in (cleared, ~cleared)
+            if kind.any()
+        ]
+
+    def _zero(self, history: History, layers: Sites, records: int, *, cleared: bool) -> Finding:
+        """`layers`: with a gradient of exactly zero at `records` at least; `cleared`: after one had arrived."""
+        names, n = history.layout.names(_as_they_run(history.layout, layers)), len(history)
+        norms, codes = history.window("grad_norm", n)[:, layers], history.codes(n)[:, layers]
+        text, more = ("cleared", {}) if cleared else self._why_zero(history, layers, names[-1], records)
+        wording = _worded(text, names, steps_text(history, records), **more)
+        onset, severity = _onset(norms > 0, norms == 0, codes), _severity(history, text, names)
+        return self._finding(names, records, self.zero_records, wording, onset, severity)
+
+    def _why_zero(self, history: History, layers: Sites, last: str, records: int) -> tuple[str, dict[str, str]]:
+        """Which of `TEXTS` says why the gradient of `layers`, of which `last` is nearest the loss, is zero, and what is
+        to be put in there.
+        """
         layout = history.layout
-        trained = layout.layers[history.row("grad_norm")[layout.layers] > 0]
-        for kind, text in ((cleared, "cleared"), (~cleared, why)):
-            if kind.any():
-                names, counts = layout.names(_as_they_run(layout, layers[kind])), zeros[kind]
-                onset = _onset(norms[:, kind] > 0, norms[:, kind] == 0, codes[:, kind])
-                more = {"flat": flat, "normed": normed, "since": "" if ever else " from the start"}
-                several = zero[kind].all() and all((layout.owners == site).sum() > 1 for site in layers[kind])
-                more["factors"], more["other"] = (each * bool(several) for each in FACTORS)
-                for key, chosen in (("zeros", zero), ("hidden", zero & ~reached)):
-                    more[key] = name_text(layout.names(layers[chosen]))
-                one = _gives_one(layout, names[-1])
-                attends = layout.index[names[-1]] in makers_of_scores(layout)
-                within = (one or attends) and text == "no_slope"
-                libraries = {*_libraries_around(layout, layers[kind], trained)} if within else {""}
-                more["scalar"], more["library"] = "no softmax or norm of its one number, " * one, min(libraries)
-                if "" not in libraries:
-                    text = "weighs_one" if one else "attends"
-                wording = _worded(text, names, steps_text(history, int(counts.min())), **more)
-                wanted = np.full(len(counts), self.zero_records)
-                found.append(self._finding(names, counts, wanted, wording, onset, _severity(history, text, names)))
-        return found
+        reached, zero = _has_signal(history, layers, records), _has_zero_weights(history, layers)
+        if reached.all():
+            several = zero.all() and all((layout.owners == site).sum() > 1 for site in layers)
+            factors, other = (each * bool(several) for each in FACTORS)
+            return "no_slope_inside", {"factors": factors, "other": other}
+        if (zero & reached).any() and (zero & ~reached).any():
+            zeros, hidden = (name_text(layout.names(layers[chosen])) for chosen in (zero, zero & ~reached))
+            return "zero_weights", {"zeros": zeros, "hidden": hidden}
+        losses = own_losses(history, self.zero_records)
+        if history.total == 0 and len(losses) and not losses.any():
+            return "no_loss", {}
+        one = _gives_one(layout, last)
+        if one or layout.index[last] in makers_of_scores(layout):
+            trained = layout.layers[history.row("grad_norm")[layout.layers] > 0]
+            libraries = {*_libraries_around(layout, layers, trained)}
+            if "" not in libraries:
+                return "weighs_one" if one else "attends", {"library": min(libraries)}
+        flat, normed = _flat_activation(history, layers, records)
+        ever = history.steps[0] > 0 or (history.window("grad_norm", len(history))[:, layers] > 0).any()
+        scalar, since = "no softmax or norm of its one number, " * one, "" if ever else " from the start"
+        return "no_slope", {"flat": flat, "normed": normed, "scalar": scalar, "since": since}
 
     @property
     def _looks(self) -> tuple[int, int, int]:
@@ -365,14 +375,14 @@ class Disconnected(CheckedRule):
     def _finding(
         self,
         names: Sequence[str],
-        records: Sites,
-        wanted: Sites,
+        records: int,
+        wanted: int,
         texts: Sequence[str],
         onset: int,
         severity: Severity = Severity.WARNING,
     ) -> Finding:
         headline, message, remedy = texts
-        value, limit, sites = float(records.min()), float(wanted.min()), tuple(names)
+        value, limit, sites = float(records), float(wanted), tuple(names)
         return Finding(self.name, severity, names[-1], sites, value, limit, message, remedy, onset, headline)
 
 
