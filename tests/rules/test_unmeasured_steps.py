@@ -14,7 +14,7 @@ from gradwatch import Watch
 from gradwatch.core.alert import Alert, Verdict
 from gradwatch.core.history import History
 from gradwatch.rules import Collapse, Divergence, Spike, Vanishing
-from gradwatch.rules.divergence import _cause
+from gradwatch.rules.divergence import _why_long
 from gradwatch.rules.evidence.baseline import first_steps
 from gradwatch.rules.evidence.jumps import beginning, gradient_jump
 from gradwatch.rules.evidence.learning_rates import rate_text
@@ -75,7 +75,8 @@ def test_a_rate_jumps_by_the_step_at_which_it_is_seen() -> None:
     assert beginning(history, 8).sentence == " By step 200, the learning rate jumped 30 times, to 3."
     later = played((40, {"lr": 0.1}), (3, {"lr": 3.0}))
     assert (
-        "the learning rate jumped 30 times, to 3, at least 10 steps before." in _cause(later, 1, records=5)[0].lower()
+        "the learning rate jumped 30 times, to 3, at least 10 steps before."
+        in _why_long(later, 1, records=5)[0].lower()
     )
 
 

@@ -191,7 +191,7 @@ class Divergence(CheckedRule):
         theirs = moved[lately][:, chosen]
         together = ((theirs.min(axis=1) >= limit) & (theirs.max(axis=1) >= worst)).any()
         between = int(backs[leap - 1] - backs[leap]) if leap else RECENT_RECORDS  # records since the sample before
-        cause, remedy, headline, onset = _cause(history, back, records=max(EFFECT_RECORDS, between))
+        cause, remedy, headline, onset = _why_long(history, back, records=max(EFFECT_RECORDS, between))
         message = (
             f"{'One step' if together else 'Steps'} moved the weights of {name_text(names)} by "
             f"{'up to ' * (len(sites) > 1)}{number_text(worst)} times their own size{_went(rise)}; a hundredth is "
@@ -264,10 +264,6 @@ class Divergence(CheckedRule):
         first = abs(start)
         if history.total < self.gradient * history.opening[0]:
             return []
-        series = history.scalar("loss", LEVEL_RECORDS)
-        # half of the newest must be far off for their median to be
-        if not np.count_nonzero(~(np.abs(series) < self.loss * first)) > LEVEL_RECORDS // 2 - 1:
-            return []
         own = own_records(history)
         if len(own) < self.first_records + LEVEL_RECORDS:
             return None
@@ -286,53 +282,34 @@ class Divergence(CheckedRule):
             return []
         before = np.abs(losses[-self.rise_records - LEVEL_RECORDS : -LEVEL_RECORDS])
         calm = float(np.quantile(before[np.isfinite(before)], 0.25)) if np.isfinite(before).any() else 0.0
-        if abs(now) < self.loss * max(calm, first) and (now > 0 or not self._swollen(history)):
+        if abs(now) < self.loss * calm and (now > 0 or not self._swollen(history)):
             return None  # still far off, by a rise that is long over or that was slow
         value = abs(now) / first if first > 0 else 1e39  # from nothing at all
-        onset = _excursion_onset(history, self.loss * max(first, 0.0))
-        size = "in size " * (min(start, now) < 0)
+        onset = _excursion_onset(history, self.loss * first)
         far = (
-            f"{size}{_times(value)} the largest of {first_steps(history, self.first_records)} ({number_text(start, 3)})"
+            f"{number_text(now, 3)}, {'in size ' * (min(start, now) < 0)}{_times(value)} the largest of "
+            f"{first_steps(history, self.first_records)} ({number_text(start, 3)}), and the gradient is "
+            f"{_times(steeper)} its first level"
         )
-        steeper_text = f"and the gradient is {_times(steeper)} its first level"
-        headline = f"the loss went from {number_text(start, 3)} to {number_text(now, 3)}"
+        went, headline = "is", f"the loss went from {number_text(start, 3)} to {number_text(now, 3)}"
         if maximizes(history) and now > start:
-            message, remedy = f"The loss is {number_text(now, 3)}, {far}, {steeper_text}: {MAXIMIZES}", MAXIMIZES_REMEDY
+            cause, remedy = MAXIMIZES, MAXIMIZES_REMEDY
         elif now > 0 or maximizes(history):
-            passes, jump = summed_passes(history), last_jump(history, rate=onset, gradient=1)
-            if not isinstance(jump, RateJump) and not maximizes(history) and (shift := _shift(history, onset)):
-                if _learns_anew(history, onset):
-                    return []
-                jump = shift
-            if jump is None and passes is None and not maximizes(history) and not may_be_large(history):
-                return []  # small steps do not raise a loss so far: targets grew, such as rewards that were found
-            cause = f"the steps are too large{rate_text(history, back=onset)}"
-            cause += ", or the loss is a sum where it should be a mean." if passes is None else f": {_adds_up(passes)}."
-            remedy = better_rate(history, back=onset)
-            if jump is not None:
-                remedy, headline = jump.remedy, jump.text
-            if isinstance(jump, RateJump):
-                onset = jump.back
-            elif jump is not None:
-                cause, onset = jump.cause, min(onset, max(1, jump.back - 1))  # that batch itself is a spike
-                if not jump.threw and grew_alike(history, jump.back):
-                    cause = (
-                        f"{cause.rstrip('.')}, and the loss and the gradients of all layers grew by about the same "
-                        "factor there, as where a sum replaces a mean in the loss or a weight of it changes."
-                    )
-                    remedy = f"the reduction and weights of the loss as before that batch, or {remedy}"
-            message = f"The loss is {number_text(now, 3)}, {far}, {steeper_text}: {cause}"
+            if (why := _why_high(history, onset)) is None:
+                return []
+            cause, remedy, jumped, onset = why
+            headline = jumped or headline
         else:
-            message = (
-                f"The loss falls without bound, to {number_text(now, 3)}, {far}, {steeper_text}: what is minimised "
-                "has no minimum. Most often the sign of the loss is wrong, or nll_loss gets logits without a "
-                "log_softmax."
+            went, headline = "falls without bound, to", f"the loss falls without bound, to {number_text(now, 3)}"
+            cause = (
+                "what is minimised has no minimum. Most often the sign of the loss is wrong, or nll_loss gets logits "
+                "without a log_softmax."
             )
-            headline = f"the loss falls without bound, to {number_text(now, 3)}"
             remedy = (
                 "return the loss, not its negative, from training_step; a reward or a log-likelihood needs the minus, "
                 "and nll_loss a log_softmax before it."
             )
+        message = f"The loss {went} {far}: {cause}"
         return [Finding(self.name, Severity.ERROR, TOTAL, (), value, self.loss, message, remedy, onset, headline)]
 
     def _swollen(self, history: History) -> bool:
@@ -390,10 +367,9 @@ def _worse(before: Floats, after: Floats, *, passing: bool) -> bool:
     return len(late) == LOSSES_AFTER_STEP and risen >= LOSSES_AFTER_STEP - 1
 
 
-def _cause(history: History, back: int, *, records: int) -> tuple[str, str, str, int]:
+def _why_long(history: History, back: int, *, records: int) -> tuple[str, str, str, int]:
     """Why the step at the record `back` from the end was so long, as a sentence; what to change; the same for a
-    headline, empty without a jump; and the onset. `records`: in which the rate may
-    have jumped.
+    headline, empty without a jump; and the onset. `records`: in which the rate may have jumped.
     """
     jump = last_jump(history, rate=back, gradient=back, of=back, records=records)
     overwritten = _overwritten(history, back, of=back)
@@ -408,6 +384,34 @@ def _cause(history: History, back: int, *, records: int) -> tuple[str, str, str,
     why = f"the learning rate is too high for this model and loss{rate_text(history, back=back)}"
     sentence = f"{capitalized(why if passes is None else _adds_up(passes))}{overwritten}."
     return sentence, better_rate(history, back=back), "", back
+
+
+def _why_high(history: History, onset: int) -> tuple[str, str, str, int] | None:
+    """The same of why the loss is far over its first level since the record `onset` from the end; None where that is no
+    divergence.
+    """
+    passes, jump = summed_passes(history), last_jump(history, rate=onset, gradient=1)
+    if not maximizes(history):
+        if not isinstance(jump, RateJump) and (shift := _shift(history, onset)):
+            if _learns_anew(history, onset):
+                return None
+            jump = shift
+        if jump is None and passes is None and not may_be_large(history):
+            return None  # small steps do not raise a loss so far: targets grew, such as rewards that were found
+    if not isinstance(jump, GradientJump):
+        cause = f"the steps are too large{rate_text(history, back=onset)}"
+        cause += ", or the loss is a sum where it should be a mean." if passes is None else f": {_adds_up(passes)}."
+        if jump is None:
+            return cause, better_rate(history, back=onset), "", onset
+        return cause, jump.remedy, jump.text, jump.back
+    cause, remedy = jump.cause, jump.remedy
+    if not jump.threw and grew_alike(history, jump.back):
+        cause = (
+            f"{cause.rstrip('.')}, and the loss and the gradients of all layers grew by about the same factor there, "
+            "as where a sum replaces a mean in the loss or a weight of it changes."
+        )
+        remedy = f"the reduction and weights of the loss as before that batch, or {remedy}"
+    return cause, remedy, jump.text, min(onset, max(1, jump.back - 1))  # that batch itself is a spike
 
 
 def _adds_up(passes: int) -> str:
