@@ -115,40 +115,29 @@ class Divergence(CheckedRule):
     1.4."""
 
     def suspects(self, rows: RecentRows) -> Mask:
-        """A step as large as the weights lately, a loss far over the optimizer's first, or a sample of the weights."""
-        suspected = self._far_losses(rows)
-        if _rate_jumped(rows):
-            suspected = ~rows.nowhere
-        updates, backs = rows.history.samples("update_ratio", rows.count + EFFECT_RECORDS)
+        """A step as large as the weights lately, a jump of the rate, a loss far over the optimizer's first ones, or a
+        sample of the weights.
+        """
+        suspected = rows.nowhere.copy()
+        history, n = rows.history, len(rows.history)
+        losses, rates, optimizers = history.scalar("loss", n), history.scalar("lr", n), history.optimizers(n)
+        sizes = np.where(np.isfinite(losses), np.abs(losses), np.nan)
+        for optimizer in set(rows.block.optimizers.tolist()):
+            own, mine = np.flatnonzero(optimizers == optimizer), rows.block.optimizers == optimizer
+            count, first = np.count_nonzero(mine), own[: own.searchsorted(n - rows.capacity) + 1]
+            if not (sizes[own[-count - LEVEL_RECORDS :]] < self.loss * sizes[first].min()).all():
+                suspected |= mine & ~(rows.totals < self.gradient * rows.openings[:, 0])
+            known = rates[own[-count - JUMP_RECORDS - 1 :]]
+            jumped = (known[1:] >= RATE_JUMP_RATIO * ROUNDING * known[:-1]) & (known[:-1] > 0)
+            suspected |= mine & jumped.any()
+        updates, backs = history.samples("update_ratio", rows.count + EFFECT_RECORDS)
         for back in backs[(updates >= min(self.often, self.update)).any(axis=1)].tolist():
-            suspected = suspected.copy()
             after = rows.count + 1 - back
             suspected[max(0, after) : max(0, after + EFFECT_RECORDS)] = True
         if "weight_norm" in rows.fresh and not has_norm_layers(rows.layout):
             limits = self.growth * ROUNDING * rows.extremes("weight_norm")[0]
-            suspected = suspected | (rows.values("weight_norm")[:, rows.layout.layers] >= limits).any(axis=1)
+            suspected |= (rows.values("weight_norm")[:, rows.layout.layers] >= limits).any(axis=1)
         return suspected
-
-    def _far_losses(self, rows: RecentRows) -> Mask:
-        """At which rows the loss is far over the optimizer's first one, or was and the gradient is up."""
-        losses = rows.history.scalar("loss", len(rows.history))
-        if np.isnan(losses).all():
-            return rows.nowhere
-        sizes, optimizers = np.abs(losses), rows.history.optimizers(len(losses))
-        lowest = sizes[: max(0, len(sizes) - rows.capacity) + 1].min()  # of the first ones that these rows see
-        alone = (optimizers == optimizers[-1]).all()
-        if alone and (sizes[-rows.count - LEVEL_RECORDS :] < self.loss * lowest).all():
-            return rows.nowhere
-        first, newest = np.zeros(rows.count), np.zeros((rows.count, LEVEL_RECORDS))
-        places = np.arange(len(losses) - rows.count, len(losses))
-        for optimizer in set(rows.block.optimizers.tolist()):
-            own, mine = (optimizers == optimizer).nonzero()[0], (rows.block.optimizers == optimizer).nonzero()[0]
-            first[mine] = sizes[own[own.searchsorted(places[mine] + 1 - rows.lengths[mine])]]
-            latest = own.searchsorted(places[mine])
-            newest[mine] = sizes[own[np.maximum(latest[:, None] - np.arange(LEVEL_RECORDS), 0)]]
-        far = ~((newest < self.loss * first[:, None]) & np.isfinite(first[:, None]))
-        flat = rows.totals < self.gradient * rows.openings[:, 0]
-        return np.asarray((far[:, 0] & np.isfinite(newest[:, 0])) | (far.any(axis=1) & ~flat))
 
     def __call__(self, history: History) -> Sequence[Finding] | None:
         if 1 < history.newest("update_ratio") <= EFFECT_RECORDS + 1 and (found := self._after_large_steps(history)):
@@ -320,14 +309,6 @@ class Divergence(CheckedRule):
         found = _weight_growth(history, RECENT_RECORDS)
         ratios = found[0][-1][~np.isnan(found[0][-1])] if found is not None else np.empty(0)
         return len(ratios) > 1 and bool(ratios.min() >= self.falling_growth)
-
-
-def _rate_jumped(rows: RecentRows) -> bool:
-    """Whether the rate of an optimizer jumped between two records in a row, which one of `rows` may look back to."""
-    n = rows.count + JUMP_RECORDS + 1
-    rates, optimizers = rows.history.scalar("lr", n), rows.history.optimizers(n)
-    jumped = (rates[1:] >= RATE_JUMP_RATIO * ROUNDING * rates[:-1]) & (rates[:-1] > 0)
-    return bool((jumped & (optimizers[1:] == optimizers[:-1])).any())
 
 
 def _jump_since_up(history: History, first: float) -> RateJump | None:
