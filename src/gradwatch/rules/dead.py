@@ -106,23 +106,17 @@ class Dead(CheckedRule):
         return [self._mostly(history, sites, *units, share)] if len(sites) else []
 
     def _all_zero(self, history: History, shares: Floats, backs: Sites) -> Sites:
-        activations = history.layout.activations
-        nothing = shares == 1
-        if not nothing[-1, activations].any():
-            return activations[:0]
+        activations, nothing = history.layout.activations, shares == 1
         # without a unit known to be idle the batch is small, and its outputs may be zero by chance
         small = np.isnan(history.row("idle_units"))
         often = lasted(nothing, backs, samples=self.samples, records=1)
         often &= ~small | lasted(nothing, backs, samples=self.few_samples, records=1)
         # samples may be far apart, and the gradient was seen to be zero all the while
-        doubtful = activations[(nothing[-1] & ~small & ~often)[activations]]
-        often[[site for site in doubtful.tolist() if self._unreached(history, layer_before(history, site))]] = True
-        return activations[often[activations]]
-
-    def _unreached(self, history: History, layer: int) -> bool:
-        """Whether the gradient of `layer` was exactly zero at each of the last records."""
         norms = history.window("grad_norm", self.samples)
-        return len(norms) == self.samples and bool((norms[:, layer] == 0).all())
+        unreached = (norms == 0).all(axis=0) & (len(norms) == self.samples)
+        doubtful = activations[(nothing[-1] & ~small & ~often)[activations]].tolist()
+        often[[site for site in doubtful if unreached[layer_before(history, site)]]] = True
+        return activations[often[activations]]
 
     def _silent(self, history: History, sites: Sites, zeros: Floats, backs: Sites) -> Finding:
         fed = np.array([_fed_zeros(history, layer_before(history, site)) for site in sites.tolist()])
@@ -197,9 +191,7 @@ class Dead(CheckedRule):
         before = np.flatnonzero((early[:, :depth] > 0).any(axis=1))
         if not len(before) or not alive[before[-1]]:
             return None
-        return self._without_gradient(
-            history, order[depth - 1 : depth], order[: depth - 1], int(order[depth]), Severity.ERROR
-        )
+        return self._without_gradient(history, order[depth - 1 : depth], order[: depth - 1], int(order[depth]))
 
     def _gradient_ended(self, history: History) -> Finding | None:
         """Layers that had a gradient at every record have had one of exactly zero since one step, while those next
@@ -229,54 +221,29 @@ class Dead(CheckedRule):
         dead, nearest = order[[*(place for place in ends if place != first), first]], int(order[flow.after[first][0]])
         fed = passed[first]
         return self._without_gradient(
-            history, dead, order[before], nearest, self._severity(history), fed=None if fed is None else int(order[fed])
+            history, dead, order[before], nearest, fed=None if fed is None else int(order[fed])
         )
 
     def _without_gradient(
-        self,
-        history: History,
-        dead: Sites,
-        starved: Sites,
-        nearest: int,
-        severity: Severity,
-        *,
-        fed: int | None = None,
+        self, history: History, dead: Sites, starved: Sites, nearest: int, *, fed: int | None = None
     ) -> Finding:
         """`dead`: layers whose gradient is 0, the one to name last; `starved`: those that lie before them; `nearest`:
         the one after them that has a gradient; `fed`: one before them that has one through the last alone.
         """
-        site = int(dead[-1])
+        site, severity = int(dead[-1]), self._severity(history)
         onset = zero_onset(history, site)
         assert onset is not None, "it is 0 at the latest record"
         death = death_of(history, site, onset)
         name, after = death.layer, history.layout.sites[nearest].name
         too = f", and of {_before_text(history.layout.names(starved))}," if len(starved) else ""
-        cause, remedy = f"most often no unit after layer {name} fires any more. {death.cause}", death.remedy
-        if (bounded := _bounded_after(history, site, onset)) is not None:
-            activation, share = bounded
-            if share < ENDS_SHARE:
-                cause = (
-                    f"most often what follows the {activation.module} {activation.name} makes it 0, such as a mask: "
-                    f"{percent_text(share)} of its outputs lie at its ends.{began_text(history, onset)}"
-                )
-                remedy = f"the outputs of {activation.name} without what multiplies them by 0."
-            else:
-                cause, remedy = _at_its_ends(history, activation, site, onset)
-        signals = history.window("signal_norm", onset, sites=site)
-        reached = bool((signals > 0).any())
-        embeds = "Embedding" in history.layout.sites[site].module
         if fed is not None:
-            cause = (
-                f"what flows back passes it to layer {history.layout.sites[fed].name}, so something makes its gradient "
-                f"0, such as a clamp that its weights have left.{began_text(history, onset)}"
-            )
-            remedy = f"for the weights of layer {name} torch.sigmoid, say, in place of a clamp, or no mask or hook."
-        elif reached or (embeds and not history.has("signal_norm")):
-            severity, only = Severity.WARNING, "its padding_idx" if embeds else "0"
-            cause = f"{'a backward signal reaches it, so' if reached else 'most often'} its inputs are all {only}, or "
-            cause += f"something makes its gradient 0.{began_text(history, onset)}{unlearnt(history)}"
-            look = "nn.LeakyReLU before it." if len(starved) else "look at a batch as the DataLoader returns it."
-            remedy = f"inputs of layer {name} that are not all {only}: {look}"
+            cause, remedy = _masked(history, site, onset, fed)
+        elif (no_inputs := _without_inputs(history, site, onset, starved)) is not None:
+            (cause, remedy), severity = no_inputs, Severity.WARNING
+        elif (bounded := _bounded_after(history, site, onset)) is not None:
+            cause, remedy = _after_bounded(history, *bounded, site, onset)
+        else:
+            cause, remedy = f"most often no unit after layer {name} fires any more. {death.cause}", death.remedy
         message = (
             f"The gradient of layer {name}{too} has been exactly 0 for {steps_text(history, self.records)} or more, "
             f"while layer {after} after it gets one: {cause}"
@@ -375,6 +342,33 @@ def _reason(history: History, layer: int, onset: int, dead: Sequence[int], *, fr
     return made, measured_remedy(history, onset) or f"a smaller lr in configure_optimizers, with warm-up, or {leaky}"
 
 
+def _masked(history: History, site: int, onset: int, fed: int) -> tuple[str, str]:
+    """Why the layer `site` has no gradient since the record `onset`, though the layer `fed` has one through it alone,
+    and what to change.
+    """
+    name, before = history.layout.names([site, fed])
+    cause = (
+        f"what flows back passes it to layer {before}, so something makes its gradient 0, such as a clamp that its "
+        f"weights have left.{began_text(history, onset)}"
+    )
+    return cause, f"for the weights of layer {name} torch.sigmoid, say, in place of a clamp, or no mask or hook."
+
+
+def _without_inputs(history: History, site: int, onset: int, starved: Sites) -> tuple[str, str] | None:
+    """The same where a signal reaches the layer, or may: its inputs are all 0. None where none reaches it. `starved`:
+    layers before it without a gradient.
+    """
+    layer, reached = history.layout.sites[site], (history.window("signal_norm", onset, sites=site) > 0).any()
+    embeds = "Embedding" in layer.module
+    if not reached and not (embeds and not history.has("signal_norm")):
+        return None
+    only = "its padding_idx" if embeds else "0"
+    cause = f"{'a backward signal reaches it, so' if reached else 'most often'} its inputs are all {only}, or "
+    cause += f"something makes its gradient 0.{began_text(history, onset)}{unlearnt(history)}"
+    look = "nn.LeakyReLU before it." if len(starved) else "look at a batch as the DataLoader returns it."
+    return cause, f"inputs of layer {layer.name} that are not all {only}: {look}"
+
+
 def _bounded_after(history: History, layer: int, onset: int) -> tuple[Site, float] | None:
     """The Tanh, Sigmoid or the like that ran next after `layer`, when such outputs were last sampled, and which share
     of them lay at its ends; NaN where that was before the record `onset`.
@@ -388,10 +382,16 @@ def _bounded_after(history: History, layer: int, onset: int) -> tuple[Site, floa
     return next(((layout.sites[site], float(known[site])) for site in after), None)
 
 
-def _at_its_ends(history: History, bounded: Site, layer: int, onset: int) -> tuple[str, str]:
+def _after_bounded(history: History, bounded: Site, share: float, layer: int, onset: int) -> tuple[str, str]:
     """Why no gradient passes the activation `bounded` after `layer` (a site) since the record `onset`, as far as
-    samples since then tell, and what to change.
+    samples since then tell, and what to change. `share`: of its outputs that lie at its ends; NaN where not known.
     """
+    if share < ENDS_SHARE:
+        cause = (
+            f"most often what follows the {bounded.module} {bounded.name} makes it 0, such as a mask: "
+            f"{percent_text(share)} of its outputs lie at its ends.{began_text(history, onset)}"
+        )
+        return cause, f"the outputs of {bounded.name} without what multiplies them by 0."
     name, how = history.layout.sites[layer].name, beginning(history, onset)
     rms = latest(series_of(history, "input_rms", layer)[own_records(history) <= onset])
     inputs = (
