@@ -19,8 +19,8 @@ from gradwatch.rules.evidence.baseline import LEVEL_RECORDS
 from gradwatch.rules.evidence.jumps import beginning
 from gradwatch.rules.evidence.layer_levels import weights_of
 from gradwatch.rules.evidence.recent_rows import RecentRows
-from gradwatch.rules.evidence.records import is_own
-from gradwatch.rules.evidence.samples import FIRST_SAMPLES, RECENT_RECORDS, in_run_order, onset_of, samples
+from gradwatch.rules.evidence.records import own_losses
+from gradwatch.rules.evidence.samples import FIRST_SAMPLES, in_run_order, onset_of, samples
 from gradwatch.rules.evidence.weights import has_norm_layers
 from gradwatch.rules.evidence.wording import name_text, ratio_text
 from gradwatch.rules.rule import CheckedRule
@@ -77,14 +77,12 @@ class ActBlowup(CheckedRule):
         found = samples(history, "output_rms")
         if found is None:
             return None
-        levels = found[0]
-        if len(levels) < self.samples:
+        if len(found[0]) < self.samples:
             return None
-        late = levels[-self.samples :]
-        return [*self._attention(history, late, *found), *self._grown(history, *found)]
+        return [*self._attention(history, *found), *self._grown(history, *found)]
 
-    def _attention(self, history: History, late: Floats, levels: Floats, backs: Sites) -> list[Finding]:
-        unhealthy, layout = [], history.layout
+    def _attention(self, history: History, levels: Floats, backs: Sites) -> list[Finding]:
+        unhealthy, layout, late = [], history.layout, levels[-self.samples :]
         for query, key in _pairs(layout):
             spread = late[:, query] * late[:, key]
             if (spread >= self.logits).all() and np.isfinite(spread).all():
@@ -111,13 +109,12 @@ class ActBlowup(CheckedRule):
         ]
 
     def _grown(self, history: History, levels: Floats, backs: Sites) -> list[Finding]:
-        layers = history.layout.layers
-        early, late, gradients = levels[:FIRST_SAMPLES], levels[-self.samples :], history.row("grad_norm")[layers]
         if len(levels) < FIRST_SAMPLES + self.samples:
             return []
+        layers = history.layout.layers
+        early, now = levels[:FIRST_SAMPLES, layers], levels[-self.samples :, layers]
         with np.errstate(invalid="ignore", divide="ignore"):
-            first = median(np.where(np.isfinite(early), early, np.nan)[:, layers])
-            now = late[:, layers]
+            first = median(np.where(np.isfinite(early), early, np.nan))
             highest = np.nanmax(first, initial=0.0)
             trained = ~np.isin(history.codes(1)[0, layers], (FROZEN, NO_OPTIMIZER))
             head = in_run_order(history, layers[trained])[-1:]
@@ -128,7 +125,8 @@ class ActBlowup(CheckedRule):
             grows = (now[1:] >= self.rising * now[:-1]).all(axis=0)
         # what is not trained grows after others, or is their copy; a gradient of 0 is that of dead units, and nothing
         # behind them sees how large their outputs are
-        unhealthy = far.all(axis=0) & grows & trained & (gradients != 0) & np.isfinite(now).all(axis=0)
+        reached = history.row("grad_norm")[layers] != 0
+        unhealthy = far.all(axis=0) & grows & trained & reached & np.isfinite(now).all(axis=0)
         if not unhealthy.any():
             return []
         ran = in_run_order(history, layers[unhealthy])
@@ -152,17 +150,13 @@ class ActBlowup(CheckedRule):
     def _learns_by_it(self, history: History, level: Floats, backs: Sites) -> bool:
         """Whether the loss fell while an output grew to its present `level`, as it does on the way to large targets."""
         smaller = np.flatnonzero(level <= level[-1] / self.growing)
-        series, own = history.scalar("loss", RECENT_RECORDS), is_own(history, RECENT_RECORDS)
         if not len(smaller):  # `growing` may be more than the growth that is found
             return False
-        end = len(series) + 1 - int(backs[smaller[-1]])
-        before = slice(max(0, end - 1 - LEVEL_RECORDS), end)
-        then = series[before][own[before]]
-        now = series[own][-LEVEL_RECORDS:]
-        then, now = then[np.isfinite(then)], now[np.isfinite(now)]
-        if not len(then) or not len(now):
+        back = int(backs[smaller[-1]])
+        then = own_losses(history, back + LEVEL_RECORDS, back=back)
+        if not len(then):
             return False
-        first = float(np.median(then))
+        first, now = float(np.median(then)), own_losses(history, len(history))[-LEVEL_RECORDS:]
         return float(np.median(now)) < first - self.falling_share * abs(first)
 
 

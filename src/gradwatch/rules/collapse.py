@@ -133,31 +133,35 @@ class Collapse(CheckedRule):
         if not len(layers):
             return []
         backs = own_sample_backs(history, "weight_norm")
-        found = self._shrunk(history, layers, backs)
-        return found and self._shrunk(history, layers, _unwritten(history, layers, backs))
+        found = self._shrink(history, layers, backs)
+        return found and self._shrink(history, layers, _unwritten(history, layers, backs))
+
+    def _shrink(self, history: History, layers: Sites, backs: Sites) -> Sequence[Finding]:
+        """The findings for `layers` at the samples `backs`, the latest record among them."""
+        return self._shrunk(history, layers, backs) or self._decays(history, layers, backs)
 
     def _shrunk(self, history: History, layers: Sites, backs: Sites) -> Sequence[Finding]:
-        """The findings for `layers` at the samples `backs`, the latest record among them."""
+        """Whether weights are nearly gone, as against the largest that they were."""
         some = backs[np.linspace(0, len(backs) - 1, min(PEAK_SAMPLES, len(backs))).astype(np.intp)]
         earlier = np.nan_to_num(history.at("weight_norm", some)[:, layers], posinf=0.0)  # an overflow is no peak
         peak, now = earlier.max(axis=0), history.at("weight_norm", backs[-1:])[0, layers]
         gone = now < self.left * peak
         since = int(some[earlier.sum(axis=1).argmax()])
-        if gone.any() and np.count_nonzero(gone) >= self._wanted(history, len(layers), since):
-            names = history.layout.names(layers[gone])
-            share = float(np.median(now[gone] / peak[gone]))
-            sizes = np.nan_to_num(history.at("weight_norm", backs)[:, layers[gone]] / peak[gone], posinf=0.0)
-            onset = int(backs[::-1][sizes.sum(axis=1)[::-1].argmax()])
-            message = (
-                f"The weights of {name_text(names)} have shrunk to {number_text(100 * share)} % of their highest "
-                f"norm, in {len(names)} of {len(layers)} layers. Together they were largest "
-                f"{distance_text(history, onset)} ago."
-            )
-            headline = f"the weights shrank to {number_text(100 * share)} % of their highest norm"
-            more, remedy = _why(history, names, onset, lower=max(1, onset - 1))
-            text, limit = message + more, self.left
-            return [Finding(self.name, Severity.WARNING, names[0], names, share, limit, text, remedy, onset, headline)]
-        return self._decays(history, layers, backs)
+        if np.count_nonzero(gone) < self._wanted(history, len(layers), since):
+            return []
+        names = history.layout.names(layers[gone])
+        share = float(np.median(now[gone] / peak[gone]))
+        sizes = np.nan_to_num(history.at("weight_norm", backs)[:, layers[gone]] / peak[gone], posinf=0.0)
+        onset = int(backs[::-1][sizes.sum(axis=1)[::-1].argmax()])
+        message = (
+            f"The weights of {name_text(names)} have shrunk to {number_text(100 * share)} % of their highest "
+            f"norm, in {len(names)} of {len(layers)} layers. Together they were largest "
+            f"{distance_text(history, onset)} ago."
+        )
+        headline = f"the weights shrank to {number_text(100 * share)} % of their highest norm"
+        more, remedy = _why(history, names, onset, lower=max(1, onset - 1))
+        text, limit = message + more, self.left
+        return [Finding(self.name, Severity.WARNING, names[0], names, share, limit, text, remedy, onset, headline)]
 
     def _decays(self, history: History, layers: Sites, backs: Sites) -> Sequence[Finding]:
         """Whether weights fell at every sample since one `SHORTEST_DECAY` steps or more ago, and too fast."""
@@ -169,7 +173,7 @@ class Collapse(CheckedRule):
         with np.errstate(divide="ignore", invalid="ignore"):
             left, changes = since[-1] / since[0], np.diff(since, axis=0)
         falls = (changes < 0).all(axis=0) & (left <= 0.5 ** (steps / self.half_life))
-        if not falls.any() or np.count_nonzero(falls) < self._wanted(history, len(layers), int(backs[far[-1]])):
+        if np.count_nonzero(falls) < self._wanted(history, len(layers), int(backs[far[-1]])):
             return []
         names = history.layout.names(layers[falls])
         half_life = float(np.median(-steps / np.log2(np.maximum(left[falls], 1e-12))))
