@@ -87,7 +87,8 @@ class Dead(CheckedRule):
     def __call__(self, history: History) -> Sequence[Finding] | None:
         if not len(history):
             return None
-        if died := self._gradient_died(history) or self._gradient_ended(history):
+        gradients = self._gradients(history)
+        if died := self._gradient_died(history, *gradients) or self._gradient_ended(history, *gradients):
             return [died]
         zeros = samples(history, "zero_share")
         if zeros is None:
@@ -179,9 +180,8 @@ class Dead(CheckedRule):
         norms = history.window("grad_norm", span)[is_own(history, span)][:, order]
         return order, norms[: -self.records], norms[-self.records :]
 
-    def _gradient_died(self, history: History) -> Finding | None:
+    def _gradient_died(self, history: History, order: Sites, early: Floats, late: Floats) -> Finding | None:
         """All layers up to some depth have had a gradient of exactly zero since one step, those after it have one."""
-        order, early, late = self._gradients(history)
         depth = int(np.argmax(late[-1] > 0)) if len(order) else 0
         if not depth or not len(early):
             return None
@@ -193,11 +193,10 @@ class Dead(CheckedRule):
             return None
         return self._without_gradient(history, order[depth - 1 : depth], order[: depth - 1], int(order[depth]))
 
-    def _gradient_ended(self, history: History) -> Finding | None:
+    def _gradient_ended(self, history: History, order: Sites, early: Floats, late: Floats) -> Finding | None:
         """Layers that had a gradient at every record have had one of exactly zero since one step, while those next
         after them have one: another way, a skip connection for one, leads around them.
         """
-        order, early, late = self._gradients(history)
         if history.layout.edges is None or len(early) < self.records:
             return None
         ended, going = np.asarray((late == 0).all(axis=0)), np.asarray((late > 0).all(axis=0))

@@ -150,20 +150,15 @@ class Divergence(CheckedRule):
 
     def _after_large_steps(self, history: History) -> Finding | None:
         """Steps as large as the weights, since which the loss has not been better throughout."""
-        lowest, latest = min(self.often, self.update), history.window("update_ratio", EFFECT_RECORDS + 1)
-        if not (latest >= lowest).any():
-            return None
         layout, backs = history.layout, update_samples(history)[-self.sampled_steps :]
         moved = np.nan_to_num(relative_updates(history, backs), nan=0.0)
         lately = backs <= EFFECT_RECORDS + 1
-        if not lately.any():
-            return None
         often = (moved[lately] >= self.often).any(axis=0) & ((moved >= self.often).sum(axis=0) >= self.times)
-        now = moved[lately].max(axis=0)
+        now = moved[lately].max(axis=0, initial=0.0)
         once = now >= self.update
         if not (once | often).any():
             return None
-        leap = int(np.flatnonzero(lately & (moved >= lowest).any(axis=1))[0])
+        leap = int(np.flatnonzero(lately & (moved >= min(self.often, self.update)).any(axis=1))[0])
         back = int(backs[leap])
         rise = _rise(history, back)
         if rise is None and not once.any():

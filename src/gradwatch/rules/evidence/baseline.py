@@ -59,8 +59,6 @@ def per_full_accumulation(history: History, n: int) -> Floats:
     Records of an incomplete accumulation, of n of N micro-batches, are multiplied by N / n.
     """
     norms = history.window("grad_norm", n)
-    if not history.has("accumulate"):
-        return norms
     ratio = history.scalar("accumulate", n) / history.scalar("accumulated", n)
     short = np.isfinite(ratio) & (ratio > 1)
     return norms * np.where(short, ratio, 1.0)[:, None] if short.any() else norms
@@ -70,16 +68,22 @@ def first_and_last(history: History, series: Floats, first: int, last: int) -> t
     """The first `first` and the newest `last` of `series`, a number of each record, that are of the latest record's
     optimizer; None while there are too few. The first ones are finite; the newest may not be.
     """
-    own = is_own(history, len(history))
-    early = series[:OPENING][own[:OPENING] & np.isfinite(series[:OPENING])][:first]
+    own, early = is_own(history, len(history)), _first(history, series, first)
     late = series[-OPENING:][own[-OPENING:]][-last:]
     return (early, late) if len(early) == first and np.count_nonzero(own) >= first + last else None
 
 
+def _first(history: History, series: Floats, count: int) -> Floats:
+    """The first `count` finite numbers of `series` that are of the latest record's optimizer; fewer where the opening
+    has fewer.
+    """
+    early = series[:OPENING]
+    return early[is_own(history, len(history))[:OPENING] & np.isfinite(early)][:count]
+
+
 def largest_first_loss(history: History, records: int) -> float:
     """The largest loss by magnitude of the first `records` of this optimizer; infinite where none is known."""
-    losses = history.scalar("loss", len(history))
-    early = losses[:OPENING][is_own(history, len(losses))[:OPENING] & np.isfinite(losses[:OPENING])][:records]
+    early = _first(history, history.scalar("loss", len(history)), records)
     return float(early[np.abs(early).argmax()]) if len(early) else float("inf")
 
 
