@@ -40,7 +40,6 @@ SLOWEST_SHARE = 0.5
 """Share of the limit's rate at which weights have to fall for a decay to have begun. Judgement: they may have drifted
 before."""
 
-
 LONG_HALF_LIFE = 10_000
 """Steps in which the weight decay that the remedy names halves the weights. Judgement: AdamW's default,
 0.01 at a rate of 1e-3, takes 69,000."""

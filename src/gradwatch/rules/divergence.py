@@ -156,7 +156,8 @@ class Divergence(CheckedRule):
         often = (moved[lately] >= self.often).any(axis=0) & ((moved >= self.often).sum(axis=0) >= self.times)
         now = moved[lately].max(axis=0, initial=0.0)
         once = now >= self.update
-        if not (once | often).any():
+        chosen, limit = (once, self.update) if once.any() else (often, self.often)
+        if not chosen.any():
             return None
         leap = int(np.flatnonzero(lately & (moved >= min(self.often, self.update)).any(axis=1))[0])
         back = int(backs[leap])
@@ -166,10 +167,8 @@ class Divergence(CheckedRule):
         # before a norm the size of weights is arbitrary: a step as large as they are sets it, and most often no more
         if rise is not None and not _worse(*rise, passing=has_norm_layers(layout)):
             return None
-        chosen = once if once.any() else often
-        limit = self.update if once.any() else self.often
-        sites, worst, names = layout.layers[chosen], float(now[chosen].max()), layout.names(layout.layers[chosen])
-        first = np.nan_to_num(np.where(chosen, moved[leap], 0.0))
+        worst, names = float(now[chosen].max()), layout.names(layout.layers[chosen])
+        first = np.where(chosen, moved[leap], 0.0)
         origin = int(first.argmax()) if first.any() else int(now.argmax())
         layer = layout.names([layout.layers[origin]])[0]
         theirs = moved[lately][:, chosen]
@@ -178,7 +177,7 @@ class Divergence(CheckedRule):
         cause, remedy, headline, onset = _why_long(history, back, records=max(EFFECT_RECORDS, between))
         message = (
             f"{'One step' if together else 'Steps'} moved the weights of {name_text(names)} by "
-            f"{'up to ' * (len(sites) > 1)}{number_text(worst)} times their own size{_went(rise)}; a hundredth is "
+            f"{'up to ' * (len(names) > 1)}{number_text(worst)} times their own size{_went(rise)}; a hundredth is "
             f"usual. {cause}"
         )
         headline = headline or f"one step was {number_text(worst)} times the size of the weights"

@@ -171,8 +171,8 @@ class Exploding(CheckedRule):
         found = self._growth(history.layout, now, dex)
         if found is None:
             return []
-        rescaled, activations = self._only_rescaled(history, found), self._activations_grow(history, found)
-        if rescaled and not activations:
+        rescaled = self._only_rescaled(history, found)
+        if rescaled and not self._activations_grow(history, found):
             return []
         if found.dex < self.at_once * dex:
             profiles = recent_profiles(history, now, self.records)
@@ -293,17 +293,14 @@ class Exploding(CheckedRule):
         if not len(made) or not np.median(sizes) >= LARGE_RATIO:
             return None
         names, value = layout.names(np.sort(made[sizes >= LARGE_RATIO])), float(np.log10(outputs[-1] / inputs[-1]))
-        largest, last = layout.sites[made[int(np.nanargmax(sizes))]].name, layout.sites[ran[-1]].name
+        largest, last = layout.names([made[sizes.argmax()], ran[-1]])
+        size, loss = number_text(sizes.max()), number_text(losses[-1], 3)
         message = (
             f"The outputs of layer {last} have a root mean square of {number_text(outputs[-1])} since the first step, "
-            f"and the loss is {number_text(losses[-1], 3)}. The weights of {name_text(names)} are "
-            f"{'up to ' * (len(names) > 1)}{number_text(np.nanmax(sizes))} times as large as is usual at the start of "
-            "a training, and there is no norm."
+            f"and the loss is {loss}. The weights of {name_text(names)} are {'up to ' * (len(names) > 1)}{size} times "
+            "as large as is usual at the start of a training, and there is no norm."
         )
-        headline = (
-            f"its weights are {number_text(np.nanmax(sizes))} times the usual ones, and the loss is "
-            f"{number_text(losses[-1], 3)}"
-        )
+        headline = f"its weights are {size} times the usual ones, and the loss is {loss}"
         remedy, onset = f"nn.init.kaiming_normal_ for the weights of {name_text(names)}.", int(backs[0])
         limit = self.activation_dex
         return Finding(self.name, Severity.WARNING, largest, names, value, limit, message, remedy, onset, headline)

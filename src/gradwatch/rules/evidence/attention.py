@@ -11,7 +11,6 @@ from gradwatch.core.record import Layout, Sites
 QUERIES_AND_KEYS = {"q": "k", "query": "key", "wq": "wk"}
 """Words in the names of layers that make queries, and those in the names of the layers beside them that make keys."""
 
-
 SCORES = {*QUERIES_AND_KEYS, *QUERIES_AND_KEYS.values(), "pos"}
 """Words in the names of layers of which an attention makes its scores: "pos" of relative positions."""
 

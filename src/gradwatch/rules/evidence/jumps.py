@@ -103,18 +103,19 @@ def gradient_jump(history: History, *, back: int = 1, of: int = 1) -> GradientJu
         earlier = earlier[np.isfinite(earlier)]
         if len(earlier) < BASELINE_RECORDS // 2 or not np.isfinite(totals[place]):
             continue
-        highest = float(earlier.max())
-        median = float(np.median(earlier))
+        highest, median = float(earlier.max()), float(np.median(earlier))
         # a gradient that was growing before is no jump
         growing = highest > median * JUMP_RATIO or (earlier[-1] == highest and highest > median * GROWING_RATIO)
+        if growing or not 0 < highest * JUMP_RATIO <= totals[place]:
+            continue
         last, moved = (largest_update(history, int(backs[at])) for at in (place - 1, place))
-        if 0 < highest * JUMP_RATIO <= totals[place] and not growing and not last >= LARGE_UPDATE:
-            threw = moved >= LARGE_UPDATE > last
-            gone, ratio = int(backs[place]), float(totals[place]) / highest
-            batch, limit = batch_text(history, back=gone), clipping_limit(history, of=of)
-            before = steps_text(history, len(earlier), back=gone + 1)
-            step = history.steps[-gone] if gone > 1 else None
-            return GradientJump(gone, ratio, highest, before, step, batch, threw, limit)
+        if last >= LARGE_UPDATE:
+            continue
+        gone, ratio = int(backs[place]), float(totals[place]) / highest
+        batch, limit = batch_text(history, back=gone), clipping_limit(history, of=of)
+        before = steps_text(history, len(earlier), back=gone + 1)
+        step, threw = history.steps[-gone] if gone > 1 else None, moved >= LARGE_UPDATE > last
+        return GradientJump(gone, ratio, highest, before, step, batch, threw, limit)
     return None
 
 

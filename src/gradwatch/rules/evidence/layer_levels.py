@@ -20,10 +20,8 @@ LARGE_RATIO = 3.0
 """Norm of a layer's weights over the usual one for their number from which they are large. Judgement: PyTorch's own
 initial weights have 0.3 to 1.4."""
 
-
 FAR_RATIO = 100.0
 """Ratio of the outputs of two layers in a row from which a factor lies between them. Judgement."""
-
 
 LEFT_SHARE = 0.1
 """Root mean square of a norm's outputs, beyond that of its biases, over that of its weights, up to which next to none
