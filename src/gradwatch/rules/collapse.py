@@ -117,11 +117,8 @@ class Collapse(CheckedRule):
                 "collapses so"
             )
             onset = int(onset_of(small, backs))
-            return [
-                Finding(
-                    self.name, Severity.WARNING, names[0], names, rms, self.code_rms, message, remedy, onset, headline
-                )
-            ]
+            where, limit = (names[0], names), self.code_rms
+            return [Finding(self.name, Severity.WARNING, *where, rms, limit, message, remedy, onset, headline)]
         return []
 
     def _weights(self, history: History) -> Sequence[Finding] | None:

@@ -144,7 +144,9 @@ class Divergence(CheckedRule):
             return [found]
         known = history.has("loss") and len(history) >= self.first_records + LEVEL_RECORDS
         start = largest_first_loss(history, self.first_records) if known else 0.0
-        if (known and (found := self._after_rate_jump(history, abs(start)))) or (found := self._weights_grew(history)):
+        if known and (found := self._after_rate_jump(history, abs(start))):
+            return [found]
+        if found := self._weights_grew(history):
             return [found]
         return self._loss_grew(history, start) if known else None
 
@@ -222,10 +224,8 @@ class Divergence(CheckedRule):
         onset = int(backs[np.flatnonzero(~far.any(axis=1))[-1] + 1])
         furthest = int(np.nanargmax(ratios[-1]))
         growth, layer = float(ratios[-1, furthest]), layout.sites[layout.layers[furthest]].name
-        names, went = (
-            layout.names(layout.layers[far[-1]]),
-            f"from {number_text(levels[1], 3)} to {number_text(levels[2], 3)}",
-        )
+        names = layout.names(layout.layers[far[-1]])
+        went = f"from {number_text(levels[1], 3)} to {number_text(levels[2], 3)}"
         carried = f"the steps carry the weights away{rate_text(history, back=onset)}"
         if outside_writes(history, layout.layers[[furthest]], backs, grew=True).any():
             carried = "single steps were large, or something else wrote the weights"
@@ -234,10 +234,8 @@ class Divergence(CheckedRule):
             f"{distance_text(history, int(backs[0]))}, {f'those of layer {layer} most, ' * (len(names) > 1)}and the "
             f"loss went back {went}: {carried}."
         )
-        headline, remedy = (
-            f"the weights grew {number_text(growth)} times, the loss went {went}",
-            better_rate(history, back=onset),
-        )
+        headline = f"the weights grew {number_text(growth)} times, the loss went {went}"
+        remedy = better_rate(history, back=onset)
         return Finding(self.name, Severity.ERROR, layer, names, growth, self.growth, message, remedy, onset, headline)
 
     def _loss_grew(self, history: History, start: float) -> Sequence[Finding] | None:
@@ -464,7 +462,6 @@ def _levels(history: History) -> tuple[float, float, float] | None:
     own = own_losses(history, len(history))
     if len(own) < max(3 * LONG_LEVEL_RECORDS, OPENING):
         return None
-    levels = np.median(
-        own[: len(own) // LONG_LEVEL_RECORDS * LONG_LEVEL_RECORDS].reshape(-1, LONG_LEVEL_RECORDS), axis=1
-    )
-    return float(np.median(own[:LONG_LEVEL_RECORDS])), float(levels.min()), float(np.median(own[-LONG_LEVEL_RECORDS:]))
+    count = len(own) // LONG_LEVEL_RECORDS
+    levels = np.median(own[: count * LONG_LEVEL_RECORDS].reshape(count, LONG_LEVEL_RECORDS), axis=1)
+    return float(levels[0]), float(levels.min()), float(np.median(own[-LONG_LEVEL_RECORDS:]))
