@@ -104,6 +104,26 @@ def test_a_finding_has_steps_in_a_row_sampled_some_time_after() -> None:
     assert len(found) <= FIRST_STEPS + 1
 
 
+@given(
+    findings=st.lists(st.tuples(st.integers(0, 400), st.integers(0, DENSE_AFTER - FIRST_STEPS)), max_size=8),
+    every=st.sampled_from([1, 3]),
+)
+def test_when_a_finding_is_told_changes_no_sample(findings: list[tuple[int, int]], every: int) -> None:
+    """As where blocks are cut by the clock: in the order of the steps, and each some steps later."""
+
+    def samples(*, late: bool) -> list[int]:
+        schedule, found = schedule_for(10**4, 10**6, budget=1e-6, every=every), []
+        waiting = sorted(findings)
+        for index in range(700):
+            while waiting and waiting[0][0] + waiting[0][1] * late <= index:
+                schedule.sample_densely(waiting.pop(0)[0])
+            if schedule.is_measured(index) and schedule.is_sampled(index):
+                found.append(index)
+        return found
+
+    assert samples(late=True) == samples(late=False)
+
+
 @pytest.mark.parametrize("every", [1, 2, 10])
 def test_every_n_steps(every: int) -> None:
     """Among the measured steps, as many are sampled as among all."""

@@ -59,7 +59,8 @@ class SamplingSchedule:
         self.interval = FIXED_INTERVAL
         """Steps between samples."""
         self._measure_interval = 1
-        self._dense_from = -1
+        self._dense_from = -MOST
+        """The index from which `FIRST_STEPS` steps in a row are sampled."""
 
     def set_counts(self, *, modules: int, tensors: int, elements: int) -> None:
         """Set the intervals for a model of `modules` hooked modules and `tensors` parameters of `elements` in all."""
@@ -106,8 +107,11 @@ class SamplingSchedule:
         return min(found) * every
 
     def sample_densely(self, index: int) -> None:
-        """A rule found something at step `index`: sample consecutive steps soon."""
-        self._dense_from = index + DENSE_AFTER
+        """A rule found something at step `index`: sample consecutive steps soon. Those that an earlier finding has
+        asked for, and that had not all come by then, serve for both.
+        """
+        if index >= self._dense_from + FIRST_STEPS * self._apart:
+            self._dense_from = index + DENSE_AFTER
 
     def state_dict(self) -> dict[str, Any]:
         """The intervals, and the index from which consecutive steps are sampled: later samples follow from them."""

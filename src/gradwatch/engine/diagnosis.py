@@ -70,6 +70,8 @@ class Diagnosis:
         self._open = False
         self._loop: LoopKind = "automatic"
         self._recorded = 0
+        self.judged_step = 0
+        """`Record.step` of the record that is being judged, or was last."""
         self._losses = LossLevels()
         self._judged: Block | None = None
         """The latest records as a block; None where something has changed them."""
@@ -163,6 +165,7 @@ class Diagnosis:
         count, judged, suspected = len(block), 0, self._suspected(block)
         open_rules = self.incidents.open_rules
         for row, step in enumerate(block.steps.tolist()):
+            self.judged_step = step
             self._recorded += 1
             names = {name for name, rows in suspected.items() if rows[row - judged]} if suspected else ()
             if names or open_rules:

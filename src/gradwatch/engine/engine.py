@@ -126,7 +126,7 @@ class Engine:
         self.queue = StepQueue(
             self.diagnosis, self.blocks, self.overhead, judging=self._judging, unseen=self._unseen, fail=self.fail
         )
-        self._judged: list[tuple[int, int]] = []
+        self._judged: dict[int, int] = {}
         """Of each of the steps that are being judged: `Record.step`, and its number among those of its optimizer."""
         self._open: StepState | None = None
         """The step that was measured and has not ended."""
@@ -194,7 +194,7 @@ class Engine:
         self._end_hooks.remove()
         self._optimizers.clear()
         self.replay.close()
-        self._open, self._judged, stays = None, [], keep_interventions and bool(self.interventions.active)
+        self._open, self._judged, stays = None, {}, keep_interventions and bool(self.interventions.active)
         if not stays:
             self._model = None
             self.interventions.detach()
@@ -503,7 +503,7 @@ class Engine:
 
     def _judging(self, steps: list[StepState]) -> None:
         """`steps` are about to be judged."""
-        self._judged = [(step.info.step, step.index) for step in steps]
+        self._judged = {step.info.step: step.index for step in steps}
         # a batch can be run again as long as the weights have not moved
         self.replay.step = None if steps[-1].stepped else steps[-1]
 
@@ -576,8 +576,7 @@ class Engine:
 
     def _alerted(self, alert: Alert) -> None:
         if self._reader is None or self._reader.shards is None:
-            found = [index for step, index in self._judged if step <= alert.noticed]
-            self.schedule.sample_densely(found[-1] if found else 0)
+            self.schedule.sample_densely(self._judged[self.diagnosis.judged_step])
             self._ordinary = range(0)
         self.alert_reaction(alert)
 
