@@ -219,6 +219,21 @@ def test_where_every_step_has_its_loss_nothing_fades() -> None:
     assert abs(seen(model, lambda: model.rnn(given)[0].sum()).series("time_growth", "rnn")[0]) < 1
 
 
+def test_where_the_loss_uses_the_first_outputs_most_nothing_is_amplified() -> None:
+    given, first = inputs(), 10.0 ** -torch.arange(STEPS)[:, None]
+
+    def of(model: Reader, weights: Tensor) -> tuple[float, list[Finding]]:
+        history = seen(model, lambda: (model.rnn(given)[0] * weights).sum(), samples=3)
+        return history.series("time_growth", "rnn")[0], [*(Exploding()(history) or ())]
+
+    growth, found = of(Reader("RNN", gain=0.1), first)
+    assert growth > 4
+    assert found == []
+    growth, found = of(Reader("RNN", gain=20.0, nonlinearity="relu"), first.flip(0))
+    assert growth > 4
+    assert [finding.layer for finding in found] == ["rnn"]
+
+
 def test_both_ways() -> None:
     given = inputs().repeat(1, 3, 1)
     faint = Reader("RNN", gain=0.1, bidirectional=True)

@@ -90,6 +90,12 @@ _BY_GROUP: dict[str, tuple[Statistic, ...]] = {
         Statistic(
             "time_jump", "largest jump between time steps", "the most of it, in dex, between one time step and the next"
         ),
+        Statistic(
+            "time_gain",
+            "gain through time",
+            "log10 of how much stronger the largest dL/d(input) of a time step is than dL/d(output) of the layer; not "
+            "known of a layer called in a loop",
+        ),
         Statistic("time_steps", "time steps", "the number of time steps it is over"),
     ),
     "weights and updates": (

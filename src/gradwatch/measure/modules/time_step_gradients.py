@@ -51,8 +51,8 @@ MIN_REACHED_STEPS = 4
 """Time steps with a gradient that a sequence needs. Judgement."""
 
 MIN_AMPLIFICATION = 2.0
-"""dex by which the largest norm at the input of a bidirectional layer exceeds the norm at its outputs, if the layer
-amplifies: one pass through its input weights adds one at most. Judgement."""
+"""`time_gain` from which a bidirectional layer amplifies: one pass through its input weights adds one at most.
+Judgement."""
 
 OVERFLOW = 1e39
 """Stands for an infinite norm: just beyond float32."""
@@ -75,7 +75,7 @@ class _StepCalls:
     costs: HookCosts
     calls: dict[int, list[_LayerCall]] = field(default_factory=dict)
     output_norms: dict[int, list[Tensor]] = field(default_factory=dict)
-    """Site of a bidirectional layer -> norms of dL/d(output), shape [1]."""
+    """Site of a sequence layer -> norms of dL/d(output), shape [1]."""
     reached: set[int] = field(default_factory=set)
     """Sites that a gradient has reached since their last call."""
     measured: int = 0
@@ -117,6 +117,8 @@ class TimeStepGradients(ModuleStatistic):
         self._loops = CallLoops()
         self._layers: set[int] = set()
         """Sites of the layers that are no sequence layers."""
+        self._both_ways: set[int] = set()
+        """Sites of the bidirectional ones."""
 
     def on_input(self, site: int, module: nn.Module) -> InputCallback | None:
         return self._sequence_callback(site, module) if type(module) in SEQUENCE_LAYERS else None
@@ -130,7 +132,7 @@ class TimeStepGradients(ModuleStatistic):
         return detect_loop(self._loops, site) if self._loops.tries.get(site, MAX_TRIES) < MAX_TRIES else None
 
     def on_grad_output(self, site: int, module: nn.Module, kind: str) -> GradOutputCallback | None:
-        if type(module) not in SEQUENCE_LAYERS or not _is_bidirectional(module):
+        if type(module) not in SEQUENCE_LAYERS:
             return None
 
         def on_grad_output(gradient: Tensor) -> None:
@@ -153,10 +155,12 @@ class TimeStepGradients(ModuleStatistic):
         layer_calls: list[LayerCalls] = []
         pieces: list[Tensor] = []
         for site, calls in step.calls.items():
-            output_norms = step.output_norms.get(site, [])
+            continues = [call.continues for call in calls]
+            # what comes to a state that is carried on has been through the layer
+            output_norms = [] if any(continues) else step.output_norms.get(site, [])
             sizes = [[len(norms) for norms in call.norms] for call in calls]
             if any(map(len, sizes)):
-                layer_calls.append(LayerCalls(site, sizes, [call.continues for call in calls], len(output_norms)))
+                layer_calls.append(LayerCalls(site, sizes, continues, len(output_norms), site in self._both_ways))
                 pieces += [norms for call in calls for norms in call.norms] + output_norms
         if not pieces:
             return None
@@ -165,7 +169,9 @@ class TimeStepGradients(ModuleStatistic):
 
     def _sequence_callback(self, site: int, module: Any) -> InputCallback:
         there = weakref.ref(module)  # its replicas in nn.DataParallel have no parameters
-        bidirectional, batch_first = _is_bidirectional(module), bool(module.batch_first)
+        bidirectional, batch_first = bool(module.bidirectional), bool(module.batch_first)
+        if bidirectional:
+            self._both_ways.add(site)
 
         def on_input(_: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Arguments | None:
             if hooks_disabled:
@@ -200,10 +206,6 @@ class TimeStepGradients(ModuleStatistic):
         for tensor in tensors:
             if tensor.requires_grad and not tensor.is_leaf and is_hookable(tensor):
                 tensor.register_hook(on_grad_output)
-
-
-def _is_bidirectional(module: nn.Module) -> bool:
-    return isinstance(module, nn.RNNBase) and bool(module.bidirectional)
 
 
 def _norms_of_time_steps(gradient: Tensor, *, sizes: Tensor | None, batch_first: bool) -> Tensor:
@@ -289,12 +291,13 @@ class LayerCalls:
     continues: Sequence[bool]
     """For each call, whether its state comes from the call before it."""
     output_norms: int
-    """How many norms of dL/d(output) follow, for a bidirectional layer."""
+    """How many norms of dL/d(output) follow: none for a layer that is measured there."""
+    bidirectional: bool = False
 
 
 def time_growths(layer_calls: Sequence[LayerCalls], numbers: Floats, sites: int) -> dict[str, Floats]:
-    """`time_growth`, `time_jump` and `time_steps`, one number per site, NaN where there is no sequence; empty without
-    any sequence.
+    """`time_growth`, `time_jump`, `time_gain` and `time_steps`, one number per site, NaN where there is no sequence;
+    empty without any sequence.
 
     `numbers`: for each of `layer_calls`, the norms of the gradient at each time step of each call, then its output
     norms. Of several sequences, the one with the median growth counts.
@@ -306,16 +309,17 @@ def time_growths(layer_calls: Sequence[LayerCalls], numbers: Floats, sites: int)
         end = start + size + calls_of_layer.output_norms
         own, output_norms = numbers[start : start + size], numbers[start + size : end]
         start = end
-        whole = float(np.sqrt(np.square(output_norms).sum())) if calls_of_layer.output_norms else None
-        judged: list[tuple[float, float, int]] = []
+        whole = float(np.sqrt(np.square(output_norms).sum())) if calls_of_layer.output_norms else np.nan
+        judged: list[tuple[float, float, float, int]] = []
         for norms in _sequences(calls_of_layer, own):
             logs = _logs(norms)
-            if logs is not None and (whole is None or whole > 0):
-                growth, jump = _growth(logs) if whole is None else _bidirectional_growth(logs, whole)
-                judged.append((growth, jump, len(norms)))
+            if logs is not None and not whole <= 0:
+                gain = float(logs.max() - np.log10(whole))
+                both_ways = calls_of_layer.bidirectional and not np.isnan(gain)
+                judged.append((*(_bidirectional_growth(logs, gain) if both_ways else _growth(logs)), gain, len(norms)))
         if judged:
             middle = sorted(judged)[len(judged) // 2]
-            for name, number in zip(("time_growth", "time_jump", "time_steps"), middle, strict=True):
+            for name, number in zip(("time_growth", "time_jump", "time_gain", "time_steps"), middle, strict=True):
                 found.setdefault(name, np.full(sites, np.nan))[calls_of_layer.site] = number
     return found
 
@@ -356,14 +360,13 @@ def _growth(logs: Floats) -> tuple[float, float]:
     return growth, float(np.abs(np.diff(envelope)).max(initial=0.0))
 
 
-def _bidirectional_growth(logs: Floats, output_norm: float) -> tuple[float, float]:
+def _bidirectional_growth(logs: Floats, gain: float) -> tuple[float, float]:
     """The same for a bidirectional layer, at whose input the gradients of both directions add up.
 
-    If the layer amplifies: by how much the largest norm exceeds `output_norm`, the norm of dL/d(output); the ends then
-    exceed the smallest norm by half as many dex at least. Otherwise the gradient shrinks with the distance from the end
+    If the layer amplifies: `gain`, by how much the largest norm exceeds that of dL/d(output); the ends then exceed the
+    smallest norm by half as many dex at least. Otherwise the gradient shrinks with the distance from the end
     where the output is used: the fall from the larger end to the smallest norm, negative.
     """
     weakest = int(logs.argmin())
     fall, jump = _growth(logs[: weakest + 1] if logs[0] >= logs[-1] else logs[weakest:][::-1])
-    gained = float(logs.max() - np.log10(output_norm))
-    return (min(gained, 2 * fall), jump) if gained >= MIN_AMPLIFICATION else (-fall, jump)
+    return (min(gain, 2 * fall), jump) if gain >= MIN_AMPLIFICATION else (-fall, jump)

@@ -31,6 +31,10 @@ improves. Judgement. A loss in which so many are more than `FALLEN_SHARE` is too
 LOSS_CHECK_INTERVAL = 10
 """Records between two checks of the loss where no sample is due. Judgement."""
 
+AMPLIFYING_GAIN = 2.0
+"""dex by which the gradient of a time step exceeds that of all outputs of a layer that amplifies: one pass through its
+input weights adds one at most. Where it does not, the loss uses the first outputs more than the last. Judgement."""
+
 GATED = ("LSTM", "LSTMCell", "GRU", "GRUCell")
 
 
@@ -108,8 +112,8 @@ def _samples(history: History, count: int) -> Sites:
 
 def _is_steep(history: History, backs: Sites, dex: float) -> Mask:
     """Where the gradient grew by `dex`, step by step, at the records `backs`: shape [records, sites]."""
-    growth, jump = history.at("time_growth", backs), history.at("time_jump", backs)
-    return np.asarray((growth >= dex) & (jump < ABRUPT_SHARE * growth))
+    growth, jump, gain = (history.at(name, backs) for name in ("time_growth", "time_jump", "time_gain"))
+    return np.asarray((growth >= dex) & (jump < ABRUPT_SHARE * growth) & ~(gain < AMPLIFYING_GAIN))
 
 
 def _stuck(history: History) -> tuple[float, float] | None:
