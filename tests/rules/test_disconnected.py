@@ -545,6 +545,17 @@ def test_two_layers_of_zeros_in_a_row() -> None:
     assert alert.headline == "its gradient was exactly 0 at each of 20 steps; all weights of layers 1, 2 are 0"
 
 
+def test_adapters_that_are_all_zeros_beside_frozen_layers() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 4, bias=False), nn.Linear(4, 8, bias=False), nn.Linear(8, 1))
+    model[2].requires_grad_(False)
+    for layer in model[:2]:
+        nn.init.zeros_(layer.weight)
+    alert = zero_gradients_of(model, lambda y: (y - 1).square().mean())
+    assert "all weights of layers 0, 1 are 0, and of two factors or layers in a row" in alert.message
+    assert alert.remedy == "initial weights other than 0 for layer 0."
+
+
 def test_an_activation_in_its_flat_part_comes_first_among_the_causes() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4), nn.Sigmoid())

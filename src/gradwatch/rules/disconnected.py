@@ -513,8 +513,9 @@ def _has_signal(history: History, layers: Sites, records: int) -> Mask:
         return np.zeros(len(layers), dtype=bool)
     signals, gradients = (history.at(name, backs[-1:])[0] for name in ("signal_norm", "grad_norm"))
     others = signals[history.layout.layers][gradients[history.layout.layers] > 0]
-    least = float(np.fmin.reduce(others[others > 0], initial=np.inf))
-    return np.asarray((signals[layers] >= FADED_SHARE * least) & (signals[layers] < np.inf))
+    least = others[others > 0].min() if (others > 0).any() else 0.0
+    own = signals[layers]
+    return np.asarray((own > 0) & (own >= FADED_SHARE * least) & (own < np.inf))
 
 
 def _has_zero_weights(history: History, layers: Sites) -> Mask:
