@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from gradwatch.core.alert import Finding, Severity
+from gradwatch.core.alert import Finding, Severity, short_list
 from gradwatch.core.history import History
 from gradwatch.core.number_text import number_text
 from gradwatch.core.record import (
@@ -116,12 +116,18 @@ class Frozen(CheckedRule):
         if not names:
             return []
         them, keep = ("it", "it keeps its") if len(names) == 1 else ("them", "they keep their")
-        message = (
-            f"The loss depends on {name_text(names)}, which no module of the model owns and no optimizer changes: "
-            f"parameters() and state_dict() do not list {them}, and {keep} initial values. Modules in a Python list or "
-            "dict are not registered."
-        )
+        tensors = [name for name in names if name.startswith("parameter ")]  # in no attribute of a module
+        layers = [name for name in names if name not in tensors]
+        every = " and ".join([name_text(layers)] * bool(layers) + [short_list(tensors)] * bool(tensors))
+        why = "Modules in a Python list or dict are not registered."
         remedy = "nn.ModuleList or nn.ModuleDict in place of the list or dict; nn.ParameterList for parameters."
+        if not layers:
+            why = "What an operation makes of an nn.Parameter, as .to(device) does, is a tensor and no parameter."
+            remedy = "nn.Parameter(x.to(device)), with no operation after it, as an attribute of a module."
+        message = (
+            f"The loss depends on {every}, which no module of the model owns and no optimizer changes: parameters() "
+            f"and state_dict() do not list {them}, and {keep} initial values. {why}"
+        )
         headline = "no module owns it: parameters() does not list it"
         onset = len(history) if history.whole else 1
         limit = float(self.records)
