@@ -424,7 +424,7 @@ def test_modules_of_a_list_are_one_or_several() -> None:
     assert "do not list them, and they keep their initial values" in unowned("blocks.0", "blocks.1")
     moved = unowned("parameter [64, 16]")
     assert moved.startswith("The loss depends on parameter [64, 16], which no module of the model owns")
-    assert moved.endswith("What an operation makes of an nn.Parameter, as .to(device) does, is a tensor and no parameter.")
+    assert "What an operation makes of an nn.Parameter, as .to(device) does, is a tensor and no parameter." in moved
     assert "depends on layer blocks.0 and parameter [64, 16], which" in unowned("blocks.0", "parameter [64, 16]")
 
 

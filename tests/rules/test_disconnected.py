@@ -389,8 +389,24 @@ def test_an_unused_parameter_of_a_layer_that_runs() -> None:
     assert (found.sites, found.severity) == (("fc1.weight",), Severity.WARNING)
     assert found.message == (
         "Parameter fc1.weight got no gradient in 20 steps, while others of the module did: forward does not use it, or "
-        "the loss does not depend on it, as a derivative does not on a last bias."
+        "only its .data or detach(); or the loss does not depend on it, as a derivative does not on a last bias."
     )
+
+
+def test_a_weight_of_which_only_the_data_are_used() -> None:
+    class Net(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self[1](nn.functional.linear(x, self[0].weight.data, self[0].bias))  # type: ignore[no-any-return]
+
+    model = Net(nn.Linear(8, 4), nn.Linear(4, 1))
+    watch = Watch(model, rules=[Disconnected()], sinks=())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train(optimizer, lambda step: model(torch.randn(16, 8)).square().mean(), watch, steps=30)
+    (alert,) = watch.alerts
+    assert (alert.sites, alert.severity) == (("0.weight",), Severity.WARNING)
+    assert "forward does not use it, or only its .data or detach(); or the loss does not depend on it" in alert.message
+    assert alert.remedy == "use 0.weight itself in forward, not its .data or detach(), or remove it."
+    assert watch.verdict.untrained == {"0.weight": "although others of its module are"}
 
 
 @pytest.mark.parametrize("cut", [False, True], ids=["used", "cut off"])

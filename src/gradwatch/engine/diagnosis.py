@@ -17,7 +17,17 @@ from gradwatch.core.block import Block
 from gradwatch.core.history import History, NonfiniteOrigin
 from gradwatch.core.layer_graph import merge_edges, topological_order
 from gradwatch.core.loss_levels import LossLevels
-from gradwatch.core.record import MEASURED, NO_GRADIENT, OTHER_OPTIMIZER, UNMEASURABLE, Floats, Layout, Missing, Run
+from gradwatch.core.record import (
+    MEASURED,
+    NO_GRADIENT,
+    OTHER_OPTIMIZER,
+    ROOT,
+    UNMEASURABLE,
+    Floats,
+    Layout,
+    Missing,
+    Run,
+)
 from gradwatch.core.training_loop import LoopKind
 from gradwatch.engine.history_state import packed, unpacked
 from gradwatch.engine.options import OnAlert
@@ -327,6 +337,7 @@ class Diagnosis:
         executed = set(layout.order)
         idle = "in an optimizer that was not seen to step"
         idle += "" if self.history.whole else f" since step {self.history.steps[0]}"
+        trained = tuple(layout.names(sites[self._reached[sites]]))
         reasons: dict[str, str] = {}
         for place, owner in zip(layout.parameters, layout.owners, strict=True):
             if self._reached[place]:
@@ -336,7 +347,12 @@ class Diagnosis:
                 continue
             reason = Missing(code).reason if code != OTHER_OPTIMIZER else idle
             if code == NO_GRADIENT and executed:
-                reason = "although its layer runs" if int(owner) in executed else "unused (its layer never runs)"
+                module = "" if layout.sites[owner].name == ROOT else f"{layout.sites[owner].name}."
+                reason = "unused (its layer never runs)"
+                if int(owner) in executed:
+                    reason = "although its layer runs"
+                elif any(name.startswith(module) for name in trained):
+                    reason = "although others of its module are"
             reasons[layout.sites[place].name] = reason
         return reasons
 

@@ -150,9 +150,9 @@ TEXTS = {
     ),
     "left_out": (
         "the loss does not depend on it",
-        "{All} got no gradient in {steps}, while others of the module did: forward does not use {them}, or the loss "
-        "does not depend on {them}, as a derivative does not on a last bias.",
-        "use {last} in forward, or remove it.",
+        "{All} got no gradient in {steps}, while others of the module did: forward does not use {them}, or only "
+        "{their} .data or detach(); or the loss does not depend on {them}, as a derivative does not on a last bias.",
+        "use {last} itself in forward, not its .data or detach(), or remove it.",
     ),
 }
 """Headline, message and remedy of each kind; `output_unused`, `unused_by`, `left_out_by`, `weighs_one`, `attends`: what
@@ -392,6 +392,7 @@ def _worded(text: str, names: Sequence[str], steps: str, kind: str = "layer", **
     more |= {"all": every, "All": capitalized(every), "last": names[-1], "steps": steps, "kind": kind}
     more |= {"run": "runs" if one else "run", "output": "its output" if one else "their outputs"}
     more |= {"own": f"{kind} it is" if one else f"{kind}s they are", "them": "it" if one else "them"}
+    more |= {"their": "its" if one else "their"}
     more["such_as"] = ", such as add_pooling_layer=False" * (more.get("library") == "transformers")
     return [part.format(**more) for part in TEXTS[text]]
 
