@@ -469,6 +469,19 @@ def test_a_loss_that_is_always_zero() -> None:
     assert "the loss is exactly 0" not in found.message
 
 
+def test_a_cross_entropy_of_one_output_comes_first_among_the_causes() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
+    watch = Watch(model, rules=[Disconnected()], sinks=())
+    classes, optimizer = torch.zeros(16, dtype=torch.long), torch.optim.SGD(model.parameters(), lr=0.1)
+    train(optimizer, lambda _: nn.functional.cross_entropy(model(torch.randn(16, 8)), classes), watch, steps=30)
+    (alert,) = watch.alerts
+    assert "and the loss is exactly 0: a cross entropy of one class, as layer 2 gives one number; or a" in alert.message
+    assert alert.remedy.startswith(
+        "an output of layer 2 for each class, or F.binary_cross_entropy_with_logits; or a loss weight above 0"
+    )
+
+
 def test_a_gradient_that_was_always_zero() -> None:
     outcome = judge_rows(Disconnected(), net(3), [{"gradients": [0, 1, 1]}] * 20)
     assert silent(outcome[:19])

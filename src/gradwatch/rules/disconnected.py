@@ -92,10 +92,10 @@ TEXTS = {
     ),
     "no_loss": (
         "its gradient was exactly 0 at each of {steps}, and the loss is 0",
-        "The gradient of {all} was exactly 0 at each of {steps}, and the loss is exactly 0: a loss weight of 0, a mask "
-        "or padding that leaves nothing, no reward yet, a margin that nothing violates, or targets that CTC cannot "
-        "align, with zero_infinity=True.",
-        "a loss weight above 0; and a look at targets, rewards, masks and lengths of a batch.",
+        "The gradient of {all} was exactly 0 at each of {steps}, and the loss is exactly 0: {one_class}a loss weight "
+        "of 0, a mask or padding that leaves nothing, no reward yet, a margin that nothing violates, or targets that "
+        "CTC cannot align, with zero_infinity=True.",
+        "{classes}a loss weight above 0; and a look at targets, rewards, masks and lengths of a batch.",
     ),
     "without_gradients": (
         "it runs with gradients disabled",
@@ -353,10 +353,11 @@ class Disconnected(CheckedRule):
         if (zero & reached).any() and (zero & ~reached).any():
             zeros, hidden = (name_text(layout.names(layers[chosen])) for chosen in (zero, zero & ~reached))
             return "zero_weights", {"zeros": zeros, "hidden": hidden}
-        losses = own_losses(history, self.zero_records)
+        one, losses = _gives_one(layout, last), own_losses(history, self.zero_records)
         if history.total == 0 and len(losses) and not losses.any():
-            return "no_loss", {}
-        one = _gives_one(layout, last)
+            one_class = f"a cross entropy of one class, as layer {last} gives one number; or " * one
+            classes = f"an output of layer {last} for each class, or F.binary_cross_entropy_with_logits; or " * one
+            return "no_loss", {"one_class": one_class, "classes": classes}
         if one or layout.index[last] in makers_of_scores(layout):
             trained = layout.layers[history.row("grad_norm")[layout.layers] > 0]
             libraries = {*_libraries_around(layout, layers, trained)}
