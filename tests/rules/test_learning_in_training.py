@@ -212,6 +212,42 @@ def test_a_training_that_stands_still(make: Make, options: dict[str, Any], cause
     assert list(found) == ["stalled"]
 
 
+def scaled_incidents(*, unscales: bool, by_scaler: bool) -> dict[str, Alert]:
+    """Of a training whose loss is scaled; gradients are clipped to 1 before the scaler steps."""
+    model, scaler = mlp(), torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    optimizer = sgd()(model)
+    with Watch(model, rules=(Stalled(), Divergence()), sinks=(), budget=None, scaler=scaler) as watch:
+        for inputs, targets in points(60):
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(model(inputs), targets)
+            scaler.scale(loss).backward()
+            if unscales:
+                scaler.unscale_(optimizer)
+            watch.step(optimizer, loss=loss)
+            if by_scaler:
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                scaler.step(optimizer)
+            else:
+                optimizer.step()
+            if by_scaler or unscales:
+                scaler.update()
+    return {alert.rule: alert for alert in watch.alerts}
+
+
+def test_clipping_of_scaled_gradients() -> None:
+    alert = scaled_incidents(unscales=False, by_scaler=True)["stalled"]
+    assert "Clipping leaves 1.5e-5 of a gradient of norm 0.56 without the loss scale." in alert.message
+    assert alert.remedy.endswith(", which is above the norm of the gradient, after scaler.unscale_(optimizer).")
+    assert scaled_incidents(unscales=True, by_scaler=True) == {}
+
+
+def test_steps_on_scaled_gradients() -> None:
+    alert = scaled_incidents(unscales=False, by_scaler=False)["divergence"]
+    assert "The optimizer used gradients that still had the loss scale, 65536 times those measured." in alert.message
+    assert alert.remedy == "scaler.step(optimizer), which divides by the loss scale, in place of optimizer.step()."
+    assert scaled_incidents(unscales=True, by_scaler=False) == {}
+
+
 def test_bfloat16_swallows_small_steps() -> None:
     model = mlp().bfloat16()
     found = incidents_of(model, sgd(1e-5)(model))

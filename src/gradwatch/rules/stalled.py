@@ -244,11 +244,14 @@ def _cause(history: History, own: Sites, back: int, most: float) -> tuple[str, s
     if rate == 0:
         return "The learning rate is 0.", usual
     if left < 1e-2 * norm:
+        scaled = history.number("scaled", back=back) == 1
+        said, unscaled = " without the loss scale" * scaled, ", without the loss scale" * scaled
+        limit = f"Trainer(gradient_clip_val={USUAL_CLIPPING}), which is above the norm of the gradient"
+        if norm >= USUAL_CLIPPING:
+            limit = f"Trainer(gradient_clip_val={number_text(norm, 1)}), the norm of the gradient"
         return (
-            f"Clipping leaves {number_text(left)} of a gradient of norm {number_text(norm)}.",
-            f"Trainer(gradient_clip_val={number_text(norm, 1)}), the norm of the gradient."
-            if norm >= USUAL_CLIPPING
-            else f"Trainer(gradient_clip_val={USUAL_CLIPPING}), which is above the norm of the gradient.",
+            f"Clipping leaves {number_text(left)} of a gradient of norm {number_text(norm)}{said}.",
+            f"{limit}{unscaled}.",
         )
     if not most and np.isnan(left) and np.isnan(history.number("closures", back=back)):
         return "No optimizer step was seen that uses these gradients.", "no zero_grad() in on_before_optimizer_step."

@@ -49,6 +49,10 @@ LEAST_PASSES = 3
 MOST_PASSES = 4096
 """Backward passes from which a gradient was multiplied, and is no sum. Judgement."""
 
+SCALED_RATIO = 2.0**7
+"""Ratio of gradients that were used to those measured without the loss scale, from which it was still in them. As
+`measure.loss_scale.MIN_LOSS_SCALE`."""
+
 MAXIMIZES = "the optimizer goes up the loss, not down (maximize=True)."
 """The cause where the loss rises and `maximizes`."""
 
@@ -205,6 +209,15 @@ def usual_norm(history: History, *, back: int) -> float | None:
     before = history.window("grad_norm", n, sites=0)[:-back][is_own(history, n, of=back)[:-back]]
     before = before[np.isfinite(before)]
     return float(np.median(before)) or None if len(before) else None
+
+
+def scale_in_use(history: History, *, back: int) -> float | None:
+    """The loss scale that gradients still had as the optimizer used them, at the record `back` from the end; None
+    without one.
+    """
+    measured, used = (float(history.row(name, back=back)[0]) for name in ("grad_norm", "grad_norm_clipped"))
+    scaled = history.number("scaled", back=back) == 1 and 0 < measured < np.inf and used >= SCALED_RATIO * measured
+    return used / measured if scaled else None
 
 
 def summed_passes(history: History, *, of: int = 1) -> int | None:
