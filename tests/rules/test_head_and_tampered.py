@@ -143,6 +143,13 @@ NO_LOGARITHM = {
     "sequences": lambda z: nn.NLLLoss()(nn.Softmax(-1)(z.view(2, 3, -1)).view(-1, CLASSES), Y),
 }
 
+CUT_OFF = {
+    "classes": ("softmax_head", lambda z: F.cross_entropy(z.relu(), Y)),
+    "module": ("softmax_head", lambda z: nn.NLLLoss()(nn.LogSoftmax(1)(nn.ReLU(inplace=True)(z)), Y)),
+    "sequences": ("softmax_head", lambda z: F.cross_entropy(z.view(2, 3, -1).relu().flatten(0, 1), Y)),
+    "binary": ("sigmoid_head", lambda z: F.binary_cross_entropy_with_logits(z.relu()[:, 0], SOFT[:, 0])),
+}
+
 
 class LogSoftmax(torch.autograd.Function):
     """One of a user's own, called as torch's."""
@@ -164,6 +171,9 @@ SOUND: dict[str, Callable[[Tensor], Tensor]] = {
     "of images": lambda z: F.nll_loss(F.log_softmax(z.view(1, 2, 3, CLASSES).movedim(-1, 1), 1), Y.view(1, 2, 3)),
     "of one example": lambda z: F.nll_loss(F.log_softmax(z[0], -1), Y[0]),
     "of pairs, both ways": lambda z: F.nll_loss(F.log_softmax(z @ z.T, 0).T, torch.arange(6)),
+    "maps that are averaged": lambda z: F.cross_entropy(z.unsqueeze(2).relu().mean(2), Y),
+    "hidden units": lambda z: F.cross_entropy(nn.Linear(CLASSES, CLASSES)(z.relu()), Y),
+    "part of a sum": lambda z: F.cross_entropy(z.relu() - (-z).relu(), Y),
     "log-softmax twice": lambda z: F.cross_entropy(F.log_softmax(z, 1), Y),
     "log of softmax": lambda z: F.cross_entropy(z.softmax(1).log(), Y),
     "squared error": lambda z: F.mse_loss(z.softmax(1), SOFT),
@@ -204,6 +214,13 @@ def test_a_log_softmax_over_what_are_no_classes_is_seen_in_the_graph(loss: str) 
 def test_a_softmax_in_place_of_a_log_softmax_is_seen_in_the_graph(loss: str) -> None:
     found = head_faults(NO_LOGARITHM[loss](head()))
     assert [(squash.statistic, squash.value, len(squash.parameters)) for squash in found] == [("softmax_head", 4.0, 2)]
+
+
+@pytest.mark.parametrize("loss", CUT_OFF)
+def test_a_relu_after_logits_is_seen_in_the_graph(loss: str) -> None:
+    statistic, of = CUT_OFF[loss]
+    found = head_faults(of(head()))
+    assert [(squash.statistic, squash.value, len(squash.parameters)) for squash in found] == [(statistic, 6.0, 2)]
 
 
 Z = torch.zeros(6, CLASSES)
@@ -353,6 +370,18 @@ def test_a_softmax_before_a_negative_log_likelihood() -> None:
         "of probabilities: the gradient fades where the model is sure, right or wrong."
     )
     assert alert.remedy == "F.cross_entropy of the output of layer net.head, or log_softmax in place of the softmax."
+
+
+def test_a_relu_after_logits() -> None:
+    alert = only(fitted(Tail(torch.relu), crossed))
+    assert (alert.rule, alert.layer, alert.step) == ("bad_head", "net.head", 0)
+    assert alert.message == (
+        "The output of layer net.head goes through a ReLU into a loss that applies a softmax itself: no logit can be "
+        "under 0, and a class whose logit is 0 for every example gets no gradient."
+    )
+    assert alert.remedy == "the output of layer net.head as it is for the loss, without the ReLU."
+    alert = only(fitted(Tail(torch.relu), lambda net, x: F.binary_cross_entropy_with_logits(net(x), target(x))))
+    assert "a loss that applies a sigmoid itself: no probability can be under 0.5, and an output" in alert.message
 
 
 def test_a_log_softmax_over_the_batch() -> None:

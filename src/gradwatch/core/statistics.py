@@ -145,7 +145,7 @@ _BY_GROUP: dict[str, tuple[Statistic, ...]] = {
             sampled=False,
         ),
         # of the next two: 1 for a cross entropy, 2 for a binary one, 3 for a log-softmax that is not over the classes,
-        # 4 for a softmax that lacks its logarithm; 0 for the total where no loss does so
+        # 4 for a softmax that lacks its logarithm, 6 for a ReLU of logits; 0 for the total where no loss does so
         Statistic(
             "softmax_head", "softmax before the loss", "whether a softmax of the output goes into the loss as logits"
         ),

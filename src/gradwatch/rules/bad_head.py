@@ -1,5 +1,5 @@
-"""Bad heads: the loss takes probabilities for logits or log-probabilities, or compares each output with the targets of
-the whole batch, or a bounded one with targets out of its reach.
+"""Bad heads: the loss takes probabilities for logits or log-probabilities, or logits that a ReLU cuts off, or compares
+each output with the targets of the whole batch, or a bounded one with targets out of its reach.
 """
 
 from __future__ import annotations
@@ -44,6 +44,18 @@ TEXTS = {
         "probabilities: the gradient fades where the model is sure, right or wrong.",
         "F.cross_entropy of the output of {whose}, or log_softmax in place of the softmax.",
     ),
+    ("softmax_head", 6): (
+        "a ReLU cuts its logits off",
+        "The output of {whose} goes through a ReLU into a loss that applies a softmax itself: no logit can be under 0, "
+        "and a class whose logit is 0 for every example gets no gradient.",
+        "the output of {whose} as it is for the loss, without the ReLU.",
+    ),
+    ("sigmoid_head", 6): (
+        "a ReLU cuts its logits off",
+        "The output of {whose} goes through a ReLU into a loss that applies a sigmoid itself: no probability can be "
+        "under 0.5, and an output that is 0 for every example gets no gradient.",
+        "the output of {whose} as it is for the loss, without the ReLU.",
+    ),
     ("loss_broadcast", None): (
         "each output is compared with all {value:.0f} targets of the batch: shapes broadcast",
         "The loss compares each output of {whose} with all {value:.0f} targets of the batch: their shapes differ, "
@@ -65,8 +77,9 @@ TEXTS = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BadHead(CheckedRule):
     """Probabilities go where logits belong: they lie between 0 and 1, and the loss cannot get near its least. Or where
-    their logarithms belong; or they are not over the classes. Or outputs [N, 1] are broadcast against targets [N], and
-    what is learnt is the mean of the targets. Or a tanh, sigmoid or softmax shall give what it cannot.
+    their logarithms belong; or they are not over the classes. Or logits cannot fall below 0. Or outputs [N, 1] are
+    broadcast against targets [N], and what is learnt is the mean of the targets. Or a tanh, sigmoid or softmax shall
+    give what it cannot.
 
     Where the graph of the loss is known (in a Trainer) it says so itself, of functions too. Elsewhere modules are
     recognized by what flows back to them. A second log-softmax changes nothing and is no fault.

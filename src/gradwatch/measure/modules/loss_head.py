@@ -1,6 +1,6 @@
 """What does not fit between model and loss, as the graph of the loss shows: a softmax or sigmoid that is applied twice,
-a log-softmax that lacks its logarithm or is not over the classes, an output that is broadcast against the targets, or a
-bounded one.
+a log-softmax that lacks its logarithm or is not over the classes, logits that a ReLU cuts off, an output that is
+broadcast against the targets, or a bounded one.
 """
 
 from __future__ import annotations
@@ -70,11 +70,14 @@ OTHER_DIMENSION, NO_LOGARITHM = 3.0, 4.0
 softmax.
 """
 
+CUT_OFF = 6.0
+"""In place of these: a ReLU of the logits."""
+
 
 @dataclass(frozen=True, slots=True)
 class HeadFault:
     """A softmax or sigmoid whose output a loss takes as logits, and so applies another one to; one that is no
-    log-softmax over the classes where there should be one; or an output that is broadcast.
+    log-softmax over the classes where there should be one; a ReLU of logits; or an output that is broadcast.
     """
 
     statistic: str
@@ -178,8 +181,10 @@ def head_faults(loss: Tensor) -> list[HeadFault]:
             found += _activations_before(before[0], SIGMOID, sigmoids=True)
         if kind == "LogSoftmax":
             found += _activations_before(before[0], CROSS_ENTROPY, sigmoids=classes)
+            found += _relu_before(before[0], "softmax_head")
         elif kind == "BinaryCrossEntropyWithLogits":
             found += _activations_before(before[0], BINARY_CROSS_ENTROPY, sigmoids=True)
+            found += _relu_before(before[0], "sigmoid_head")
         elif (kind in ELEMENTWISE_LOSSES or kind == "Sub") and (broadcast := _broadcast(node, kind)) is not None:
             found.append(broadcast)
         elif kind not in LAYER_KINDS and LEAF not in map(kind_of, filter(None, before)):
@@ -299,6 +304,14 @@ def _activations_before(logits: Any, loss: float, *, sigmoids: bool) -> list[Hea
         return []
     statistic = "softmax_head" if kinds == {"Softmax"} else "sigmoid_head"
     return [HeadFault(statistic, loss, frozenset(chain.from_iterable(map(_parameters_near, inputs))))]
+
+
+def _relu_before(logits: Any, statistic: str) -> list[HeadFault]:
+    """The ReLU that `logits` are the values of, all or some."""
+    node = skip_views(logits, VIEWS | {"Select", "Slice"})
+    if _builtin_kind(node) != "Relu":
+        return []
+    return [HeadFault(statistic, CUT_OFF, frozenset(_parameters_near(parents(node)[0])))]
 
 
 def _parameters_near(node: Any) -> set[int]:
