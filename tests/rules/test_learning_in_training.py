@@ -422,6 +422,21 @@ def test_convergence_to_no_gradient_is_no_stall() -> None:
     assert watch.alerts == ()
 
 
+def test_weights_that_all_start_positive() -> None:
+    """All outputs are about as large: a cross entropy is a small share of them."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, 128), nn.Linear(128, 128), nn.Linear(128, 4)]
+    for layer in layers:
+        nn.init.uniform_(layer.weight)
+    model = nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(), layers[2])
+
+    def loss_of(outputs: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(outputs, (targets[:, 0] > 0).long())
+
+    found = incidents_of(model, torch.optim.Adam(model.parameters(), lr=1e-3), loss_of=loss_of, rules=[Exploding()])
+    assert found["exploding"].remedy == "nn.init.kaiming_normal_ for the weights of layers 0, 2."
+
+
 class Scaled(nn.Sequential):
     """Layers with weights `scale` times the usual; their outputs have the length 1 if they are `normalized`."""
 
