@@ -47,7 +47,12 @@ def test_a_smaller_fall_counts_where_the_loss_has_not_moved() -> None:
     [
         (("Tanh",), "nn.Tanh with weights too small, and no norm.", "nn.init.xavier_normal_("),
         (("ReLU", "Softmax"), "nn.Softmax divides what it passes on", "nn.ReLU instead of nn.Softmax between"),
-        (("ReLU", "LayerNorm"), "in spite of the norms.", "residual connections around the layers: x + layer(x)."),
+        (
+            ("ReLU", "LayerNorm"),
+            "in spite of the norms.",
+            "residual connections around the layers: x + layer(x); where there are some, with the norm inside: "
+            "x + layer(norm(x)).",
+        ),
         (("ReLU",), "the initial weights are too small, and there is no norm.", "nn.init.kaiming_normal_ for"),
     ],
 )

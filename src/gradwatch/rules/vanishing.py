@@ -346,7 +346,10 @@ def _gradual(
         cause = f"{fades}: nn.Sigmoid passes on a quarter of a signal at most."
         return cause, "nn.ReLU instead of nn.Sigmoid, with nn.init.kaiming_normal_ weights."
     if has_norm_layers(layout):
-        skips = "residual connections around the layers: x + layer(x)."
+        skips = (
+            "residual connections around the layers: x + layer(x); where there are some, with the norm inside: "
+            "x + layer(norm(x))."
+        )
         return f"{fades}, {norms_text(layout)}.", skips if from_start else f"a smaller lr, or {skips}"
     over_usual = median_over_usual(history, faint)
     small = not over_usual > SMALL_RATIO  # also where it is not known
