@@ -144,8 +144,8 @@ def test_what_was_not_measured_is_not_nonfinite() -> None:
 @pytest.mark.parametrize(
     ("loss", "said"),
     [
-        (200.0, "to 200, by about the same factor as the gradients of all layers: a sum in place of a mean or"),
-        (40.0, "to 40: a bad batch"),
+        (200.0, "to 200, by about the same factor as the gradients of all layers: most often a sum in place of a"),
+        (40.0, "to 40: most often a bad batch"),
     ],
 )
 def test_a_loss_that_jumps_like_all_gradients_may_have_another_scale(loss: float, said: str) -> None:
@@ -161,8 +161,8 @@ def test_a_spike_of_the_whole_model() -> None:
     assert found.value == pytest.approx(np.log10(300))
     assert found.message == (
         "The whole model's gradient jumped at batch 60, its norm to 730, 300 times the highest of its last 60 "
-        "normal steps, in 6 of 6 layers. The loss jumped too, from 1 to 40: a bad batch, wrong targets, a loss "
-        "weight, or steps that are too large."
+        "normal steps, in 6 of 6 layers. The loss jumped too, from 1 to 40: most often a bad batch, wrong targets, a "
+        "loss weight, or steps that are too large."
     )
     assert found.headline == "the gradient at batch 60 was 300 times the highest of the 60 normal steps before"
     assert found.remedy == "Trainer(gradient_clip_val=2.4), the highest norm of the whole model in 60 normal steps."
@@ -354,7 +354,7 @@ def test_a_spike_after_a_step_that_moved_the_weights_is_no_bad_batch() -> None:
         return found.message + found.headline
 
     assert "weights by 0.8 times their size: steps are too large" in after(0.8, returned=False)
-    assert "15: a bad batch, wrong targets or a loss weight." in after(1e-3, returned=False)
+    assert "15: most often a bad batch, wrong targets or a loss weight." in after(1e-3, returned=False)
     jumped = "the gradient at batch 61 of epoch 2 was 60 times the highest of the 61 normal steps before"
     assert jumped in after(1e-3, returned=False)
 
@@ -371,7 +371,7 @@ def test_a_spike_while_steps_are_large_may_be_theirs() -> None:
         return str(only(judge_steps(Spike(), net(2), rows)[-1]).message)
 
     assert "or steps that are too large. The last that was sampled moved the weights by 0.2 times" in said(0.2)
-    assert said(1e-3).endswith("15: a bad batch, wrong targets or a loss weight.")
+    assert said(1e-3).endswith("15: most often a bad batch, wrong targets or a loss weight.")
     assert "near 0 in the backward pass, or for steps that are too large. The last that" in said(0.2, loss=1.0)
     assert said(1e-3, loss=1.0).endswith("near 0 in the backward pass.")
 

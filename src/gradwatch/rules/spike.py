@@ -272,13 +272,14 @@ def _loss_text(history: History, window: int, back: int, *, returned: bool) -> s
             "large."
         )
     if last >= SANE_SHARE:
-        return f"{jumped}: a bad batch, wrong targets, a loss weight, or steps that are too large. {sampled}"
+        return f"{jumped}: most often a bad batch, wrong targets, a loss weight, or steps that are too large. {sampled}"
     if grew_alike(history, back):
         jumped += ", by about the same factor as the gradients of all layers"
-        return f"{jumped}: a sum in place of a mean or another weight in the loss, a bad batch or wrong targets."
+        often = "most often a sum in place of a mean or another weight in the loss, a bad batch or wrong targets"
+        return f"{jumped}: {often}."
     if returned or moved < LARGE_UPDATE:
-        return f"{jumped}: a bad batch, wrong targets or a loss weight."
-    return f"{jumped}: a bad batch, wrong targets, a loss weight, or steps that are too large."
+        return f"{jumped}: most often a bad batch, wrong targets or a loss weight."
+    return f"{jumped}: most often a bad batch, wrong targets, a loss weight, or steps that are too large."
 
 
 def _last_update(history: History, back: int) -> float:
