@@ -21,6 +21,7 @@ from gradwatch.core.alert import Alert, Effect, Finding, Severity
 from gradwatch.core.history import History
 from gradwatch.core.record import Layout, Missing, Site
 from gradwatch.rules.act_blowup import ActBlowup
+from gradwatch.rules.bad_head import BadHead
 from gradwatch.rules.dead import Dead
 from gradwatch.rules.input_scale import InputScale
 from gradwatch.rules.saturation import Saturation
@@ -106,6 +107,21 @@ def test_all_weights_of_zero() -> None:
     assert "The weights of layers 0, 2, 4 are all zero." in alert.message
     assert alert.remedy == "nn.init.kaiming_uniform_ for the weights of layers 0, 2, 4, which are all zero."
     assert only(incidents_of(normed)).remedy == "nn.init.ones_ for the weights of layer 1, which are all zero."
+
+
+def test_units_that_are_off_before_a_softmax_follow_from_their_relu() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 12), nn.ReLU())
+    model[2].bias.data[1:] = -9.0
+
+    def batch(step: int) -> tuple[Tensor, Tensor]:
+        x = torch.randn(32, 8)
+        return x, x.argmax(1)
+
+    loss = nn.functional.cross_entropy
+    (alert,) = incidents_of(model, batch=batch, loss=loss, steps=100, rules=[BadHead(), Dead()])
+    assert (alert.rule, alert.layer) == ("bad_head", "2")
+    assert [(effect.rule, effect.sites) for effect in alert.effects] == [("dead", ("2",))]
 
 
 def test_what_gets_nothing_but_zeros_is_no_origin() -> None:

@@ -25,7 +25,7 @@ CONSEQUENCES: Mapping[str, frozenset[str]] = {
         "stale_grad": "nonfinite divergence act_blowup collapse saturation dead stalled exploding vanishing spike",
         "underflow": "dead disconnected frozen stalled vanishing",
         "tampered": "nonfinite divergence act_blowup collapse saturation dead stalled exploding vanishing spike",
-        "bad_head": "saturation stalled vanishing",
+        "bad_head": "saturation dead stalled vanishing",
         "input_scale": "nonfinite divergence act_blowup saturation dead stalled exploding vanishing spike",
         "spike": "nonfinite divergence act_blowup saturation dead stalled exploding vanishing",
         "exploding": "nonfinite divergence act_blowup saturation dead vanishing spike",
