@@ -137,7 +137,7 @@ class Wrapper:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.inside = optimizer
-        self.param_groups, self.state = optimizer.param_groups, optimizer.state
+        self.param_groups, self.state = [*optimizer.param_groups], optimizer.state
 
     def zero_grad(self) -> None:
         self.inside.zero_grad()

@@ -184,6 +184,7 @@ def test_in_hooks_siblings_are_untouched() -> None:
     with Watch(model, interventions=[Scale(0.5, layers="left", at="hook")], sinks=()) as watch:
         (left.weight + right.weight).square().sum().backward()
         assert torch.equal(left.weight.grad, 0.5 * right.weight.grad)
+        watch.step(torch.optim.SGD(model.parameters()))
     assert watch.verdict.notes == ()
 
 
