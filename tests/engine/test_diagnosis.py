@@ -5,7 +5,7 @@ baselines.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -18,11 +18,11 @@ import gradwatch
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.block import Block
 from gradwatch.core.history import History
-from gradwatch.core.record import Mask, Run
+from gradwatch.core.record import Mask, Missing, Run
 from gradwatch.engine.diagnosis import Diagnosis
 from gradwatch.rules import Rule, Spike, default_rules
 from gradwatch.rules.evidence.recent_rows import RecentRows
-from synthetic_history import net, record
+from synthetic_history import layout, net, record
 from synthetic_records import block_of
 
 
@@ -38,6 +38,22 @@ def block(diagnosis: Diagnosis, rows: Sequence[dict[str, Any]]) -> Block:
     for row in rows:
         record(scratch, **row)
     return block_of([scratch[place] for place in range(len(rows))])
+
+
+def events_of(call: Callable[[], object]) -> list[tuple[str, str]]:
+    """What a profiler sees during `call`: 'call', 'c_call' and so on, each with the file in which that is."""
+    events: list[tuple[str, str]] = []
+
+    def on_event(frame: FrameType, event: str, argument: object) -> None:
+        events.append((event, frame.f_code.co_filename))
+
+    profiler = sys.getprofile()
+    sys.setprofile(on_event)
+    try:
+        call()
+    finally:
+        sys.setprofile(profiler)
+    return events
 
 
 class Counted:
@@ -185,18 +201,23 @@ def test_a_quiet_block_takes_few_calls() -> None:
     diagnosis = opened(default_rules())
     steady = {"loss": 1.0, "lr": 0.1}
     diagnosis.judge(block(diagnosis, [{**steady, "signals": 1.0, "weights": 5.0}] * 5 + [steady] * 91))
-    quiet, calls = block(diagnosis, [steady] * 32), 0
-    folder = str(Path(gradwatch.__file__).parent)
-
-    def count(frame: FrameType, event: str, argument: object) -> None:
-        nonlocal calls
-        calls += event == "call" and frame.f_code.co_filename.startswith(folder)
-
-    profiler = sys.getprofile()
-    sys.setprofile(count)
-    try:
-        diagnosis.judge(quiet)
-    finally:
-        sys.setprofile(profiler)
+    quiet, folder = block(diagnosis, [steady] * 32), str(Path(gradwatch.__file__).parent)
+    ours = [event for event in events_of(lambda: diagnosis.judge(quiet)) if event[1].startswith(folder)]
     assert not diagnosis.incidents.alerts
-    assert 20 < calls <= 85
+    assert 20 < sum(kind == "call" for kind, _ in ours) <= 85
+
+
+def test_the_verdict_takes_as_many_calls_a_layer_in_a_large_model() -> None:
+    def calls(depth: int) -> int:
+        """Of a model of which every other layer is unused."""
+        names = [f"fc{i}" for i in range(depth)]
+        diagnosis = Diagnosis([], (), on_alert=lambda alert: None)
+        diagnosis.open(Run(layout(names, order=names[::2]), ""))
+        scratch = net(depth, order=names[::2])
+        record(scratch, codes=dict.fromkeys(names[1::2], Missing.NO_GRADIENT))
+        diagnosis.judge(block_of([scratch[0]]))
+        count = len(events_of(lambda: diagnosis.verdict(0.0)))
+        assert len(diagnosis.verdict(0.0).untrained) == depth
+        return count
+
+    assert calls(200) < 6 * calls(50)

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -337,7 +338,8 @@ class Diagnosis:
         executed = set(layout.order)
         idle = "in an optimizer that was not seen to step"
         idle += "" if self.history.whole else f" since step {self.history.steps[0]}"
-        trained = tuple(layout.names(sites[self._reached[sites]]))
+        trained = layout.names(sites[self._reached[sites]])
+        holding = {module for name in trained for module in (ROOT, *accumulate(name.split("."), "{}.{}".format))}
         reasons: dict[str, str] = {}
         for place, owner in zip(layout.parameters, layout.owners, strict=True):
             if self._reached[place]:
@@ -347,11 +349,10 @@ class Diagnosis:
                 continue
             reason = Missing(code).reason if code != OTHER_OPTIMIZER else idle
             if code == NO_GRADIENT and executed:
-                module = "" if layout.sites[owner].name == ROOT else f"{layout.sites[owner].name}."
                 reason = "unused (its layer never runs)"
                 if int(owner) in executed:
                     reason = "although its layer runs"
-                elif any(name.startswith(module) for name in trained):
+                elif layout.sites[owner].name in holding:
                     reason = "although others of its module are"
             reasons[layout.sites[place].name] = reason
         return reasons
