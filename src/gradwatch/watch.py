@@ -26,7 +26,9 @@ from gradwatch.sinks import Sink
 from gradwatch.sinks.log import Log
 from gradwatch.sinks.process_report import requested_reports
 
-NEVER_CALLED = "nothing was measured: call watch.step(optimizer) after each backward pass, before optimizer.step()"
+NEVER_CALLED = (
+    "nothing was measured: call watch.step(optimizer) once for each step, after backward and before optimizer.step()"
+)
 
 
 class Watch:

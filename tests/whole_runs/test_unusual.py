@@ -506,6 +506,7 @@ def test_a_loop_that_never_calls_the_watch_hears_of_it(caplog: pytest.LogCapture
         pass
     assert str(watch.verdict) == repr(watch.verdict) == f"GradWatch: no step was measured.\nNote: {NEVER_CALLED}"
     assert f"GradWatch: {NEVER_CALLED}" in caplog.messages
+    assert "call watch.step(optimizer) once for each step, " in NEVER_CALLED  # and not for each micro-batch
 
 
 class ByHand(pl.LightningModule):
