@@ -147,6 +147,7 @@ CUT_OFF = {
     "classes": ("softmax_head", lambda z: F.cross_entropy(z.relu(), Y)),
     "module": ("softmax_head", lambda z: nn.NLLLoss()(nn.LogSoftmax(1)(nn.ReLU(inplace=True)(z)), Y)),
     "sequences": ("softmax_head", lambda z: F.cross_entropy(z.view(2, 3, -1).relu().flatten(0, 1), Y)),
+    "smoothed": ("softmax_head", lambda z: F.cross_entropy(z.relu(), Y, label_smoothing=0.1)),
     "binary": ("sigmoid_head", lambda z: F.binary_cross_entropy_with_logits(z.relu()[:, 0], SOFT[:, 0])),
 }
 
@@ -173,6 +174,7 @@ SOUND: dict[str, Callable[[Tensor], Tensor]] = {
     "of pairs, both ways": lambda z: F.nll_loss(F.log_softmax(z @ z.T, 0).T, torch.arange(6)),
     "maps that are averaged": lambda z: F.cross_entropy(z.unsqueeze(2).relu().mean(2), Y),
     "hidden units": lambda z: F.cross_entropy(nn.Linear(CLASSES, CLASSES)(z.relu()), Y),
+    "features of a teacher": lambda z: F.kl_div(z.relu().log_softmax(1), SOFT, reduction="batchmean"),
     "part of a sum": lambda z: F.cross_entropy(z.relu() - (-z).relu(), Y),
     "log-softmax twice": lambda z: F.cross_entropy(F.log_softmax(z, 1), Y),
     "log of softmax": lambda z: F.cross_entropy(z.softmax(1).log(), Y),

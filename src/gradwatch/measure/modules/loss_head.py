@@ -181,7 +181,7 @@ def head_faults(loss: Tensor) -> list[HeadFault]:
             found += _activations_before(before[0], SIGMOID, sigmoids=True)
         if kind == "LogSoftmax":
             found += _activations_before(before[0], CROSS_ENTROPY, sigmoids=classes)
-            found += _relu_before(before[0], "softmax_head")
+            found += _relu_before(before[0], "softmax_head") if classes else []
         elif kind == "BinaryCrossEntropyWithLogits":
             found += _activations_before(before[0], BINARY_CROSS_ENTROPY, sigmoids=True)
             found += _relu_before(before[0], "sigmoid_head")
