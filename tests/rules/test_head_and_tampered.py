@@ -378,10 +378,10 @@ def test_a_relu_after_logits() -> None:
     alert = only(fitted(Tail(torch.relu), crossed))
     assert (alert.rule, alert.layer, alert.step) == ("bad_head", "net.head", 0)
     assert alert.message == (
-        "The output of layer net.head goes through a ReLU into a loss that applies a softmax itself: no logit can be "
+        "The output of layer net.head goes through a ReLU into the log-softmax of a cross entropy: no logit can be "
         "under 0, and a class whose logit is 0 for every example gets no gradient."
     )
-    assert alert.remedy == "the output of layer net.head as it is for the loss, without the ReLU."
+    assert alert.remedy == "the output of layer net.head as it is, without the ReLU."
     alert = only(fitted(Tail(torch.relu), lambda net, x: F.binary_cross_entropy_with_logits(net(x), target(x))))
     assert "a loss that applies a sigmoid itself: no probability can be under 0.5, and an output" in alert.message
 

@@ -46,15 +46,15 @@ TEXTS = {
     ),
     ("softmax_head", 6): (
         "a ReLU cuts its logits off",
-        "The output of {whose} goes through a ReLU into a loss that applies a softmax itself: no logit can be under 0, "
+        "The output of {whose} goes through a ReLU into the log-softmax of a cross entropy: no logit can be under 0, "
         "and a class whose logit is 0 for every example gets no gradient.",
-        "the output of {whose} as it is for the loss, without the ReLU.",
+        "the output of {whose} as it is, without the ReLU.",
     ),
     ("sigmoid_head", 6): (
         "a ReLU cuts its logits off",
         "The output of {whose} goes through a ReLU into a loss that applies a sigmoid itself: no probability can be "
         "under 0.5, and an output that is 0 for every example gets no gradient.",
-        "the output of {whose} as it is for the loss, without the ReLU.",
+        "the output of {whose} as it is, without the ReLU.",
     ),
     ("loss_broadcast", None): (
         "each output is compared with all {value:.0f} targets of the batch: shapes broadcast",
