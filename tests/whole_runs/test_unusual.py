@@ -8,6 +8,7 @@ import io
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import lightning.pytorch as pl
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from gradwatch import GradWatch, Watch
+from gradwatch.core.alert import Alert, Finding, Severity
 from gradwatch.core.history import History
 from gradwatch.engine.engine import MANY_BATCHES, NEVER_STEPPED
 from gradwatch.sinks.memory import Memory
@@ -507,6 +509,37 @@ def test_a_loop_that_never_calls_the_watch_hears_of_it(caplog: pytest.LogCapture
     assert str(watch.verdict) == repr(watch.verdict) == f"GradWatch: no step was measured.\nNote: {NEVER_CALLED}"
     assert f"GradWatch: {NEVER_CALLED}" in caplog.messages
     assert "call watch.step(optimizer) once for each step, " in NEVER_CALLED  # and not for each micro-batch
+
+
+class AtStep3:
+    """A rule that finds a fault at step 3."""
+
+    needs = frozenset({"grad_norm"})
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, history: History) -> list[Finding]:
+        found = Finding(self.name, Severity.WARNING, "0", ("0",), 1.0, 0.0, "a.", "b.")
+        return [found] if history.steps[-1] == 3 else []
+
+
+def test_the_first_of_two_alerts_of_a_step_may_end_the_watching() -> None:
+    model, heard = net(), list[str]()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with ExitStack() as stack:
+
+        def on_alert(alert: Alert) -> None:
+            heard.append(alert.rule)
+            stack.close()
+
+        rules = [AtStep3("one"), AtStep3("two")]
+        watch = stack.enter_context(Watch(model, rules=rules, sinks=(), on_alert=on_alert))
+        for step in range(4):
+            backward(model, optimizer, step)
+            watch.step(optimizer)
+            optimizer.step()
+    assert (heard, watch.verdict.notes) == (["one", "two"], ())
 
 
 class ByHand(pl.LightningModule):

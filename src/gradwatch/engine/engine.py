@@ -194,7 +194,7 @@ class Engine:
         self._end_hooks.remove()
         self._optimizers.clear()
         self.replay.close()
-        self._open, self._judged, stays = None, {}, keep_interventions and bool(self.interventions.active)
+        self._open, stays = None, keep_interventions and bool(self.interventions.active)
         if not stays:
             self._model = None
             self.interventions.detach()
