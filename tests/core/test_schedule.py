@@ -124,6 +124,17 @@ def test_when_a_finding_is_told_changes_no_sample(findings: list[tuple[int, int]
     assert samples(late=True) == samples(late=False)
 
 
+@pytest.mark.parametrize("first", [200, 1000])
+def test_each_of_two_optimizers_has_its_dense_samples(first: int) -> None:
+    """One has taken five times as many steps as the other."""
+    schedule = schedule_for(10**4, 10**6, budget=1e-6)
+    schedule.sample_densely(first)
+    schedule.sample_densely(1200 - first)
+    found = sampled(schedule, 1_200)
+    for begin in (200 + DENSE_AFTER, 1000 + DENSE_AFTER):
+        assert set(range(begin, begin + FIRST_STEPS)) <= set(found)
+
+
 @pytest.mark.parametrize("every", [1, 2, 10])
 def test_every_n_steps(every: int) -> None:
     """Among the measured steps, as many are sampled as among all."""
@@ -173,7 +184,15 @@ def test_a_resumed_schedule_goes_on_with_the_same_steps(every: Any, stop: int) -
 
 
 @pytest.mark.parametrize(
-    "change", [{"interval": None}, {"interval": 0}, {"measure_interval": "x"}, {"dense_from": [1]}, {"interval": {}}]
+    "change",
+    [
+        {"interval": None},
+        {"interval": 0},
+        {"measure_interval": "x"},
+        {"dense_from": 1},
+        {"dense_from": ["x"]},
+        {"interval": {}},
+    ],
 )
 def test_a_damaged_state_changes_nothing(change: dict[str, Any]) -> None:
     schedule = schedule_for(50, 10**6)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from math import ceil
 from typing import Any, Literal
 
-from gradwatch.core.arguments import MOST, check_whole
+from gradwatch.core.arguments import check_whole, wrong
 
 FIRST_STEPS = 5
 """Steps at the start of a run that are always sampled: most faults begin there. Judgement."""
@@ -32,6 +32,10 @@ LONGEST_INTERVAL = 1000
 DENSE_AFTER = 96
 """Steps from a finding to the dense samples that follow it. More than can be waiting in the step queue, so that the
 sampled steps do not depend on when a finding is made. Judgement."""
+
+DENSE_KEPT = 8
+"""Findings at most for which dense samples are still to come: of optimizers with different numbers of steps. Judgement.
+"""
 
 STEP, STEP_MODULE, STEP_ELEMENT = 600.0, 70.0, 0.0075
 """Microseconds of a training step: fixed, for each module, for each element of the parameters (measured on a CPU)."""
@@ -59,8 +63,8 @@ class SamplingSchedule:
         self.interval = FIXED_INTERVAL
         """Steps between samples."""
         self._measure_interval = 1
-        self._dense_from = -MOST
-        """The index from which `FIRST_STEPS` steps in a row are sampled."""
+        self._dense_from: list[int] = []
+        """The indices from each of which `FIRST_STEPS` steps in a row are sampled; those of all optimizers."""
 
     def set_counts(self, *, modules: int, tensors: int, elements: int) -> None:
         """Set the intervals for a model of `modules` hooked modules and `tensors` parameters of `elements` in all."""
@@ -94,9 +98,8 @@ class SamplingSchedule:
         if first < FIRST_STEPS:
             return first * every
         found = [early for early in EARLY_STEPS if early >= first and self._budget is not None]
-        dense = ceil(self._dense_from / every)
-        if first < dense + FIRST_STEPS:
-            found.append(max(first, dense))
+        dense = (ceil(index / every) for index in self._dense_from)
+        found += [max(first, start) for start in dense if first < start + FIRST_STEPS]
         if self._budget is None:
             found.append(ceil(first / self.interval) * self.interval)
         else:
@@ -107,14 +110,15 @@ class SamplingSchedule:
         return min(found) * every
 
     def sample_densely(self, index: int) -> None:
-        """A rule found something at step `index`: sample consecutive steps soon. Those that an earlier finding has
-        asked for, and that had not all come by then, serve for both.
+        """A rule found something at an optimizer's step `index`: sample consecutive steps soon. Those that an earlier
+        finding has asked for, and that had not all come by then, serve for both.
         """
-        if index >= self._dense_from + FIRST_STEPS * self._apart:
-            self._dense_from = index + DENSE_AFTER
+        length = FIRST_STEPS * self._apart
+        if not any(start - DENSE_AFTER <= index < start + length for start in self._dense_from):
+            self._dense_from = [*self._dense_from, index + DENSE_AFTER][-DENSE_KEPT:]
 
     def state_dict(self) -> dict[str, Any]:
-        """The intervals, and the index from which consecutive steps are sampled: later samples follow from them."""
+        """The intervals, and the indices from which consecutive steps are sampled: later samples follow from them."""
         return {"interval": self.interval, "measure_interval": self._measure_interval, "dense_from": self._dense_from}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -123,7 +127,9 @@ class SamplingSchedule:
         Raises LookupError, TypeError or ValueError, and changes nothing, for a state that `state_dict` did not make.
         """
         interval, measure = (check_whole(key, state[key], "steps") for key in ("interval", "measure_interval"))
-        dense = check_whole("dense_from", state["dense_from"], "a step", least=-MOST)
+        if not isinstance(dense := state["dense_from"], list):
+            raise TypeError(wrong("dense_from", dense, "a list of steps"))
+        dense = [check_whole("dense_from", start, "a step") for start in dense[-DENSE_KEPT:]]
         self.interval, self._measure_interval, self._dense_from = interval, measure, dense
 
 
