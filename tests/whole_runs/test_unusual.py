@@ -456,6 +456,17 @@ def test_a_loop_that_forgets_the_optimizers_step_is_found(forgotten: int) -> Non
     assert series(watch.history, "update_ratio")[0] == 0
 
 
+def test_a_tiny_rate_of_an_optimizer_without_hooks_is_no_forgotten_step() -> None:
+    def loop(watch: Watch, model: nn.Module, optimizer: Any, step: int) -> None:
+        backward(model, optimizer, step)
+        watch.step(optimizer)
+        optimizer.step()
+
+    watch, _ = watched(loop, 80, lambda parameters: Duck(torch.optim.SGD(parameters, 1e-12)))
+    (alert,) = watch.alerts
+    assert alert.message.endswith("The learning rate is 1e-12.")
+
+
 @pytest.mark.parametrize("every", [1, 3])
 def test_gradients_that_are_cleared_before_the_step_are_used_by_none(every: int) -> None:
     """After `watch.step`, in all steps or in most."""

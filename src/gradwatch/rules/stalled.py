@@ -253,7 +253,8 @@ def _cause(history: History, own: Sites, back: int, most: float) -> tuple[str, s
             f"Clipping leaves {number_text(left)} of a gradient of norm {number_text(norm)}{said}.",
             f"{limit}{unscaled}.",
         )
-    if not most and np.isnan(left) and np.isnan(history.number("closures", back=back)):
+    unused = np.isnan(left) and np.isnan(history.number("closures", back=back))
+    if unused and not most and not rate < LOW_RATE:
         return "No optimizer step was seen that uses these gradients.", "no zero_grad() in on_before_optimizer_step."
     if _grids(history.layout).all():
         cause = "The weights are in half precision, in which an update under half a unit in the last place is lost."
