@@ -12,6 +12,7 @@ from torch import Tensor
 from gradwatch.core.guard import UserFacingError
 from gradwatch.core.number_text import number_text
 from gradwatch.core.record import Floats, Layout
+from gradwatch.core.typed_values import typed
 from gradwatch.interventions import Action, Gate, Intervention, ParameterScope, Scaling, StopCondition
 from gradwatch.measure.device_buffer import Indices
 
@@ -177,12 +178,13 @@ class ChangeCounts:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raises ValueError, TypeError or LookupError for a state that does not fit, and changes nothing."""
-        if state["what"] != self._what:
-            raise ValueError(f"the state is of {state['what']!r}, this is {self._what!r}")
-        steps, changed = int(state["steps"]), int(state["changed"])
-        layers = {str(name): row for row, name in enumerate(state["layers"])}
-        counts = np.array(state["counts"], dtype=np.int64).reshape(len(layers))
-        factors = np.array(state["factors"], dtype=np.float64).reshape(len(layers), RECENT)
+        kinds = {"what": str, "steps": int, "changed": int, "layers": [str], "counts": [int], "factors": [[float]]}
+        what, steps, changed, names, counts, factors = typed(kinds, state).values()
+        if what != self._what:
+            raise ValueError(f"the state is of {what!r}, this is {self._what!r}")
+        layers = {name: row for row, name in enumerate(names)}
+        counts = np.array(counts, dtype=np.int64).reshape(len(layers))
+        factors = np.array(factors, dtype=np.float64).reshape(len(layers), RECENT)
         self._steps, self._changed, self._layers, self._counts, self._factors = steps, changed, layers, counts, factors
         self._rows = None
 
