@@ -29,6 +29,17 @@ ROOT = "(root)"
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"})
 
 
+def module_of(layer: str) -> str:
+    """The name of the module that is the `layer`: '' of the model itself."""
+    return "" if layer == ROOT else layer
+
+
+def modules_around(layer: str) -> list[str]:
+    """The names of the modules around the `layer`, from the inside: 'a.b', 'a' and '' of 'a.b.c'."""
+    parts = [] if layer == ROOT else layer.split(".")
+    return [".".join(parts[:end]) for end in range(len(parts) - 1, -1, -1)]
+
+
 def as_float32(numbers: NDArray[np.floating[Any]]) -> NDArray[np.float32]:
     """`numbers` rounded to float32. Finite numbers never become 0 or infinite, which rules report as faults: those
     beyond the range of float32 become its smallest or largest number.

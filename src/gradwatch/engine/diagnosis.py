@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -22,12 +21,13 @@ from gradwatch.core.record import (
     MEASURED,
     NO_GRADIENT,
     OTHER_OPTIMIZER,
-    ROOT,
     UNMEASURABLE,
     Floats,
     Layout,
     Missing,
     Run,
+    module_of,
+    modules_around,
 )
 from gradwatch.core.training_loop import LoopKind
 from gradwatch.engine.history_state import packed, unpacked
@@ -339,7 +339,7 @@ class Diagnosis:
         idle = "in an optimizer that was not seen to step"
         idle += "" if self.history.whole else f" since step {self.history.steps[0]}"
         trained = layout.names(sites[self._reached[sites]])
-        holding = {module for name in trained for module in (ROOT, *accumulate(name.split("."), "{}.{}".format))}
+        holding = {module for name in trained for module in (module_of(name), *modules_around(name))}
         reasons: dict[str, str] = {}
         for place, owner in zip(layout.parameters, layout.owners, strict=True):
             if self._reached[place]:
@@ -352,7 +352,7 @@ class Diagnosis:
                 reason = "unused (its layer never runs)"
                 if int(owner) in executed:
                     reason = "although its layer runs"
-                elif layout.sites[owner].name in holding:
+                elif module_of(layout.sites[owner].name) in holding:
                     reason = "although others of its module are"
             reasons[layout.sites[place].name] = reason
         return reasons

@@ -19,11 +19,12 @@ from gradwatch.core.record import (
     NO_OPTIMIZER,
     NOT_SAMPLED,
     OTHER_OPTIMIZER,
-    ROOT,
     Codes,
     Layout,
     Mask,
     Sites,
+    module_of,
+    modules_around,
 )
 from gradwatch.rules.evidence.attention import makers_of_scores
 from gradwatch.rules.evidence.depth import faded
@@ -213,7 +214,7 @@ class Disconnected(CheckedRule):
         # modules whose own parameters alone are unused: the layers inside all train, or another method than forward
         # calls them
         used = _holding(layout, tuple(trained)).keys() - _holding(layout, tuple(sites[ran])).keys()
-        modules = map(_module, layout.names(sites))
+        modules = map(module_of, layout.names(sites))
         alone = [name in used if here else name in around for name, here in zip(modules, ran, strict=True)]
         sites, owners = _without_parts(layout, sites[~np.array(alone, dtype=bool)])
         whole = sites == owners
@@ -253,7 +254,7 @@ class Disconnected(CheckedRule):
         libraries = np.select(
             [texts == "left_out", texts == "unused", (texts == "detached") & _beside(layout, sites, trained)],
             [
-                np.array([layout.libraries.get(_module(name), "") for name in layout.names(owners)]),
+                np.array([layout.libraries.get(module_of(name), "") for name in layout.names(owners)]),
                 np.array(_libraries_around(layout, sites, layout.order)),
                 np.array(_libraries_around(layout, sites, trained)),
             ],
@@ -416,7 +417,7 @@ def _libraries_around(layout: Layout, layers: Sites, others: Sequence[int] | Sit
         return [""] * len(layers)
     found = []
     for name, part in zip(layout.names(layers), _nearest_around(layout, layers, others), strict=True):
-        both = part is not None and _module(name) in layout.libraries
+        both = part is not None and module_of(name) in layout.libraries
         found.append(layout.libraries.get(part or "", "") if both else "")
     return found
 
@@ -437,7 +438,7 @@ def _beside(layout: Layout, layers: Sites, others: Sites) -> Mask:
 def _nearest_around(layout: Layout, layers: Sites, others: Sequence[int] | Sites) -> list[str | None]:
     """The nearest module around each of `layers` that holds one of `others`; None without."""
     holding = _holding(layout, tuple(others))
-    return [next((part for part in _around(name) if part in holding), None) for name in layout.names(layers)]
+    return [next((part for part in modules_around(name) if part in holding), None) for name in layout.names(layers)]
 
 
 @lru_cache(maxsize=8)
@@ -445,20 +446,9 @@ def _holding(layout: Layout, layers: tuple[int, ...]) -> dict[str, int]:
     """The names of the modules that hold any of `layers`, and the place of the last of these in the forward order."""
     places, found = {site: i for i, site in enumerate(layout.order)}, dict[str, int]()
     for site in layers:
-        for part in _around(layout.sites[site].name):
+        for part in modules_around(layout.sites[site].name):
             found[part] = max(found.get(part, -1), places.get(site, -1))
     return found
-
-
-def _module(layer: str) -> str:
-    """The name of the module that is the `layer`: '' of the model itself."""
-    return "" if layer == ROOT else layer
-
-
-def _around(name: str) -> list[str]:
-    """The names of the modules around the layer `name`, from the inside: 'a.b', 'a' and '' of 'a.b.c'."""
-    parts = [] if name == ROOT else name.split(".")
-    return [".".join(parts[:end]) for end in range(len(parts) - 1, -1, -1)]
 
 
 def _gives_one(layout: Layout, layer: str) -> bool:
