@@ -98,8 +98,8 @@ class SamplingSchedule:
         if first < FIRST_STEPS:
             return first * every
         found = [early for early in EARLY_STEPS if early >= first and self._budget is not None]
-        dense = (ceil(index / every) for index in self._dense_from)
-        found += [max(first, start) for start in dense if first < start + FIRST_STEPS]
+        starts = [ceil(start / every) for start in self._dense_from]
+        found += [max(first, start) for start in starts if first < start + FIRST_STEPS]
         if self._budget is None:
             found.append(ceil(first / self.interval) * self.interval)
         else:

@@ -401,7 +401,8 @@ class Engine:
         number, index = step_of_optimizer
         self._overtaken.discard(id(optimizer))
         if self._open is not None:
-            if not (same := self._open.optimizer is optimizer):
+            same = self._open.optimizer is optimizer
+            if not same:
                 self._overtaken.add(id(self._open.optimizer))
             with reader.deferred_errors:
                 self._finish(look_at_weights=same)
@@ -487,8 +488,8 @@ class Engine:
             return
         if not step.stepped:
             step.maybe_stepped = id(step.optimizer) not in self._optimizers.calling_hooks - self._late
-            looks = look_at_weights and step.info.scale is None and self._reader.shards is None
-            if looks and step.maybe_stepped and step.sampled:
+            unseen = step.maybe_stepped and step.sampled and step.info.scale is None
+            if look_at_weights and unseen and self._reader.shards is None:
                 step.reading_after = self._reader.measure_after(step.parameters, sampled=True)
             step.parameters.release()
             if self._mode.loop == "own" and step.info.scale is None and not (step.maybe_stepped or step.effect):
@@ -562,7 +563,7 @@ class Engine:
 
     def _check_steps(self) -> None:
         """Note where an optimizer stepped and none of its steps was reported, and where none has stepped."""
-        if self._reader is None or not self.attached:
+        if self._reader is None or self._model is None:
             return
         if self._reader.has_unreported:
             self._note_once(UNREPORTED)

@@ -134,9 +134,8 @@ class Stalled(CheckedRule):
         if np.isnan(moved).all(axis=0).any() or self._excused(history, own, moved_before=bool(moving.any())):
             return []
         most, limits = np.nanmax(moved, axis=0), self._limits(layout, update)[pulled]
-        norms = history.at("weight_norm", still)[:, layout.layers[pulled]]
-        if not most.any() and (np.fmax.reduce(norms) > np.fmin.reduce(norms)).any():
-            return []  # they have moved between the samples, as where only some calls of `watch.step` precede a step
+        if not most.any() and _moved_between(history, still, layout.layers[pulled]):
+            return []  # as where only some calls of `watch.step` precede a step
         stand = most < limits  # a small share of narrow weights may move
         if not stand.any():  # by turns all of them
             return []
@@ -291,6 +290,12 @@ def _pulled(history: History, backs: Sites) -> Mask:
     layers, n = history.layout.layers, int(backs.max(initial=0))
     there = (history.codes(n)[-backs][:, layers] == MEASURED) & (history.at("grad_norm", backs)[:, layers] > 0)
     return np.asarray(there & ~zeroed_by_interventions(history, n, layers)[-backs])
+
+
+def _moved_between(history: History, backs: Sites, layers: Sites) -> bool:
+    """Whether weights of `layers` are others at some of the samples `backs`."""
+    norms = history.at("weight_norm", backs)[:, layers]
+    return bool((np.fmax.reduce(norms) > np.fmin.reduce(norms)).any())
 
 
 def _levels(series: Floats) -> tuple[float, float]:
