@@ -98,8 +98,10 @@ class SamplingSchedule:
         if first < FIRST_STEPS:
             return first * every
         found = [early for early in EARLY_STEPS if early >= first and self._budget is not None]
-        starts = [ceil(start / every) for start in self._dense_from]
-        found += [max(first, start) for start in starts if first < start + FIRST_STEPS]
+        for begin in self._dense_from:
+            start = ceil(begin / every)
+            if first < start + FIRST_STEPS:
+                found.append(max(first, start))
         if self._budget is None:
             found.append(ceil(first / self.interval) * self.interval)
         else:
