@@ -181,11 +181,12 @@ def _calm() -> Iterator[None]:
     """GradWatch's log on stdout, Lightning's remarks on the machine nowhere, torch on one thread."""
     ours = logging.getLogger("gradwatch")
     handler = logging.StreamHandler(sys.stdout)
-    chatty = {logging.getLogger(name): logging.ERROR for name in ("lightning.pytorch", "lightning.fabric")}
-    before = {logger: logger.level for logger in chatty}
+    # both packages, where something imported the other: they share one logger, that of the last
+    names = ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric")
+    before = {logger: logger.level for logger in map(logging.getLogger, names)}
     threads = torch.get_num_threads()
-    for logger, level in chatty.items():
-        logger.setLevel(level)
+    for logger in before:
+        logger.setLevel(logging.ERROR)
     ours.addHandler(handler)
     # measured: nets as small as these gain nothing from a second thread, and lose tenfold on a busy machine
     torch.set_num_threads(1)
