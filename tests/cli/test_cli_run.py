@@ -203,6 +203,24 @@ def test_to_fail_on_alerts_takes_a_watched_run(script: Any, capfd: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("code", [0, 3])
+def test_why_its_trainer_got_no_watch_is_said(script: Any, capfd: Any, code: int) -> None:
+    """As where pytorch_lightning is installed without lightning."""
+    name = script(f"""
+import sys
+sys.modules["gradwatch.lightning.callback"] = None  # as if it could not be imported
+from gradwatch.lightning.autoload import callbacks
+callbacks()  # as each new Trainer does
+sys.exit({code})
+""")
+    assert main(["run", name]) == code
+    why = "ModuleNotFoundError: import of gradwatch.lightning.callback halted; None in sys.modules"
+    assert capfd.readouterr().err == (
+        f"GRADWATCH=1, but this run is not watched: {why}\ngradwatch run: train.py was not watched: {why}\n"
+    )
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="needs signals")
 def test_signals_reach_the_script_and_one_that_ends_it_is_in_the_exit_code(script: Any, capfd: Any) -> None:
     before = signal.getsignal(signal.SIGUSR1)

@@ -18,9 +18,12 @@ import threading
 from collections.abc import Mapping, Sequence
 from importlib.machinery import BuiltinImporter, PathFinder
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gradwatch.cli.command import ALERTS, MISUSE, OK, complain, help_text
+
+if TYPE_CHECKING:
+    from gradwatch.sinks.process_report import ProcessSummary
 
 SEVERITIES = ("warning", "error")
 
@@ -102,7 +105,7 @@ def run(options: argparse.Namespace) -> int:
         code = launched([sys.executable, *what], {**os.environ, **ours})
         known = summarize(path)
     if not known.fits and code <= SIGNAL_EXIT:
-        complain("run", f"{name} {_unwatched(known.trainers, code)}")
+        complain("run", f"{name} {_unwatched(known, code)}")
     if code or options.fail_on is None:
         return code
     if not known.fits:
@@ -175,8 +178,10 @@ def _misuse(options: argparse.Namespace) -> str:
     return "" if script.exists() else f"there is no script {script}"
 
 
-def _unwatched(trainers: int, code: int) -> str:
-    if trainers:
+def _unwatched(known: ProcessSummary, code: int) -> str:
+    if known.failure:
+        return f"was not watched: {known.failure}"
+    if known.trainers:
         return "was not watched: its Trainer began no fit that can be"
     if code:  # what a script that did not fail would have made is not known
         return f"was not watched: it ended with exit code {code}, and made no Trainer"

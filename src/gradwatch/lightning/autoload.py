@@ -14,6 +14,7 @@ import inspect
 import logging
 import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from traceback import walk_stack
@@ -46,19 +47,20 @@ def callbacks() -> list[Any]:
         return []
     try:
         from gradwatch.lightning.callback import injected, with_one_watch
-        from gradwatch.sinks import process_report
 
         every = os.environ.get(EVERY_VARIABLE, "").strip()
         watch = injected(every_n_steps=int(every) if every.isdecimal() else every or 1)
-        if path := os.environ.get(process_report.REPORT_VARIABLE):
-            process_report.append_line(Path(path), trainer=True)
+        _report(trainer=True)
         trainer = _trainer_under_construction()
         if trainer is None:
             return [watch]
         trainer.callbacks = _Callbacks(partial(with_one_watch, trainer.callbacks, watch))
     except Exception as error:
-        _warn_once(f"{WATCH_VARIABLE}={value}, but this run is not watched: {type(error).__name__}: {error}")
+        failure = f"{type(error).__name__}: {error}"
+        _warn_once(f"{WATCH_VARIABLE}={value}, but this run is not watched: {failure}")
         _log.debug("Why GradWatch could not be added:", exc_info=True)
+        with suppress(Exception):
+            _report(failure=failure)
     return []
 
 
@@ -90,6 +92,14 @@ def _trainer_under_construction() -> Any:
                 if kind.__name__ == "Trainer" and kind.__module__.partition(".")[0] in LIGHTNING_PACKAGES:
                     return caller
     return None
+
+
+def _report(**fields: Any) -> None:
+    """Tell `gradwatch run`, if it has started this process."""
+    from gradwatch.sinks import process_report
+
+    if path := os.environ.get(process_report.REPORT_VARIABLE):
+        process_report.append_line(Path(path), **fields)
 
 
 def _warn_once(line: str) -> None:

@@ -22,6 +22,8 @@ class ProcessSummary:
 
     trainers: int
     """Number of Trainers made."""
+    failure: str
+    """Why the last of the Trainers that got no GradWatch got none; empty where each got one."""
     fits: int
     """Number of fits watched."""
     alerts: tuple[Severity, ...]
@@ -71,7 +73,7 @@ def append_line(path: Path, **fields: Any) -> None:
 
 def summarize(path: Path) -> ProcessSummary:
     """Read the lines of all processes; an incomplete line is left out. Raises OSError."""
-    trainers = 0
+    trainers, failure = 0, ""
     fits: dict[int, int] = {}
     worst: dict[tuple[int, int, str, int], Severity] = {}
     for text in path.read_text(encoding="utf-8").splitlines():
@@ -82,9 +84,11 @@ def summarize(path: Path) -> ProcessSummary:
         process = int(line["process"])
         if "trainer" in line:
             trainers += 1
+        elif "failure" in line:
+            failure = str(line["failure"])
         elif "fit" in line:
             fits[process] = fits.get(process, 0) + 1
         elif "severity" in line:
             key = process, fits.get(process, 0), line["rule"], line["step"]
             worst[key] = max(worst.get(key, Severity.NOTICE), Severity(line["severity"]), key=lambda s: s.order)
-    return ProcessSummary(trainers, sum(fits.values()), tuple(worst.values()))
+    return ProcessSummary(trainers, failure, sum(fits.values()), tuple(worst.values()))
