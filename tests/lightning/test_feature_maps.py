@@ -30,7 +30,7 @@ from ddp_training import Lines
 from gradwatch import FeatureMaps, GradWatch, gradcam, overlay
 from gradwatch.sinks.memory import Memory
 from gradwatch.sinks.tensorboard.captions import LINE_HEIGHT, MARGIN, MAX_LINES, captioned
-from gradwatch.toolbox.overlays import LINE, enlarged, images_to_rgb, maps_to_rgb
+from gradwatch.toolbox.feature_map_pictures import LINE, enlarged, images_to_rgb, maps_to_rgb
 from reference import bits, hooks_on
 from training import quiet_trainer
 

@@ -26,7 +26,7 @@ from gradwatch.sinks.logger_files import WRITERS, Picture, Write, writer_for
 from gradwatch.sinks.tensorboard.builtin_tabs import LAYER_GROUP
 from gradwatch.sinks.tensorboard.captions import captioned
 from gradwatch.sinks.terminal.progress_bars import preserve_bars
-from gradwatch.toolbox.feature_map_layers import (
+from gradwatch.toolbox.feature_map_pictures import (
     ChosenLayers,
     choose_layers,
     classes_in,

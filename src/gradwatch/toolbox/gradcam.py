@@ -13,9 +13,11 @@ from gradwatch.hooks.hook_set import HookSet, UncopiedHook, tensors_in
 from gradwatch.toolbox.functions import describe_tensor
 from gradwatch.toolbox.isolated_run import evaluation_run
 from gradwatch.toolbox.modules import check_hookable, each_once, find_modules
-from gradwatch.toolbox.overlays import NOT_FINITE
 
 Target = int | Tensor | None
+
+NOT_FINITE = (1.0, 0.0, 1.0)
+"""Colour of pixels that are NaN or infinite: magenta, which no map has."""
 
 
 def gradcam(model: nn.Module, layer: str | nn.Module, inputs: Tensor, target: Target = None) -> Tensor:

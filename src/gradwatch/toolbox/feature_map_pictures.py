@@ -9,12 +9,22 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from gradwatch.hooks.hook_set import tensors_in
+from gradwatch.measure.devices import widest_type
 from gradwatch.toolbox.capture import capture
-from gradwatch.toolbox.gradcam import gradcam, overlay
+from gradwatch.toolbox.gradcam import NOT_FINITE, gradcam, overlay
 from gradwatch.toolbox.modules import find_modules
-from gradwatch.toolbox.overlays import IMAGE_SIDE, MAP_SIDE, enlarged, images_to_rgb, maps_to_rgb, tiled
+
+MAP_SIDE = 64
+"""Pixels of a feature map's longer side: 17 of them side by side fit a screen. Judgement."""
+
+IMAGE_SIDE = 192
+"""The same for an image with a Grad-CAM over it: four fit a screen. Judgement."""
+
+LINE, LINE_WIDTH = (0.25, 0.4, 0.6), 2
+"""Colour and pixels of the lines between pictures; maps are grey and do not have that colour."""
 
 IDENTITY_MODULES = (nn.Identity, nn.Dropout, nn.Dropout2d)
 """Modules whose output in evaluation mode is their input."""
@@ -99,7 +109,7 @@ def feature_map_pictures(
         rows, columns, *_ = maps.shape
         tiles = enlarged(maps_to_rgb(maps).flatten(0, 1), MAP_SIDE)
         size = tuple(tiles.shape[-2:])
-        first = nn.functional.interpolate(images_to_rgb(images.to("cpu")), size, mode="area")
+        first = F.interpolate(images_to_rgb(images.to("cpu")), size, mode="area")
         pictures[name] = tiled(torch.cat([first[:, None], tiles.unflatten(0, (rows, columns))], 1))
     return pictures, predicted
 
@@ -108,8 +118,50 @@ def gradcam_picture(model: nn.Module, images: Tensor, layer: str) -> Tensor:
     """A picture [height, width, 3] of bytes: the images, and below each its Grad-CAM for the top class at `layer`."""
     cam = gradcam(model, escape(layer), images).to("cpu")
     shown = enlarged(images_to_rgb(images.to("cpu")), IMAGE_SIDE).clamp(0, 1)
-    heat = nn.functional.interpolate(cam[:, None].float(), tuple(shown.shape[-2:]), mode="bilinear")[:, 0]
+    heat = F.interpolate(cam[:, None].float(), tuple(shown.shape[-2:]), mode="bilinear")[:, 0]
     return tiled(torch.stack([shown, overlay(shown, heat)]))
+
+
+def maps_to_rgb(maps: Tensor) -> Tensor:
+    """[..., H, W] as [..., 3, H, W] in [0, 1]: the least value of each map is black, its greatest white.
+
+    A constant map is black. Values that are not finite are magenta.
+    """
+    return _rescaled_to_rgb(maps.unsqueeze(-3))
+
+
+def images_to_rgb(images: Tensor) -> Tensor:
+    """Images [N, C, H, W] as [N, 3, H, W] in [0, 1], each rescaled to the full range, as normalised ones need.
+
+    Three channels are red, green and blue; for any other number the mean over channels is shown.
+    """
+    wide = images.to(widest_type(images.device))
+    return _rescaled_to_rgb(wide if images.shape[1] == 3 else wide.mean(1, keepdim=True))
+
+
+def enlarged(pictures: Tensor, side: int) -> Tensor:
+    """[N, channels, H, W] with the longer side near `side` pixels: each pixel as a square."""
+    height, width = pictures.shape[-2:]
+    longer = max(height, width)
+    if longer > side:
+        size = max(1, round(height * side / longer)), max(1, round(width * side / longer))
+        return F.interpolate(pictures, size, mode="area")
+    size = height * (side // longer), width * (side // longer)
+    return F.interpolate(pictures, size, mode="nearest-exact")
+
+
+def tiled(tiles: Tensor) -> Tensor:
+    """A grid of pictures [rows, columns, 3, H, W] in [0, 1] as one [height, width, 3] of bytes, with lines between
+    them.
+    """
+    rows, columns, _, height, width = tiles.shape
+    colour = torch.tensor(LINE, device=tiles.device)[:, None, None]
+    whole = colour.repeat(1, rows * (height + LINE_WIDTH) + LINE_WIDTH, columns * (width + LINE_WIDTH) + LINE_WIDTH)
+    for row in range(rows):
+        for column in range(columns):
+            top, left = LINE_WIDTH + row * (height + LINE_WIDTH), LINE_WIDTH + column * (width + LINE_WIDTH)
+            whole[:, top : top + height, left : left + width] = tiles[row, column]
+    return (255 * whole).round().clamp(0, 255).to(torch.uint8).permute(1, 2, 0).contiguous()
 
 
 def _shapes_of_maps(model: nn.Module, images: Tensor) -> dict[str, tuple[int, ...]]:
@@ -134,3 +186,15 @@ def _shapes_of_maps(model: nn.Module, images: Tensor) -> dict[str, tuple[int, ..
         for _, name, shape in outputs
         if len(shape) == 4 and shape[0] == len(images) and shape[2] * shape[3] > 1
     }
+
+
+def _rescaled_to_rgb(maps: Tensor) -> Tensor:
+    """[..., 1 or 3, H, W] as [..., 3, H, W] in [0, 1], rescaled over channels and pixels together."""
+    maps = maps.detach().to(widest_type(maps.device))  # the difference of two large float32 is infinite in float32
+    finite = maps.isfinite()
+    low = maps.masked_fill(~finite, torch.inf).amin((-3, -2, -1), keepdim=True)
+    high = maps.masked_fill(~finite, -torch.inf).amax((-3, -2, -1), keepdim=True)
+    spread = high - low
+    grey = torch.where(spread > 0, (maps - low) / spread, 0.0).float().expand(*maps.shape[:-3], 3, *maps.shape[-2:])
+    colour = torch.tensor(NOT_FINITE, device=maps.device)[:, None, None]
+    return torch.where(finite.all(-3, keepdim=True), grey, colour)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradwatch.toolbox.overlays import LINE, enlarged, images_to_rgb, maps_to_rgb, tiled
+from gradwatch.toolbox.feature_map_pictures import LINE, enlarged, images_to_rgb, maps_to_rgb, tiled
 
 MAGENTA = torch.tensor([1.0, 0.0, 1.0])
 
@@ -69,7 +69,7 @@ def test_pixels_stay_squares() -> None:
 def test_rows_and_columns_with_lines_between() -> None:
     tiles = torch.zeros(2, 3, 3, 4, 5)
     tiles[1, 2, 0] = 1.0
-    picture = tiled(tiles, line=2)
+    picture = tiled(tiles)
     assert picture.dtype is torch.uint8
     assert picture.shape == (2 * 4 + 3 * 2, 3 * 5 + 4 * 2, 3)
     line = (255 * torch.tensor(LINE)).round().to(torch.uint8)
