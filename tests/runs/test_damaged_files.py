@@ -27,9 +27,9 @@ from gradwatch.runs.reader import read_run
 from gradwatch.runs.report.page import page
 from gradwatch.runs.report.run_data import read_run_data
 from gradwatch.sinks.record.event_file import OwnEventFile
+from gradwatch.sinks.record.limits import STATISTICS_MAX
 from gradwatch.sinks.record.record_format import RecordedBlock, RunLimits, TagDescription, pack
 from gradwatch.sinks.record.recorder import Recorder
-from gradwatch.sinks.record.schema import STATISTICS_MAX
 from gradwatch.sinks.record.tfrecord import framed
 from sink_inputs import alert_of, feed, layout_of, record_of
 

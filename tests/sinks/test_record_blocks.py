@@ -17,6 +17,7 @@ from gradwatch.runs.arrays import RunArrays, read
 from gradwatch.runs.reader import read_run
 from gradwatch.sinks.record.event_file import OwnEventFile
 from gradwatch.sinks.record.event_writer import EventWriter
+from gradwatch.sinks.record.limits import OtherVersionError
 from gradwatch.sinks.record.record_format import (
     EVENT_BYTES,
     PARAMETERS,
@@ -29,7 +30,6 @@ from gradwatch.sinks.record.record_format import (
 )
 from gradwatch.sinks.record.record_writer import RecordWriter, steps_between_rows
 from gradwatch.sinks.record.recorder import Recorder
-from gradwatch.sinks.record.schema import OtherVersionError
 from gradwatch.sinks.record.tfrecord import frames
 from gradwatch.sinks.run_summary import RunSummary
 from quick import examples

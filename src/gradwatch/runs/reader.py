@@ -15,6 +15,7 @@ from gradwatch.core.typed_values import InvalidError
 from gradwatch.runs.files import RECORD_MARK, Unreadable, event_files, files_of, holds_record
 from gradwatch.runs.names import counted
 from gradwatch.sinks.record import run_metadata
+from gradwatch.sinks.record.limits import NAMES_MAX, OtherVersionError, event_of, string_of
 from gradwatch.sinks.record.outcome import Outcome, end_of
 from gradwatch.sinks.record.record_format import (
     FOLDER,
@@ -28,7 +29,6 @@ from gradwatch.sinks.record.record_format import (
     parse_metadata,
     unpack,
 )
-from gradwatch.sinks.record.schema import NAMES_MAX, OtherVersionError, event_of, string_of
 from gradwatch.sinks.record.tfrecord import Damaged, frames
 
 OURS = f"{PLUGIN}/".encode()

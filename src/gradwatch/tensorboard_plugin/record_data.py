@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from gradwatch.core.loss_levels import LeadingOptimizer, LossLevels, known_numbers
 from gradwatch.core.record import MEASURED, ROOT, Floats, as_float32
 from gradwatch.core.typed_values import InvalidError
+from gradwatch.sinks.record.limits import NAMES_MAX, PARAMETERS_MAX
 from gradwatch.sinks.record.outcome import end_of
 from gradwatch.sinks.record.record_format import PARAMETERS, RecordedBlock, RunLimits, unpack
-from gradwatch.sinks.record.schema import NAMES_MAX, PARAMETERS_MAX
 from gradwatch.tensorboard_plugin.matrix import LOST, Matrix, matrix_of, states_of
 from gradwatch.tensorboard_plugin.runs import RunTags, TensorBoardData
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from gradwatch.core.typed_values import InvalidError
 from gradwatch.sinks.record import run_metadata
+from gradwatch.sinks.record.limits import string_of
 from gradwatch.sinks.record.outcome import Outcome, end_of
-from gradwatch.sinks.record.schema import string_of
 from gradwatch.sinks.run_health import loud
 from gradwatch.tensorboard_plugin.record_data import RecordCache, RunRecord, nearest
 from gradwatch.tensorboard_plugin.runs import RunTags, TensorBoardData

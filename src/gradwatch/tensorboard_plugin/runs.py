@@ -12,7 +12,7 @@ from typing import Any
 from tensorboard.data.provider import RunTagFilter  # type: ignore[import-untyped]
 
 from gradwatch.core.typed_values import InvalidError, moment
-from gradwatch.sinks.record import run_metadata, schema
+from gradwatch.sinks.record import limits, run_metadata
 from gradwatch.sinks.record.record_format import PLUGIN, RECORD_TAG_PREFIX, TagDescription, parse_metadata
 
 ALL_EVENTS = 10**6
@@ -110,7 +110,7 @@ def _listing(series: Mapping[str, Any]) -> RunTags:
                 updated = moment(data.max_wall_time, "the last event's time")
                 tags.append(RecordTag(key, description, data.max_step, updated))
             elif key.startswith(run_metadata.RUN_TAG_PREFIX):
-                schema.document(data.plugin_content, version=run_metadata.TEXT_VERSION)
+                limits.object_of(data.plugin_content, version=run_metadata.TEXT_VERSION)
                 kinds.append(key.removeprefix(run_metadata.RUN_TAG_PREFIX))
             else:
                 foreign += 1

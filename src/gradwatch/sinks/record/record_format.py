@@ -49,7 +49,7 @@ from numpy.typing import NDArray
 from gradwatch.core.block import Block
 from gradwatch.core.record import MEASURED, Codes, Floats, Layout, Missing, as_float32
 from gradwatch.core.typed_values import STEP_MAX, InvalidError, moment, typed
-from gradwatch.sinks.record import schema
+from gradwatch.sinks.record import limits
 
 PLUGIN = "gradwatch"
 VERSION = 2
@@ -211,15 +211,15 @@ class RunLimits:
     def check(self, block: RecordedBlock, all_names: int) -> None:
         """`block`, of a run with so many names in all, is the next. Raises InvalidError."""
         statistics = self._statistics.union(block.values, block.numbers)
-        if len(statistics) > schema.STATISTICS_MAX:
-            raise InvalidError(f"over {schema.STATISTICS_MAX} statistics in one run")
+        if len(statistics) > limits.STATISTICS_MAX:
+            raise InvalidError(f"over {limits.STATISTICS_MAX} statistics in one run")
         self.check_filled(len(block) * (1 + len(block.values)), len(block.about.names), all_names)
         self._statistics = statistics
 
     def check_filled(self, numbers: int, names: int, all_names: int) -> None:
         """So many `numbers` of each of its `names` are to be filled up to those of `all_names`."""
         own, filled = numbers * names, numbers * all_names
-        if self._filled + filled > schema.FILLED_MAX + schema.FILLED_SHARE * (self._own + own):
+        if self._filled + filled > limits.FILLED_MAX + limits.FILLED_SHARE * (self._own + own):
             raise InvalidError(f"{names:,} of {all_names:,} names, too often")
         self._own, self._filled = self._own + own, self._filled + filled
 
@@ -276,17 +276,17 @@ LAST_CODE = int(max(Missing))
 
 def unpack(strings: Sequence[bytes], about: TagDescription) -> RecordedBlock:
     """The block of an event's strings, `about` those of its tag. Raises InvalidError for what `pack` did not make."""
-    if not 4 <= len(strings) <= schema.STRINGS_MAX or not all(isinstance(string, bytes) for string in strings):
+    if not 4 <= len(strings) <= limits.STRINGS_MAX or not all(isinstance(string, bytes) for string in strings):
         raise InvalidError(f"{len(strings):,} strings; a header and three or more arrays were expected")
     width = len(about.names)
-    header = typed(HEADER, schema.json_of(strings[0]))
+    header = typed(HEADER, limits.json_of(strings[0]))
     rows = len(strings[1]) // 24
-    if not 1 <= rows <= schema.ROWS_MAX:
-        raise InvalidError(f"{rows:,} rows; 1 to {schema.ROWS_MAX:,} were expected")
+    if not 1 <= rows <= limits.ROWS_MAX:
+        raise InvalidError(f"{rows:,} rows; 1 to {limits.ROWS_MAX:,} were expected")
     heads = _array(strings[1], "<i8", 3, rows, "the heads of the rows")
     axis, steps, optimizers = heads
-    limits = (STEP_MAX, STEP_MAX, schema.OPTIMIZERS_MAX)
-    if (heads < 0).any() or (heads.max(axis=1) > limits).any() or (np.diff(steps) < 0).any():
+    greatest = (STEP_MAX, STEP_MAX, limits.OPTIMIZERS_MAX)
+    if (heads < 0).any() or (heads.max(axis=1) > greatest).any() or (np.diff(steps) < 0).any():
         raise InvalidError("rows at steps, places or optimizers that there are not")
     numbers = _array(strings[2], "<f8", len(header["numbers"]), rows, "numbers of the whole step")
     changes = _rows(header["codes"], rows, "codes")
@@ -339,11 +339,11 @@ def _rows(places: list[int], rows: int, what: str) -> Rows:
 
 def parse_metadata(metadata: bytes) -> TagDescription:
     """The metadata of a tag. Raises OtherVersionError for another version, and InvalidError where it is damaged."""
-    found: TagDescription = typed(TagDescription, schema.document(metadata, version=VERSION))
+    found: TagDescription = typed(TagDescription, limits.object_of(metadata, version=VERSION))
     if not found.names or len(found.names) != len(found.modules) or len(found.parameters) != len(found.shapes):
         raise InvalidError("names without modules, or parameters without shapes")
-    if len(found.names) > schema.NAMES_MAX or len(found.parameters) > schema.PARAMETERS_MAX:
-        raise InvalidError(f"over {schema.NAMES_MAX:,} layers or {schema.PARAMETERS_MAX:,} parameters")
-    if max(map(len, found.names + found.parameters)) > schema.NAME_MAX:
-        raise InvalidError(f"a name of over {schema.NAME_MAX:,} characters")
+    if len(found.names) > limits.NAMES_MAX or len(found.parameters) > limits.PARAMETERS_MAX:
+        raise InvalidError(f"over {limits.NAMES_MAX:,} layers or {limits.PARAMETERS_MAX:,} parameters")
+    if max(map(len, found.names + found.parameters)) > limits.NAME_MAX:
+        raise InvalidError(f"a name of over {limits.NAME_MAX:,} characters")
     return found

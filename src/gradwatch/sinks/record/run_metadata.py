@@ -37,7 +37,7 @@ from gradwatch.core.record import Run
 from gradwatch.core.typed_values import InvalidError, moment, typed
 from gradwatch.core.versions import versions_of
 from gradwatch.sinks.record.incident_spans import Key, Span
-from gradwatch.sinks.record.schema import ALERTS_MAX, document
+from gradwatch.sinks.record.limits import ALERTS_MAX, object_of
 
 TEXT_VERSION = 1
 """Version of these texts: increased when an older GradWatch can no longer read them."""
@@ -139,7 +139,7 @@ def read_text(kind: str, text: str | bytes) -> dict[str, Any]:
     "meta": as above. "alerts": `alerts`, each with its span. "verdict": these, `finished`, and the `verdict` without
     them.
     """
-    found = document(text, version=TEXT_VERSION)
+    found = object_of(text, version=TEXT_VERSION)
     if kind == "meta":
         return typed(META, found)  # type: ignore[no-any-return]
     if kind == "alerts":

@@ -1,4 +1,4 @@
-"""The limits of what a file of a run may hold, and its events and JSON texts.
+"""What a file of a run may hold at most, and its events and JSON texts, read within these limits.
 
 Whatever is read of a file is checked before it is used, as values of a type by `core.typed_values`. What is not as
 GradWatch writes it is an `InvalidError`, whose one line says where and what; nothing else is raised. The limits bound
@@ -78,7 +78,7 @@ def string_of(strings: Iterable[object]) -> bytes:
     return first
 
 
-def document(text: str | bytes, *, version: int) -> dict[str, Any]:
+def object_of(text: str | bytes, *, version: int) -> dict[str, Any]:
     """The JSON object `text`. Raises OtherVersionError where it is of another version."""
     found: dict[str, Any] = json_of(text)
     other = typed({"version": int}, found)["version"]
