@@ -45,6 +45,12 @@ class AlignedRuns:
     sides: dict[str, tuple[Side, Side]]
     """By statistic or number of the whole step, where both have it."""
 
+    def shared(self, name: str) -> tuple[NDArray[np.int64], Floats, Floats]:
+        """The steps of the records that both runs have of one of `sides`, and the numbers of each run there."""
+        a, b = self.sides[name]
+        _, mine, other = np.intersect1d(a.keys, b.keys, return_indices=True)
+        return a.steps[mine], a.logs[mine], b.logs[other]
+
 
 def align(a: RunArrays, b: RunArrays) -> AlignedRuns:
     names = [[run.layout.sites[place].name for place in run.layout.layers] for run in (a, b)]

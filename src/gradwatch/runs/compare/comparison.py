@@ -65,8 +65,8 @@ class Comparison:
     def unmeasured(self) -> list[str]:
         """Layers that have a gradient norm, but at no step in both runs."""
         a, b = self.pair.sides["grad_norm"]
-        _, mine, other = np.intersect1d(a.keys, b.keys, return_indices=True)
-        apart = np.isnan(a.logs[mine]) | np.isnan(b.logs[other])
+        _, mine, other = self.pair.shared("grad_norm")
+        apart = np.isnan(mine) | np.isnan(other)
         nowhere = np.isnan(a.logs).all(axis=0) & np.isnan(b.logs).all(axis=0)
         return [self.pair.layers[layer] for layer in np.flatnonzero(apart.all(axis=0) & ~nowhere)]
 

@@ -56,11 +56,7 @@ class FirstDifference:
 
 def first_difference(pair: AlignedRuns) -> FirstDifference:
     """`pair`: with gradient norms."""
-    shared: dict[str, tuple[NDArray[np.int64], Floats, Floats]] = {}
-    for name, (a, b) in pair.sides.items():
-        if name != "update_ratio":
-            _, mine, other = np.intersect1d(a.keys, b.keys, return_indices=True)
-            shared[name] = a.steps[mine], a.logs[mine], b.logs[other]
+    shared = {name: pair.shared(name) for name in pair.sides if name != "update_ratio"}
     identical = all(np.array_equal(x, y, equal_nan=True) for _, x, y in shared.values())
     of_gradients, *_ = shared["grad_norm"]
     steps = len(of_gradients)

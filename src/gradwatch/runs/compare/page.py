@@ -56,15 +56,13 @@ def page(result: Comparison) -> str:
 
 
 def _picture(result: Comparison) -> str:
-    a, b = result.pair.sides["grad_norm"]
-    keys, mine, other = np.intersect1d(a.keys, b.keys, return_indices=True)
-    if not len(keys) or result.first_difference.first is None:
+    steps, a, b = result.pair.shared("grad_norm")
+    if not len(steps) or result.first_difference.first is None:
         return ""
-    mine_logs, other_logs = a.logs[mine], b.logs[other]
-    apart = np.clip(other_logs - mine_logs, -MAX_DECADES, MAX_DECADES)
-    apart[(mine_logs >= HIGHEST) != (other_logs >= HIGHEST)] = np.inf
+    apart = np.clip(b - a, -MAX_DECADES, MAX_DECADES)
+    apart[(a >= HIGHEST) != (b >= HIGHEST)] = np.inf
     course = Downsampling(1 + len(result.pair.layers))
-    course.extend(a.steps[mine], 10.0 ** np.pad(apart, ((0, 0), (1, 0))))  # the first row stands for the total
+    course.extend(steps, 10.0 ** np.pad(apart, ((0, 0), (1, 0))))  # the first row stands for the total
     severities = {point.layer: Severity.WARNING for point in result.divergence_points}
     layers = result.pair.layers
     marks: list[IncidentMark] = []
