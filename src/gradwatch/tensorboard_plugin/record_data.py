@@ -56,7 +56,7 @@ class RunRecord:
         self._blocks = sorted(blocks, key=lambda block: (block.session, block.row))
         self.sessions = {block.session: block.began for block in self._blocks}
         """When each session began, in seconds since 1970, and its first step."""
-        self.lost = (_lost_rows(self._blocks[:1]) if self._blocks else 0) + sum(map(_lost_rows, pairwise(self._blocks)))
+        self.lost = sum(map(_lost_rows, [None, *self._blocks], self._blocks))
         """Rows that are not there."""
         tags = {id(block.about): block.about for block in self._blocks}.values()
         self._axis = _joined(block.axis for block in self._blocks)
@@ -72,14 +72,14 @@ class RunRecord:
         self._totals = {
             number: f"(total, optimizer {number})" if len(optimizers) > 1 else "(total)" for number in optimizers
         }
-        modules: dict[str, str] = {}
-        for about in tags:
-            first = {} if modules else {self._totals[optimizers[0]]: about.modules[0]}
-            modules |= first | dict(zip(about.names[1:], about.modules[1:], strict=True))
-        modules |= dict.fromkeys(self._totals.values(), modules[self._totals[optimizers[0]]]) if modules else {}
-        self.names = tuple(modules)
+        totals = [*self._totals.values()]
+        layers = {
+            name: module for about in tags for name, module in zip(about.names[1:], about.modules[1:], strict=True)
+        }
+        self.names = tuple(dict.fromkeys((*totals[:1], *layers, *totals[1:])))
         """Of the rows, in model order. The names of totals cannot be taken for a layer called so."""
-        self.modules = tuple(modules.values())
+        model = next((about.modules[0] for about in tags), "")
+        self.modules = tuple(layers.get(name, model) for name in self.names)
         """Their classes."""
         self.totals = tuple(self.names.index(total) for total in self._totals.values())
         self.statistics = tuple(dict.fromkeys(name for block in self._blocks for name in block.values))
@@ -205,16 +205,15 @@ def _holes(blocks: Sequence[RecordedBlock], has: Callable[[RecordedBlock], bool]
     for before, after in pairwise(blocks):
         drawn |= has(before)
         begin = int(before.axis[-1]) + 1
-        if drawn and _lost_rows((before, after)) and begin < after.axis[0]:
+        if drawn and _lost_rows(before, after) and begin < after.axis[0]:
             found.append(begin)
             drawn = False
     return found
 
 
-def _lost_rows(blocks: Sequence[RecordedBlock]) -> int:
-    """How many rows of the session of the last of `blocks` should be between it and the one before."""
-    *before, after = blocks
-    known = sum(block.row + len(block) for block in before if block.session == after.session)
+def _lost_rows(before: RecordedBlock | None, after: RecordedBlock) -> int:
+    """How many rows of the session of `after` should be between the two; before the first block there is none."""
+    known = before.row + len(before) if before is not None and before.session == after.session else 0
     return max(0, after.row - known)
 
 
