@@ -14,7 +14,7 @@ from hypothesis.extra.numpy import arrays
 from gradwatch.sinks.downsampling import MAX_COLUMNS, Downsampling
 from gradwatch.sinks.map_rows import most_distinct
 from gradwatch.sinks.run_summary import RunSummary
-from gradwatch.tensorboard_plugin.matrix import NOT_A_NUMBER, Matrix, summary
+from gradwatch.tensorboard_plugin.matrix import NOT_A_NUMBER, Matrix, summarised
 from quick import examples
 from sink_inputs import NORMS, layout_of, record_of
 from synthetic_records import block_of
@@ -140,7 +140,7 @@ def test_median_and_extremes_are_those_of_the_tab_where_a_run_is_lost() -> None:
     course, states = course_of(norms), np.where(np.isfinite(norms), 0, NOT_A_NUMBER).astype(np.uint8)
     finite = np.where(np.isfinite(norms), norms, np.nan).astype(np.float32)
     steps = np.arange(len(norms))
-    tab = summary(Matrix(("a",), steps, steps, len(norms), finite, finite, states))
+    tab = summarised(Matrix(("a",), steps, steps, len(norms), finite, finite, states))
     for kind, expected in {"median": 2.0, "min": 1.0, "max": 3.0}.items():
         found = {"median": course.median, "min": course.minimum, "max": course.maximum}[kind]
         assert (found[0], tab[kind][0]) == (pytest.approx(expected), expected)

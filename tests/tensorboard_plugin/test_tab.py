@@ -40,7 +40,7 @@ from gradwatch.tensorboard_plugin.matrix import (
     latest,
     pooled,
     states_of,
-    summary,
+    summarised,
     window,
 )
 from sink_inputs import alert_of, feed, layout_of, record_of
@@ -525,7 +525,7 @@ def test_before_the_first_step_there_is_no_number() -> None:
 
 @given(matrices)
 def test_the_summary_is_that_of_the_numbers(matrix: Matrix) -> None:
-    found = summary(matrix)
+    found = summarised(matrix)
     for name in range(len(matrix.names)):
         numbers = sorted(number for number in matrix.low[:, name].tolist() if number == number)
         expected = [numbers[(len(numbers) - 1) // 2], numbers[0], numbers[-1]] if numbers else [np.nan] * 3
@@ -772,7 +772,7 @@ def test_what_is_usual_is_the_lower_median_of_what_is_not_zero(rows: list[list[f
     numbers = np.array(rows, dtype=np.float32)
     steps = np.arange(len(rows))
     matrix = Matrix(("a", "b", "c"), steps, steps, len(rows), numbers, numbers, states_of(numbers))
-    for column, usual in zip(numbers.T, summary(matrix)["usual"], strict=True):
+    for column, usual in zip(numbers.T, summarised(matrix)["usual"], strict=True):
         finite = column[~np.isnan(column)]
         own = np.sort(finite[finite != 0])
         wanted = own[(len(own) - 1) // 2] if len(own) else 0.0 if len(finite) else np.nan

@@ -24,12 +24,12 @@ from gradwatch.tensorboard_plugin.matrix import (
     NO_NUMBER,
     NOT_A_NUMBER,
     Matrix,
-    counted,
+    count_records,
     fewer_names,
     latest,
     of_names,
     pooled,
-    summary,
+    summarised,
     window,
 )
 from gradwatch.tensorboard_plugin.record_data import RecordCache, RunRecord
@@ -193,7 +193,7 @@ class Api:
         matrix = _asked_matrix(record, query)
         about, arrays = _drawn(_part(matrix, query), _columns(query))
         if not query.get("from") and not query.get("to") and len(matrix.first):
-            arrays |= summary(matrix, onsets_of(self._outcome(run, listing, record), matrix.names))
+            arrays |= summarised(matrix, onsets_of(self._outcome(run, listing, record), matrix.names))
         return pack_arrays(about, arrays)
 
     def layer(self, query: Mapping[str, str]) -> bytes:
@@ -219,7 +219,7 @@ class Api:
             matrix = _row(whole, whole.names.index(name))
             about, found = _drawn(_part(matrix, query), columns, prefix)
             own.append({"name": name, "shape": shape, **about})
-            few = summary(matrix) if len(matrix.first) else {}
+            few = summarised(matrix) if len(matrix.first) else {}
             arrays |= found | {prefix + kind: array for kind, array in few.items()}
         return pack_arrays({"statistics": drawn, "parameters": own}, arrays)
 
@@ -282,14 +282,14 @@ def _row(matrix: Matrix, place: int) -> Matrix:
     known = matrix.states[:, place] != NO_NUMBER
     first, last = matrix.first[known], matrix.last[known]
     numbers, states = matrix.low[known, one], matrix.states[known, one]
-    return Matrix((matrix.names[place],), first, last, counted(states), numbers, numbers, states)
+    return Matrix((matrix.names[place],), first, last, count_records(states), numbers, numbers, states)
 
 
 def _usual(matrix: Matrix, outcome: Outcome) -> NDArray[Any]:
     """What each name's number is usually, NaN where it has none: shape [names]."""
     if not len(matrix.first):
         return np.full(len(matrix.names), np.nan, dtype=np.float32)
-    return summary(matrix, onsets_of(outcome, matrix.names))["usual"]
+    return summarised(matrix, onsets_of(outcome, matrix.names))["usual"]
 
 
 def _places(text: str, most: int) -> list[int]:

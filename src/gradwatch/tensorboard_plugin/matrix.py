@@ -81,11 +81,11 @@ def matrix_of(names: tuple[str, ...], steps: Steps, numbers: Numbers, states: St
         order = np.argsort(steps)
         numbers, states = numbers[order], states[order]
     last = np.where(_lost(states), np.append(columns[1:] - 1, columns[-1:]), columns)
-    return Matrix(names, columns, last, counted(states), numbers, numbers, states)
+    return Matrix(names, columns, last, count_records(states), numbers, numbers, states)
 
 
-def counted(states: States) -> int:
-    """How many columns there are, but for those of lost steps."""
+def count_records(states: States) -> int:
+    """How many columns of a matrix that is not pooled there are, but for those of lost steps."""
     return int(np.count_nonzero(~_lost(states)))
 
 
@@ -109,7 +109,7 @@ def window(matrix: Matrix, first: int | None, last: int | None) -> Matrix:
         matrix.names,
         matrix.first[part],
         matrix.last[part],
-        counted(matrix.states[part]),
+        count_records(matrix.states[part]),
         matrix.low[part],
         matrix.high[part],
         matrix.states[part],
@@ -183,7 +183,7 @@ def latest(matrix: Matrix, step: int) -> tuple[Numbers, States, Steps]:
     return matrix.low[at, each], matrix.states[at, each], matrix.first[at]
 
 
-def summary(matrix: Matrix, onsets: Mapping[int, int] | None = None) -> dict[str, NDArray[np.float32] | States]:
+def summarised(matrix: Matrix, onsets: Mapping[int, int] | None = None) -> dict[str, NDArray[np.float32] | States]:
     """Per name, over all steps of a matrix that is not pooled: `median` (the lower one), `min`, `max`, `last`.
 
     `usual` is the lower median of the numbers other than 0, what a layer's number is usually; 0 where all are. Of the
