@@ -13,7 +13,7 @@ from gradwatch.core.printable import printable
 from gradwatch.runs.names import counted, extent_of
 from gradwatch.runs.report.run_data import RunData
 from gradwatch.sinks.colormap import palette, scale_of
-from gradwatch.sinks.downsampling import Logs
+from gradwatch.sinks.downsampling import Logs, extremes_of
 from gradwatch.sinks.map_rows import most_distinct, rows_of
 from gradwatch.sinks.terminal.console import STYLES, table_rows
 from gradwatch.sinks.terminal.layer_table import NARROWEST, select_rows, shorten_name, table
@@ -119,10 +119,10 @@ def _map(data: RunData, width: int, room: int) -> list[Text]:
 def _stretched(logs: Logs, columns: int) -> Logs:
     """`logs` [rows, n] in `columns` columns: fewer are repeated, of more those that stand out are kept."""
     wide = logs.shape[1]
-    begins = np.arange(columns) * wide // columns
     if wide <= columns:
-        return logs[:, begins]
-    return most_distinct(np.fmin.reduceat(logs, begins, axis=1), np.fmax.reduceat(logs, begins, axis=1))
+        return logs[:, np.arange(columns) * wide // columns]
+    low, high, _ = extremes_of(logs.T, logs.T, columns)
+    return most_distinct(low.T, high.T)
 
 
 def _loss(data: RunData, width: int, *, ascii_only: bool) -> Text | None:

@@ -210,6 +210,15 @@ class Downsampling:
         self._used = -(-self._used // 2)
 
 
+def extremes_of(low: Logs, high: Logs, most: int) -> tuple[Logs, Logs, NDArray[np.intp]]:
+    """The lowest of `low` and the highest of `high` in at most `most` groups of neighbours along the first axis, which
+    is not empty; and where each group begins.
+    """
+    groups = min(len(high), most)
+    begins = np.arange(groups) * len(high) // groups
+    return np.fmin.reduceat(low, begins), np.fmax.reduceat(high, begins), begins
+
+
 def _one_each(places: Sites, rows: _Columns) -> tuple[Sites, _Columns]:
     """`rows` merged into one for each of `places`, which are ascending, and those places."""
     starts = np.flatnonzero(np.diff(places, prepend=-1))

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.core.median import lower_median
-from gradwatch.sinks.downsampling import Logs
+from gradwatch.sinks.downsampling import Logs, extremes_of
 
 MIN_DIFFERENCE = 1.0
 """Decades between the extremes of a column from which on the outlying one is drawn. Judgement: less is noise."""
@@ -19,9 +19,8 @@ def rows_of(low: Logs, high: Logs, most: int, *, first: Sequence[int] = ()) -> t
     """One number for each pair of `low` and `high`, [layers, columns], in at most `most` rows, and the first layer of
     each row. Neighbours share a row; one of the layers `first` has it for itself.
     """
-    rows = min(len(high), most)
-    begins = np.arange(rows) * len(high) // rows
-    shown = most_distinct(np.fmin.reduceat(low, begins, axis=0), np.fmax.reduceat(high, begins, axis=0))
+    lows, highs, begins = extremes_of(low, high, most)
+    shown = most_distinct(lows, highs)
     for layer in reversed(first):
         shown[np.searchsorted(begins, layer, side="right") - 1] = high[layer]
     return shown, begins

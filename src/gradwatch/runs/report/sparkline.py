@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from gradwatch.runs.pages import figure
-from gradwatch.sinks.downsampling import Logs
+from gradwatch.sinks.downsampling import Logs, extremes_of
 
 WIDTH, HEIGHT = 64, 18
 """Points, and units of height. Judgement."""
@@ -20,11 +20,10 @@ def sparkline(low: Logs, high: Logs) -> str:
     A light band between them, a line along the higher; red below it where something is not finite, grey where all is
     zero.
     """
-    points = min(WIDTH, len(high))
-    if not points or np.isnan(high).all():
+    if np.isnan(high).all():  # or there is none
         return ""
-    starts = np.arange(points) * len(high) // points
-    low, high = np.fmin.reduceat(low, starts), np.fmax.reduceat(high, starts)
+    low, high, _ = extremes_of(low, high, WIDTH)
+    points = len(high)
     finite = np.concatenate([low[np.isfinite(low)], high[np.isfinite(high)]])
     least, most = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
     span = max(MIN_DECADES, most - least)

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gradwatch.core.number_text import short_exponent
 from gradwatch.sinks.colormap import ColourScale, palette, scale_of
+from gradwatch.sinks.downsampling import Logs
 from gradwatch.sinks.terminal.sparkline import sparkline
 
 if TYPE_CHECKING:
@@ -44,9 +44,9 @@ class TableRow:
 
     name: str
     measured: bool
-    low: NDArray[np.floating]
+    low: Logs
     """Lowest log10 norm over time, oldest first."""
-    high: NDArray[np.floating]
+    high: Logs
     median: float
     """This and the extremes are of the finite norms; NaN without any."""
     min: float

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
+
+from gradwatch.sinks.downsampling import Logs, extremes_of
 
 BARS = "▁▂▃▄▅▆▇█"
 ASCII_BARS = "_.-~=+*#"
@@ -12,17 +13,15 @@ MIN_BAR_DECADES = 1.0
 """Decades between the lowest and the highest bar, at least, so that small variation looks small. Judgement."""
 
 
-def sparkline(low: NDArray[np.floating], high: NDArray[np.floating], *, width: int, ascii_only: bool = False) -> str:
+def sparkline(low: Logs, high: Logs, *, width: int, ascii_only: bool = False) -> str:
     """At most `width` characters for a series given by its lowest and highest log10 numbers, shape [n] each.
 
     The scale is that of the series. Each character draws its lowest or highest number, whichever is farther from the
     median of the series. '0' is -inf, 'x' is +inf, ' ' is NaN.
     """
-    columns = min(width, len(low))
-    if not columns:
+    if not (width and len(low)):
         return ""
-    starts = np.arange(columns) * len(low) // columns
-    low, high = np.fmin.reduceat(low, starts), np.fmax.reduceat(high, starts)
+    low, high, _ = extremes_of(low, high, width)
     ordered = np.sort(np.concatenate([low, high]))
     ordered = ordered[np.isfinite(ordered)] if np.isfinite(ordered).any() else np.zeros(1)
     middle = (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
