@@ -114,6 +114,21 @@ def test_one_that_fails_is_dropped_once_and_the_others_go_on() -> None:
     assert not empty
 
 
+def test_of_two_equal_sinks_the_one_that_fails_is_dropped() -> None:
+    class Equal(OneByOne):
+        def __eq__(self, other: object) -> bool:
+            return isinstance(other, Equal)
+
+    class FailingEqual(Equal, Failing):
+        record = Failing.record
+
+    first, failing = Equal(), FailingEqual()
+    out, _ = box(first, failing)
+    out.block(block(0))
+    out.alerts([alert("spike")])
+    assert (first.received, failing.received) == ([0, "spike"], [])
+
+
 def test_ctrl_c_in_one_sink_takes_nothing_from_the_others() -> None:
     class Interrupted(OneByOne):
         def record(self, record: Record) -> None:

@@ -23,8 +23,8 @@ class Dispatcher:
         recorders = [sink for sink in sinks if isinstance(sink, FlightRecorder)]
         # the user's own follows the default one: only the last is used
         self._sinks = [sink for sink in sinks if sink not in recorders[:-1]]
-        self._by_block = {id(sink): sink for sink in self._sinks if isinstance(sink, BlockSink)}
-        self._by_record = {id(sink): sink for sink in self._sinks if not isinstance(sink, BlockSink)}
+        self._block_sinks = [sink for sink in self._sinks if isinstance(sink, BlockSink)]
+        self._record_sinks = [sink for sink in self._sinks if not isinstance(sink, BlockSink)]
         self._dropped = dropped
         self._unsent: deque[tuple[Sink, Callable[[], None]]] = deque()
         """Calls that have not been made yet: a KeyboardInterrupt between them loses none and repeats none."""
@@ -40,9 +40,9 @@ class Dispatcher:
 
     def block(self, block: Block) -> None:
         """Send finished rows."""
-        self._unsent.extend([(sink, partial(sink.block, block)) for sink in self._by_block.values()])
-        records = block.records() if self._by_record else ()
-        for sink in self._by_record.values():
+        self._unsent.extend([(sink, partial(sink.block, block)) for sink in self._block_sinks])
+        records = block.records() if self._record_sinks else ()
+        for sink in self._record_sinks:
             self._unsent.extend((sink, partial(sink.record, record)) for record in records)
         self._send()
 
@@ -62,12 +62,12 @@ class Dispatcher:
     def _send(self) -> None:
         while self._unsent:
             sink, send = self._unsent.popleft()
-            if sink not in self._sinks:
-                continue
             try:
                 send()
             except Exception as error:
-                self._sinks.remove(sink)
-                self._by_block.pop(id(sink), None)
-                self._by_record.pop(id(sink), None)
+                # by identity: two sinks may be equal
+                self._sinks = [other for other in self._sinks if other is not sink]
+                self._block_sinks = [other for other in self._block_sinks if other is not sink]
+                self._record_sinks = [other for other in self._record_sinks if other is not sink]
+                self._unsent = deque((other, call) for other, call in self._unsent if other is not sink)
                 self._dropped(type(sink).__name__, error)
