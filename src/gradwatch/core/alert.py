@@ -157,6 +157,11 @@ class Alert:
     """Path of the last checkpoint from before the fault; empty if there is none."""
 
     @property
+    def key(self) -> tuple[str, int]:
+        """Which incident of a run it is: the rule and the onset, which stay the same as it grows and closes."""
+        return self.rule, self.step
+
+    @property
     def saved_files(self) -> tuple[str, ...]:
         """The files saved for this incident, each as 'what it is: path'."""
         places = {"Incident file": self.incident_file, "Last healthy checkpoint": self.checkpoint}

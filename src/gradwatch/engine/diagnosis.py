@@ -151,7 +151,7 @@ class Diagnosis:
             raise ValueError(damage(error)) from error
         self.history, self.incidents, self._recorded, self._losses = history, incidents, recorded, losses
         self._reached = np.array([site.name in reached for site in history.layout.sites], dtype=bool)
-        self._inherited = frozenset((alert.rule, alert.step) for alert in incidents.alerts)
+        self._inherited = frozenset(alert.key for alert in incidents.alerts)
 
     def learn_flow(self, flow: LayerFlow) -> None:
         """`flow` has become known, or more of it."""
@@ -190,7 +190,7 @@ class Diagnosis:
                     suspected = self._suspected(block.rows(judged, count))  # baselines have changed
             if self.on_incidents is not None:
                 faults = self.incidents.open_faults
-                old = [one for one in faults if (one.rule, one.step) in self._inherited]
+                old = [one for one in faults if one.key in self._inherited]
                 self.on_incidents([one for one in faults if one not in old], old, step)
 
     def amend(self, values: Mapping[str, Floats], scalars: Mapping[str, float]) -> None:
@@ -292,12 +292,12 @@ class Diagnosis:
     def _spread(self, changes: IncidentChanges, history: History) -> None:
         """Send the incidents that changed at the latest record of `history` to the sinks and to `on_alert`."""
         # sinks that have no record of an incident would report it as new when it grows
-        grown = tuple(alert for alert in changes.grown if (alert.rule, alert.step) not in self._inherited)
+        grown = tuple(alert for alert in changes.grown if alert.key not in self._inherited)
         news = self._kept(changes.opened + grown, history)
         self.dispatcher.alerts(news + changes.closed)
-        worse = {(alert.rule, alert.step) for alert in changes.worse}
+        worse = {alert.key for alert in changes.worse}
         for place, alert in enumerate(news):
-            new = place < len(changes.opened) or (alert.rule, alert.step) in worse
+            new = place < len(changes.opened) or alert.key in worse
             if new and alert.severity is not Severity.NOTICE:
                 self._on_alert(alert)
 

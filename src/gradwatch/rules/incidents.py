@@ -129,7 +129,7 @@ class IncidentTracker:
 
     def add_files(self, alert: Alert, *, incident_file: str, checkpoint: str) -> Alert:
         """Note in the incident of `alert` the files that were saved for it; returns it."""
-        place = next(i for i, known in enumerate(self._faults) if (known.rule, known.step) == (alert.rule, alert.step))
+        place = next(i for i, known in enumerate(self._faults) if known.key == alert.key)
         self._faults[place] = replace(self._faults[place], incident_file=incident_file, checkpoint=checkpoint)
         return self._incidents()[place]
 

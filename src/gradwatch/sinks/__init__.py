@@ -18,7 +18,7 @@ class AnySink(Protocol):
         """Called at the start of every fit, before the first record, and again when parameters are added."""
 
     def alert(self, alert: Alert) -> None:
-        """An incident was opened, has grown (no `closed_step` yet) or was closed. `rule` and `step` identify it.
+        """An incident was opened, has grown (no `closed_step` yet) or was closed. `alert.key` says which.
 
         It may come before the record of its step: a step that looks odd is judged before the optimizer steps.
         """

@@ -58,10 +58,10 @@ class Log:
     def alert(self, alert: Alert) -> None:
         notice = alert.severity is Severity.NOTICE
         if alert.closed_step is None:
-            before = self._logged.get((alert.rule, alert.step))
+            before = self._logged.get(alert.key)
             if before is not None and alert.severity.order <= before.severity.order:
                 return
-            self._logged[alert.rule, alert.step] = alert
+            self._logged[alert.key] = alert
             layers = self._run.layout.names(self._run.layout.layers) if self._run else ()
             folder = self._run.log_dir if self._run else None
             width = shutil.get_terminal_size().columns if _on_terminals(self._logger) else None

@@ -48,7 +48,7 @@ class Scalars:
                     self._log(logger, due, int(block.axis[row]))
 
     def alert(self, alert: Alert) -> None:
-        self._alerts[alert.rule, alert.step] = alert
+        self._alerts[alert.key] = alert
 
     def close(self, verdict: Verdict) -> None:
         self._run = None

@@ -53,7 +53,7 @@ def onsets_of(outcome: Outcome, names: Sequence[str]) -> dict[int, int]:
         (each, site) for each in alerts for site in each.sites
     ]:
         if layer := nearest(site, places):
-            begin = outcome.spans[alert.rule, alert.step].begin
+            begin = outcome.spans[alert.key].begin
             began = alert.step if begin is None else begin
             found[places[layer]] = min(began, found.get(places[layer], began))
     return found

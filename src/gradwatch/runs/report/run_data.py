@@ -69,7 +69,7 @@ class RunData:
 
     def begin(self, alert: Alert) -> int | None:
         """Where an alert of the verdict begins on the x-axis; None where that is not known."""
-        return self.spans.get((alert.rule, alert.step), Span(alert.step)).begin
+        return self.spans.get(alert.key, Span(alert.step)).begin
 
 
 def read_run_data(path: Path, *, progress: Progress | None = None) -> RunData:

@@ -11,7 +11,7 @@ from gradwatch.core.alert import Alert
 from gradwatch.core.block import Block
 
 Key = tuple[str, int]
-"""The key of an incident: its rule and its first step."""
+"""`Alert.key`."""
 
 
 class Span(NamedTuple):
@@ -52,7 +52,4 @@ class AxisPositions:
                 return None
             return round(float(np.interp(step, steps, axis)))
 
-        return {
-            (alert.rule, alert.step): Span(place(alert.step), place(alert.closed_step), place(alert.noticed))
-            for alert in alerts
-        }
+        return {alert.key: Span(place(alert.step), place(alert.closed_step), place(alert.noticed)) for alert in alerts}

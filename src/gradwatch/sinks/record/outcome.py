@@ -57,10 +57,9 @@ class Outcome:
             self.finished, self._last_verdict = fields["finished"], fields["verdict"]
         for alert, span in fields["alerts"]:
             if alert.noticed < end:
-                key = alert.rule, alert.step
                 if span.begin is None:  # an earlier session may know
-                    span = span._replace(begin=self.spans.get(key, span).begin)
-                self.alerts[key], self.spans[key] = alert, span
+                    span = span._replace(begin=self.spans.get(alert.key, span).begin)
+                self.alerts[alert.key], self.spans[alert.key] = alert, span
 
     def add_block(self, block: Block) -> None:
         self.steps += len(block)

@@ -87,15 +87,15 @@ class RecordWriter:
             file.flush()
 
     def alert(self, alert: Alert) -> None:
-        known = self._alerts.get((alert.rule, alert.step))
-        self._alerts[alert.rule, alert.step] = alert
+        known = self._alerts.get(alert.key)
+        self._alerts[alert.key] = alert
         self._alerts_changed = True
         if known is None or known.severity is not alert.severity:
             self._write_alerts()
 
     def close(self, verdict: Verdict) -> None:
         before = dict(self._alerts)
-        self._alerts |= {(alert.rule, alert.step): alert for alert in verdict.incidents}
+        self._alerts |= {alert.key: alert for alert in verdict.incidents}
         if self._alerts_changed or self._alerts != before:
             self._write_alerts()
         self._write_text(

@@ -104,7 +104,7 @@ def verdict_fields(verdict: Verdict) -> dict[str, Any]:
 
 def fields_of(alert: Alert, spans: Mapping[Key, Span]) -> dict[str, Any]:
     """An alert as values that JSON can hold, and where it lies on the x-axis; `read_text` reads them."""
-    span = spans.get((alert.rule, alert.step), Span())
+    span = spans.get(alert.key, Span())
     fields = {name: value for name, value in alert_to_dict(alert).items() if name not in NOT_RECORDED}
     numbers = {name: _json_number(getattr(alert, name)) for name in ("value", "threshold")}
     return {**fields, **numbers, "axis": span.begin, "noticed_axis": span.noticed, "closed_axis": span.end}

@@ -83,7 +83,7 @@ def heatmap_of(summary: RunSummary, verdict: Verdict) -> tuple[Image.Image, int]
     low, high = course.extremes()
     spans, marks = summary.positions.spans(verdict.incidents), []
     for alert in verdict.incidents:
-        begin, end, _ = spans[alert.rule, alert.step]
+        begin, end, _ = spans[alert.key]
         where = tuple(sorted({row_of_site[site] for site in alert.sites if site in row_of_site}))
         if begin is not None:
             until = 1.0 if end is None else course.share(end)

@@ -114,13 +114,13 @@ class TensorBoard:
                     file.scalars(headline | lines.get(row, {}), axis)
 
     def alert(self, alert: Alert) -> None:
-        self._alerts[alert.rule, alert.step] = alert
+        self._alerts[alert.key] = alert
         with usable_after_errors(self._shared):
             self._write_text(under_way(self._alerts.values()))
         self._record.alert(alert)
 
     def close(self, verdict: Verdict) -> None:
-        self._alerts |= {(alert.rule, alert.step): alert for alert in verdict.incidents}
+        self._alerts |= {alert.key: alert for alert in verdict.incidents}
         known = replace(verdict, incidents=(*self._alerts.values(),))
         try:
             with usable_after_errors(self._shared):
