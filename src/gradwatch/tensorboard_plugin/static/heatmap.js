@@ -117,7 +117,7 @@ export function heatmap(act) {
   function drawAlerts(context) {
     const { plot, rows, x } = place;
     const size = plot.height / rows.length;
-    shown.alerts.forEach((alert, number) => {
+    for (const alert of shown.alerts) {
       const at = Math.round(x(began(alert) + 0.5));
       context.fillStyle = context.strokeStyle = themed(alert.severity);
       const [first, last] = recorded();
@@ -128,8 +128,8 @@ export function heatmap(act) {
         context.fillRect(from, plot.top - 13, until - from, 3);
         context.globalAlpha = 1;
       }
-      if (at < plot.left - 1 || at > plot.left + plot.width + 1) return;
-      const own = rows.flatMap((row, i) => (row.members.some((n) => shown.faults[number].own.has(n)) ? [i] : []));
+      if (at < plot.left - 1 || at > plot.left + plot.width + 1) continue;
+      const own = rows.flatMap((row, i) => (row.members.some((n) => alert.own.has(n)) ? [i] : []));
       if (own.length) {
         context.setLineDash([4, 3]);
         context.lineWidth = 1;
@@ -144,7 +144,7 @@ export function heatmap(act) {
         mark(context, SHAPES[alert.severity], seen, plot.top - 12, { hollow: true });
       }
       mark(context, SHAPES[alert.severity], at, plot.top - 12);
-    });
+    }
   }
 
   /** The cross-hair at a step and a name's place, or nowhere; another map's may be over this one too. */

@@ -210,7 +210,7 @@ function sideOf(panel, several) {
 }
 
 function listAlerts(panel) {
-  const { alerts } = panel.near;
+  const alerts = panel.near;
   const all = panel.run.alerts.length;
   const said = !all ? "" : alerts.length < all ? ` (${alerts.length} of ${all})` : ` (${all})`;
   const list = alertList({ ...panel.run, alerts }, { jump: (alert) => jump(panel, alert), open });
@@ -249,7 +249,7 @@ function paint() {
     const { rows, span } = seen;
     const { run, statistic, whole, domain, usual, nearLoss: loss, status, zoomed } = panel;
     const kept = { pinned: state.step, region: marked, all: panel.rows };
-    panel.map.show({ run, statistic, whole, domain, usual, loss, status, rows, span, grid: zoomed, ...panel.near, ...kept });
+    panel.map.show({ run, statistic, whole, domain, usual, loss, status, rows, span, grid: zoomed, alerts: panel.near, ...kept });
     const part = span[0] > whole[0] || span[1] < whole[1] || rows.length < panel.rows.length;
     panel.mini.show(panel, part ? seen : null, panel.map.place());
   }

@@ -21,7 +21,7 @@ export function widest(rows, origins) {
 export function drawLabels(context, place, shown) {
   const { plot, rows, gutter } = place;
   const size = plot.height / rows.length;
-  const origins = new Set(shown.faults.filter((_, i) => RANK[shown.alerts[i].severity] >= LOUD).map((fault) => fault.origin));
+  const origins = new Set(shown.alerts.filter((alert) => RANK[alert.severity] >= LOUD).map((alert) => alert.origin));
   context.textAlign = "right";
   context.textBaseline = "middle";
   for (const { row, i, y, origin } of placed(rows, { plot, size, origins, status: shown.status })) {

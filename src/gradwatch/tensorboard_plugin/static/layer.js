@@ -37,7 +37,7 @@ export async function layerPage(element, { panels, layer, states, logOf, act, cu
       if (!answer?.about.statistics[name]) return [];
       const found = grid(answer.about.statistics[name], answer.arrays, `${name} `);
       const n = panel.run.names.indexOf(layer);
-      const alerts = panel.run.alerts.filter((_, number) => concerns(panel.faults[number], n));
+      const alerts = panel.run.alerts.filter((alert) => concerns(alert, n));
       return [{ run: panel.run.run, colour: SERIES[i], grid: found, alerts, until: panel.run.last + 1 }];
     });
     const said = lines.map((line) => constant(line.grid));
@@ -92,7 +92,7 @@ export async function layerPage(element, { panels, layer, states, logOf, act, cu
 function statusOf(panel, layer, several) {
   const n = panel.run.names.indexOf(layer);
   if (n < 0) return several && el("p", { class: "layer-status quiet" }, `${panel.run.run}: not in this run`);
-  const words = wordsAt(n, panel.run.alerts, panel.faults);
+  const words = wordsAt(n, panel.run.alerts);
   const said = words.length ? words.join(", ") : panel.run.totals.includes(n) ? "all layers together" : `ok: no alert ${panel.run.verdict ? "" : "so far "}is about it`;
   const usual = panel.usual[n];
   const numbers = Number.isFinite(usual) && panel.statistic === "grad_norm" ? `; its gradient is usually ${short(usual)}, ${lastNumber(panel.summary, n)} at last` : "";
@@ -106,7 +106,7 @@ function statusOf(panel, layer, several) {
 
 function alertsOf(panel, layer, act, several) {
   const n = panel.run.names.indexOf(layer);
-  const alerts = panel.run.alerts.filter((_, number) => concerns(panel.faults[number], n));
+  const alerts = panel.run.alerts.filter((alert) => concerns(alert, n));
   if (!alerts.length) return null;
   const list = alertList({ ...panel.run, alerts }, { open: act.open, jump: (alert) => act.jump(panel, alert) });
   return el("section", { class: "own-alerts" }, several && el("h3", {}, panel.run.run), list);

@@ -2,7 +2,7 @@
 
 import { envelope, grid } from "./api.js";
 import { domainOf } from "./colour.js";
-import { faultsOf, touches, worstOf } from "./faults.js";
+import { placedAlerts, touches, worstOf } from "./faults.js";
 import { rowsOf } from "./tree.js";
 
 const COLUMNS = 900; // a wide screen's pixels: more could not be seen
@@ -14,15 +14,15 @@ export function statisticOf(runs, chosen) {
   return { all, one: all.find((each) => each.name === chosen) ?? all.find((each) => each.name === "grad_norm") ?? all[0] };
 }
 
-/** A panel for `run` showing `statistic`. */
-export async function panelOf(run, statistic) {
+/** A panel showing `statistic` of a run; `answer`: to `run`. */
+export async function panelOf(answer, statistic) {
+  const run = { ...answer, alerts: placedAlerts(answer.alerts, answer.names) };
   const has = (name) => run.statistics.some((each) => each.name === name);
   const [map, steps, zeros] = await Promise.all([
     has(statistic.name) ? envelope("map", { run: run.run, statistic: statistic.name, columns: COLUMNS }) : null,
     envelope("steps", { run: run.run, columns: COLUMNS }),
     has(ZEROS) ? envelope("map", { run: run.run, statistic: ZEROS, columns: 1 }) : null,
   ]);
-  const faults = faultsOf(run.alerts, run.names);
   const base = map ? grid(map.about, map.arrays) : nothing();
   const losses = steps.about.numbers.loss;
   const loss = losses ? grid(losses, steps.arrays, "loss ") : null;
@@ -41,25 +41,22 @@ export async function panelOf(run, statistic) {
     loss,
     nearLoss: loss,
     layers,
-    faults,
-    status: worstOf(run.alerts, faults, run.names.length),
+    status: worstOf(run.alerts, run.names.length),
   };
 }
 
 /**
  * Give the panels what they share: the ends of the steps, the scale of the colours; and the rows that each has, with the
- * alerts that are `near`, about one of them. `chosen`:
- * the state, and whether numbers are drawn as logarithms.
+ * alerts that are `near`, about one of them. From the state, and whether numbers are drawn as logarithms.
  */
 export function tie(panels, { view, filter, turned, colours, log }) {
   const whole = [Math.min(...panels.map((p) => p.whole[0])), Math.max(...panels.map((p) => p.whole[1]))];
   for (const panel of panels) {
-    const origins = panel.faults.flatMap(({ origin }, i) => (panel.run.alerts[i].severity === "notice" ? [] : [origin]));
+    const origins = panel.run.alerts.filter((alert) => alert.severity !== "notice").map((alert) => alert.origin);
     panel.rows = rowsOf(panel.run.names, panel.layers, { origins, turned, filter });
     panel.whole = whole;
     const inside = new Set(panel.rows.flatMap((row) => row.members));
-    const near = panel.faults.map((fault) => !filter || touches(fault, inside));
-    panel.near = { alerts: panel.run.alerts.filter((_, i) => near[i]), faults: panel.faults.filter((_, i) => near[i]) };
+    panel.near = panel.run.alerts.filter((alert) => !filter || touches(alert, inside));
   }
   const relative = colours === "relative";
   const near = colours === "fit" || (view && colours !== "absolute");

@@ -135,7 +135,7 @@ function columnsOf(panels, states) {
 function statusOf(panel, line, states) {
   const n = line.places.get(panel);
   if (n === undefined) return { text: "not in this run", kind: "absent", rank: -2 };
-  const words = wordsAt(n, panel.run.alerts, panel.faults);
+  const words = wordsAt(n, panel.run.alerts);
   if (words.length) return { text: words.join(", "), kind: panel.status[n], rank: RANK[panel.status[n]] };
   if (line.total) return { text: "", kind: "none", rank: -3 };
   const state = panel.summary?.state?.[n];

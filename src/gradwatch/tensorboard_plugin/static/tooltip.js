@@ -52,11 +52,11 @@ export function described(panels, panel, at, states) {
     }
     if (run.modules[at.name]) lines.push([run.modules[at.name], "quiet"]);
   }
-  panel.shown().alerts.forEach((alert, number) => {
-    const near = layer ? concerns(panel.shown().faults[number], at.name) : true;
+  for (const alert of panel.shown().alerts) {
+    const near = layer ? concerns(alert, at.name) : true;
     const end = ended(alert) ?? Infinity;
     if (near && began(alert) <= last && end >= first) lines.push([`${alert.severity}: ${alert.rule}`, alert.severity]);
-  });
+  }
   if (at.among > 1) lines.push([`of ${at.among} layers in this row the one that is furthest from its usual`, "quiet"]);
   return lines.filter(([text]) => text);
 }

@@ -35,9 +35,8 @@ export function jump(panel, alert) {
   const [from, to] = panel.whole;
   const around = Math.max(10, Math.round((to - from) / 40));
   const at = Math.min(to - 1, Math.max(from, began(alert)));
-  const own = panel.faults[panel.run.alerts.indexOf(alert)]?.own ?? new Set();
   const { rows } = panel;
-  const inside = rows.flatMap((row, i) => (row.members.some((n) => own.has(n)) ? [i] : []));
+  const inside = rows.flatMap((row, i) => (row.members.some((n) => alert.own.has(n)) ? [i] : []));
   const few = rows.length > 60 && inside.length > 0;
   const shown = few ? rows.slice(Math.max(0, inside[0] - 5), inside[inside.length - 1] + 6) : rows;
   const { names } = panel.run;
@@ -47,5 +46,5 @@ export function jump(panel, alert) {
   panel.map.element.scrollIntoView({ block: "nearest" });
   panel.map.element.focus({ preventScroll: true });
   const n = names.indexOf(alert.layer);
-  panel.map.point({ step: at, name: n >= 0 ? n : own.values().next().value ?? -1 });
+  panel.map.point({ step: at, name: n >= 0 ? n : alert.own.values().next().value ?? -1 });
 }
