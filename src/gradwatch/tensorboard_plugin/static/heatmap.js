@@ -8,6 +8,7 @@ import { began, ended, LOST, NOT_A_NUMBER, noticed } from "./format.js";
 import { drawLabels, GUTTER, widest } from "./labels.js";
 import { painted } from "./paint.js";
 import { pointing } from "./pointer.js";
+import { rowsWith } from "./tree.js";
 
 const MARKS = 24; // pixels of the strip with the alerts
 const LOSS = 34;
@@ -129,7 +130,7 @@ export function heatmap(act) {
         context.globalAlpha = 1;
       }
       if (at < plot.left - 1 || at > plot.left + plot.width + 1) continue;
-      const own = rows.flatMap((row, i) => (row.members.some((n) => alert.own.has(n)) ? [i] : []));
+      const own = rowsWith(rows, (n) => alert.own.has(n));
       if (own.length) {
         context.setLineDash([4, 3]);
         context.lineWidth = 1;
@@ -188,7 +189,7 @@ export function heatmap(act) {
     if (!shown.region) return;
     const size = plot.height / rows.length;
     const [left, right] = [Math.max(plot.left, x(shown.region.from)), Math.min(plot.left + plot.width, x(shown.region.to))];
-    const inside = rows.flatMap((row, i) => (row.members.some((n) => shown.region.names.has(shown.run.names[n])) ? [i] : []));
+    const inside = rowsWith(rows, (n) => shown.region.names.has(shown.run.names[n]));
     if (right <= left || !inside.length) return;
     const [top, bottom] = [plot.top + inside[0] * size, plot.top + (inside[inside.length - 1] + 1) * size];
     context.lineWidth = 1.5;

@@ -2,6 +2,7 @@
 
 import { fitted, FONT, themed } from "./dom.js";
 import { RANK } from "./faults.js";
+import { rowsWith } from "./tree.js";
 
 export const GUTTER = 14; // pixels for the signs of modules, left of the names
 const LEAST = 13; // pixels that a label needs
@@ -60,7 +61,7 @@ export function drawLabels(context, place, shown) {
 function placed(rows, { plot, size, origins, status }) {
   const at = (i) => plot.top + (i + 0.5) * size;
   const found = [];
-  const marked = rows.flatMap((row, i) => (row.members.some((n) => origins.has(n)) ? [i] : []));
+  const marked = rowsWith(rows, (n) => origins.has(n));
   const most = Math.floor(plot.height / LEAST);
   let lowest = -Infinity;
   for (const i of marked.slice(0, most)) {

@@ -45,6 +45,17 @@ export function rowsOf(names, layers, { origins, turned, filter }) {
   return found;
 }
 
+/** The numbers of those `rows` that have a member of which `has` says so. */
+export function rowsWith(rows, has) {
+  return rows.flatMap((each, i) => (each.members.some(has) ? [i] : []));
+}
+
+/** The first and the last layer in `rows`, by name: the ends of a view. */
+export function endsOf(rows, names) {
+  const last = rows[rows.length - 1].members;
+  return { top: names[rows[0].members[0]], bottom: names[last[last.length - 1]] };
+}
+
 function row(label, members) {
   return { label, members, module: null, opens: [] };
 }

@@ -2,6 +2,9 @@
 
 import { began } from "./format.js";
 import { choose, state } from "./state.js";
+import { endsOf, rowsWith } from "./tree.js";
+
+const ALL_ROWS = { top: "", bottom: "" };
 
 /** Show `wanted`, {from, to, rows}, of `map`; null shows all. Views of one `kind` that follow each other are one. */
 export function view(map, wanted, kind) {
@@ -9,14 +12,11 @@ export function view(map, wanted, kind) {
     if (state.view) choose({ view: null });
     return;
   }
-  const { names } = map.shown().run;
-  const { rows } = wanted;
-  const last = rows[rows.length - 1].members;
-  const whole = rows.length === map.shown().all.length;
-  const [top, bottom] = whole ? ["", ""] : [names[rows[0].members[0]], names[last[last.length - 1]]];
-  const [begin, end] = map.shown().whole;
-  const everything = whole && wanted.from <= begin && wanted.to >= end;
-  choose({ view: everything ? null : { from: wanted.from, to: wanted.to, top, bottom } }, kind);
+  const { run, all, whole } = map.shown();
+  const { from, to, rows } = wanted;
+  const every = rows.length === all.length;
+  const everything = every && from <= whole[0] && to >= whole[1];
+  choose({ view: everything ? null : { from, to, ...(every ? ALL_ROWS : endsOf(rows, run.names)) } }, kind);
 }
 
 /** Close an open module, or open a closed one. */
@@ -36,13 +36,11 @@ export function jump(panel, alert) {
   const around = Math.max(10, Math.round((to - from) / 40));
   const at = Math.min(to - 1, Math.max(from, began(alert)));
   const { rows } = panel;
-  const inside = rows.flatMap((row, i) => (row.members.some((n) => alert.own.has(n)) ? [i] : []));
-  const few = rows.length > 60 && inside.length > 0;
-  const shown = few ? rows.slice(Math.max(0, inside[0] - 5), inside[inside.length - 1] + 6) : rows;
+  const inside = rowsWith(rows, (n) => alert.own.has(n));
   const { names } = panel.run;
-  const last = shown[shown.length - 1].members;
-  const [top, bottom] = few ? [names[shown[0].members[0]], names[last[last.length - 1]]] : ["", ""];
-  choose({ layer: null, view: { from: Math.max(from, at - around), to: Math.min(to, at + 2 * around), top, bottom } });
+  let ends = ALL_ROWS;
+  if (rows.length > 60 && inside.length) ends = endsOf(rows.slice(Math.max(0, inside[0] - 5), inside[inside.length - 1] + 6), names);
+  choose({ layer: null, view: { from: Math.max(from, at - around), to: Math.min(to, at + 2 * around), ...ends } });
   panel.map.element.scrollIntoView({ block: "nearest" });
   panel.map.element.focus({ preventScroll: true });
   const n = names.indexOf(alert.layer);
