@@ -1,5 +1,6 @@
 // Places on an axis: round numbers for its ticks, and their labels.
 
+import { themed } from "./dom.js";
 import { count, short } from "./format.js";
 
 /** Round numbers from `low` to `high`, about `wanted` of them; `whole` ones only if asked for. */
@@ -39,10 +40,21 @@ export function label(tick, log) {
   return Math.abs(tick - power) < 1e-9 && Math.abs(power) > 2 ? `1e${power}` : short(number).replace(".0e", "e");
 }
 
+/** Draw the lines of an axis of numbers, in decades if `log`, and their labels: `y` maps a tick to pixels. */
+export function numberAxis(context, { left, right, low, high, log, y }) {
+  context.textAlign = "right";
+  context.textBaseline = "middle";
+  for (const tick of log ? decades(low, high, 4) : ticks(low, high, 4)) {
+    context.fillStyle = themed("grid");
+    context.fillRect(left, Math.round(y(tick)), right - left, 1);
+    context.fillStyle = themed("quiet");
+    context.fillText(label(tick, log), left - 6, y(tick));
+  }
+}
+
 /** Draw the axis of steps below a plot: `x` maps a step to pixels. */
-export function stepAxis(context, { left, right, top, from, to, x, colour }) {
-  context.fillStyle = colour;
-  context.strokeStyle = colour;
+export function stepAxis(context, { left, right, top, from, to, x }) {
+  context.fillStyle = context.strokeStyle = themed("quiet");
   context.lineWidth = 1;
   context.textAlign = "center";
   context.textBaseline = "top";

@@ -1,7 +1,7 @@
 // One statistic of one layer over time, a line a run, with the alerts that name the layer.
 
 import { columnAt } from "./api.js";
-import { decades, label, stepAxis, ticks } from "./axes.js";
+import { numberAxis, stepAxis } from "./axes.js";
 import { NOT_FINITE, ZERO } from "./colour.js";
 import { drawing, el, themed } from "./dom.js";
 import { began, count, ended, LOST, NOT_A_NUMBER } from "./format.js";
@@ -52,15 +52,8 @@ export function chart({ title, lines, span, log, states }) {
     const y = (number) => bottom - ((number - low) / (high - low)) * (bottom - TOP);
     place = { from, to, right };
     drawAlerts(context, x, right, bottom);
-    context.textAlign = "right";
-    context.textBaseline = "middle";
-    for (const tick of log ? decades(low, high, 4) : ticks(low, high, 4)) {
-      context.fillStyle = themed("grid");
-      context.fillRect(LEFT, Math.round(y(tick)), right - LEFT, 1);
-      context.fillStyle = themed("quiet");
-      context.fillText(label(tick, log), LEFT - 6, y(tick));
-    }
-    stepAxis(context, { left: LEFT, right, top: bottom, from, to, x, colour: themed("quiet") });
+    numberAxis(context, { left: LEFT, right, low, high, log, y });
+    stepAxis(context, { left: LEFT, right, top: bottom, from, to, x });
     context.save();
     context.beginPath();
     context.rect(LEFT, 0, right - LEFT, bottom + 2);

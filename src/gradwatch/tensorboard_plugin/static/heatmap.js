@@ -52,8 +52,7 @@ export function heatmap(act) {
     if (shown.loss) drawLoss(context);
     drawAlerts(context);
     const { left, width, top, height } = place.plot;
-    const axis = { left, right: left + width, top: top + height, from: place.from, to: place.to, x: place.x };
-    stepAxis(context, { ...axis, colour: themed("quiet") });
+    stepAxis(context, { left, right: left + width, top: top + height, from: place.from, to: place.to, x: place.x });
     point(null);
   }
 

@@ -1,7 +1,7 @@
 // The profile over depth at a step: gradient, signal and update of each layer in model order, beside what is usual there.
 
 import { envelope } from "./api.js";
-import { decades, label } from "./axes.js";
+import { numberAxis } from "./axes.js";
 import { NOT_FINITE, SERIES, ZERO } from "./colour.js";
 import { drawing, el, fill, swatch, themed } from "./dom.js";
 import { count, NOT_A_NUMBER, short } from "./format.js";
@@ -95,16 +95,10 @@ function depthChart({ name, title, names, status, lines, act }) {
     const context = drawing(canvas, width, HEIGHT);
     const [low, high] = extent();
     const bottom = HEIGHT - BOTTOM;
-    const y = (number) => bottom - ((Math.log10(number) - low) / (high - low)) * (bottom - TOP);
-    context.textAlign = "right";
-    context.textBaseline = "middle";
-    for (const tick of decades(low, high, 4)) {
-      const at = bottom - ((tick - low) / (high - low)) * (bottom - TOP);
-      context.fillStyle = themed("grid");
-      context.fillRect(LEFT, Math.round(at), width - LEFT - RIGHT, 1);
-      context.fillStyle = themed("quiet");
-      context.fillText(label(tick, true), LEFT - 6, at);
-    }
+    const yOf = (log) => bottom - ((log - low) / (high - low)) * (bottom - TOP);
+    const y = (number) => yOf(Math.log10(number));
+    numberAxis(context, { left: LEFT, right: width - RIGHT, low, high, log: true, y: yOf });
+    context.fillStyle = themed("quiet");
     context.textBaseline = "top";
     context.textAlign = "left";
     context.fillText("first layer", LEFT, bottom + 6);
