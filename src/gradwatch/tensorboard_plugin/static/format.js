@@ -1,6 +1,7 @@
 // Numbers and steps as people read them; the same forms as in the terminal's table.
 
 export const LOST = 98; // steps that are not in TensorBoard's memory
+export const NO_NUMBER = 99; // of a statistic that says no reason
 export const NOT_A_NUMBER = 100;
 export const INFINITE = 101;
 

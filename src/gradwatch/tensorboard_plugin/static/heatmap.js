@@ -16,7 +16,7 @@ const AXIS = 24;
 const RIGHT = 10;
 export const SHAPES = { error: "triangle", warning: "diamond", notice: "dot" };
 
-/** `panel.show(what)` draws; `act` has what a person's hand does: view, hover, open, turn, pin, region. */
+/** `map.show(what)` draws; `act` has what a person's hand does: view, hover, open, turn, pin, region. */
 export function heatmap(act) {
   const canvas = el("canvas", { class: "map" });
   const over = el("canvas", { class: "over" });
@@ -207,15 +207,15 @@ export function heatmap(act) {
     context.strokeRect(box.left + 0.5, box.top + 0.5, box.width, box.height);
   }
 
-  const panel = { element, show, point, frame, place: () => place, shown: () => shown };
-  pointing(panel, act);
+  const map = { element, show, point, frame, place: () => place, shown: () => shown };
+  pointing(map, act);
   new ResizeObserver(() => {
     if (place && element.clientWidth !== place.width) {
       draw();
       act.resized();
     }
   }).observe(element);
-  return panel;
+  return map;
 }
 
 /** Where everything is, in CSS pixels, for a map `width` wide. */

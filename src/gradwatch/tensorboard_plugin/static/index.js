@@ -32,9 +32,9 @@ const colours = el("div");
 const overview = el("div", { class: "overview" });
 const page = el("section", { class: "layer-page", hidden: true });
 const table = layerTable(open);
-const all = runsTable((name) => choose({ runs: [name], view: null, step: null }));
+const allRuns = runsTable((name) => choose({ runs: [name], view: null, step: null }));
 const profile = depthProfile({ open, pin: (step) => choose({ step: step === null ? null : Math.max(0, step) }, "step") });
-const region = regionStatistics({ zoom: zoomToRegion, close: () => mark(null) });
+const region = regionStatistics({ zoom: zoomToRegion, close: () => showRegion(null) });
 const keys = el("details", { class: "quiet keys" }, el("summary", {}, "Mouse and keys"), el("p", { id: "map-keys" }, KEYS));
 const main = el("main", {}, trouble, bar.element, overview, page);
 
@@ -43,7 +43,7 @@ let health = {}; // of each run
 let panels = [];
 let offered = []; // the statistics of the runs shown
 let one = null; // that which is drawn
-let marked = null; // the region whose statistics are shown: {from, to, names}
+let shownRegion = null; // the region whose statistics are shown: {from, to, names}
 let turn = 0; // which fetch is the latest
 let waiting = 0;
 
@@ -124,8 +124,8 @@ async function askHealth(mine) {
   const found = await json("health").catch(() => ({})); // the page does without
   if (mine !== turn || JSON.stringify(found) === JSON.stringify(health)) return;
   health = found;
-  if (panels.length) set(!page.hidden);
-  else if (all.element.isConnected) all.show(listed.runs, health);
+  if (panels.length) showChoices(!page.hidden);
+  else if (allRuns.element.isConnected) allRuns.show(listed.runs, health);
 }
 
 function logOf(log) {
@@ -141,11 +141,11 @@ function bind() {
 function chosen(changes) {
   hide();
   if ("runs" in changes || "statistic" in changes) {
-    mark(null);
+    showRegion(null);
     refresh();
   } else if (!panels.length) {
     if ("layer" in changes) refresh();
-    else if ("order" in changes) all.show(listed.runs, health);
+    else if ("order" in changes) allRuns.show(listed.runs, health);
   } else if ("layer" in changes) {
     if ("view" in changes) panels.forEach(unzoom);
     bind();
@@ -171,11 +171,11 @@ function draw() {
   if (!panels.length) {
     bar.element.hidden = true;
     delete page.dataset.layer;
-    fill(overview, all.element);
-    all.show(listed.runs, health);
+    fill(overview, allRuns.element);
+    allRuns.show(listed.runs, health);
     return;
   }
-  set(known);
+  showChoices(known);
   if (known) {
     fill(overview);
     const mine = turn;
@@ -219,7 +219,7 @@ function listAlerts(panel) {
 
 /** Draw the maps as they are, then again when the steps in view have come in full. */
 function show() {
-  set(false);
+  showChoices(false);
   paint();
   profile.show(panels, state.step, offered);
   clearTimeout(waiting);
@@ -235,7 +235,7 @@ function show() {
 }
 
 /** Set the choices above to what is shown: the maps, or a layer's page. */
-function set(layered) {
+function showChoices(layered) {
   bar.element.hidden = false;
   const chosenRuns = panels.map((panel) => panel.run.run);
   const log = logOf(one.log);
@@ -248,7 +248,7 @@ function paint() {
     const seen = visible(panel, state.view);
     const { rows, span } = seen;
     const { run, statistic, whole, domain, usual, nearLoss: loss, status, zoomed } = panel;
-    const kept = { pinned: state.step, region: marked, all: panel.rows };
+    const kept = { pinned: state.step, region: shownRegion, all: panel.rows };
     panel.map.show({ run, statistic, whole, domain, usual, loss, status, rows, span, grid: zoomed, alerts: panel.near, ...kept });
     const part = span[0] > whole[0] || span[1] < whole[1] || rows.length < panel.rows.length;
     panel.mini.show(panel, part ? seen : null, panel.map.place());
@@ -281,20 +281,20 @@ function hide() {
 /** The statistics of a part of a map are wanted; the same part of the others is said too. */
 function chosenRegion(map, { from, to, rows }) {
   const { names } = map.shown().run;
-  mark({ from, to, names: new Set(rows.flatMap((row) => row.members.map((n) => names[n]))) });
+  showRegion({ from, to, names: new Set(rows.flatMap((row) => row.members.map((n) => names[n]))) });
 }
 
-function mark(found) {
-  marked = found;
-  region.show(panels, marked, one);
+function showRegion(found) {
+  shownRegion = found;
+  region.show(panels, shownRegion, one);
   if (panels.length && page.hidden) paint();
 }
 
 function zoomToRegion() {
   const [panel] = panels;
-  const rows = panel.rows.filter((row) => row.members.some((n) => marked.names.has(panel.run.names[n])));
-  const { from, to } = marked;
-  mark(null);
+  const rows = panel.rows.filter((row) => row.members.some((n) => shownRegion.names.has(panel.run.names[n])));
+  const { from, to } = shownRegion;
+  showRegion(null);
   if (rows.length) view(panel.map, { from, to, rows });
 }
 

@@ -1,10 +1,10 @@
 // From numbers to pixels: where several fall on one pixel, the one that stands out is drawn.
 
 import { NOT_FINITE, TABLES, ZERO } from "./colour.js";
-import { count, exact, NOT_A_NUMBER } from "./format.js";
+import { count, exact, NO_NUMBER, NOT_A_NUMBER } from "./format.js";
 import { spacing } from "./api.js";
 
-const HELD = new Set([1, 4, 99]); // not sampled, another optimizer's step, no number: the last one goes on
+const HELD = new Set([1, 4, NO_NUMBER]); // not sampled, another optimizer's step, no number: the last one goes on
 const FURTHEST = 256; // columns that a number goes on for
 
 /** The column whose number is drawn in column `c` for name `n`: itself, or the last that has one; -1 without. */

@@ -7,11 +7,11 @@ const DRAG = 5; // pixels that make a click a drag
 const PAN = 0.2; // share of what is seen by which a key moves it
 
 /**
- * Listen on `panel` (a heat map) and tell `act`: hover(panel, at, event), view(panel, {from, to, rows}, kind), open(panel,
- * name), turn(panel, module), pin(panel, step), region(panel, {from, to, rows}).
+ * Listen on a heat `map` and tell `act`: hover(map, at, event), view(map, {from, to, rows}, kind), open(map,
+ * name), turn(map, module), pin(map, step), region(map, {from, to, rows}).
  */
-export function pointing(panel, act) {
-  const { element } = panel;
+export function pointing(map, act) {
+  const { element } = map;
   let pressed = null;
   let cursor = null;
   let turned = null;
@@ -23,15 +23,15 @@ export function pointing(panel, act) {
 
   /** What is at a row and a step: of a closed module the layer that stands out there. */
   function cell(row, step) {
-    const { rows } = panel.place();
-    const { grid, usual, domain } = panel.shown();
+    const { rows } = map.place();
+    const { grid, usual, domain } = map.shown();
     const { members } = rows[row];
     const name = standout(grid, members, columnAt(grid, step), { usual, log: domain.log });
     return { name, row, step, among: members.length };
   }
 
   function under({ x, y }) {
-    const place = panel.place();
+    const place = map.place();
     if (!place) return null;
     const { plot, rows, gutter } = place;
     const row = Math.floor(((y - plot.top) / plot.height) * rows.length);
@@ -47,20 +47,20 @@ export function pointing(panel, act) {
     const at = spot(event);
     if (pressed && Math.hypot(at.x - pressed.x, at.y - pressed.y) > DRAG) {
       pressed.dragged = true;
-      panel.frame(boxed(pressed, at), pressed.counts);
-      act.hover(panel, null);
+      map.frame(boxed(pressed, at), pressed.counts);
+      act.hover(map, null);
       return;
     }
     const found = under(at);
     element.style.cursor = found?.label || found?.name >= 0 ? "pointer" : "default";
     element.title = found?.label ? labelTitle(found) : "";
-    act.hover(panel, found && found.step != null ? found : null, event);
+    act.hover(map, found && found.step != null ? found : null, event);
   });
   element.addEventListener("pointerleave", () => {
-    if (!pressed) act.hover(panel, null);
+    if (!pressed) act.hover(map, null);
   });
   element.addEventListener("pointerdown", (event) => {
-    if (event.button !== 0 || !panel.place()) return;
+    if (event.button !== 0 || !map.place()) return;
     pressed = { ...spot(event), counts: event.shiftKey };
     element.setPointerCapture(event.pointerId);
   });
@@ -73,26 +73,26 @@ export function pointing(panel, act) {
     pressed = null;
     if (begun.dragged) {
       const box = boxed(begun, at);
-      panel.point(null);
+      map.point(null);
       const chosen = regionOf(box);
-      if (begun.counts) act.region(panel, chosen);
-      else act.view(panel, chosen);
+      if (begun.counts) act.region(map, chosen);
+      else act.view(map, chosen);
       return;
     }
     const found = under(at);
-    if (found?.module != null) act.turn(panel, found.module);
-    else if (found?.label) act.open(panel, panel.place().rows[found.row].members[0]);
-    else if (found) act.pin(panel, found.step);
+    if (found?.module != null) act.turn(map, found.module);
+    else if (found?.label) act.open(map, map.place().rows[found.row].members[0]);
+    else if (found) act.pin(map, found.step);
   });
   element.addEventListener("dblclick", (event) => {
-    if (!under(spot(event))?.label) act.view(panel, null);
+    if (!under(spot(event))?.label) act.view(map, null);
   });
   element.addEventListener(
     "wheel",
     (event) => {
       const focused = document.activeElement === element;
       if (!focused && !event.ctrlKey && !event.metaKey) return; // the page scrolls
-      const place = panel.place();
+      const place = map.place();
       const at = place && under(spot(event));
       if (!at || at.step == null) return;
       event.preventDefault();
@@ -113,15 +113,15 @@ export function pointing(panel, act) {
   }
 
   function labelTitle({ row, module }) {
-    const { rows } = panel.place();
-    const { names } = panel.shown().run;
+    const { rows } = map.place();
+    const { names } = map.shown().run;
     if (module === null) return names[rows[row].members[0]];
     return `${rows[row].module !== null ? "Open" : "Close"} ${module}`;
   }
 
   /** A box as wide or as high as a person drew it; a thin one is meant for the other axis alone. */
   function boxed(begun, at) {
-    const { plot, rows } = panel.place();
+    const { plot, rows } = map.place();
     const clampX = (x) => Math.min(plot.left + plot.width, Math.max(plot.left, x));
     const clampY = (y) => Math.min(plot.top + plot.height, Math.max(plot.top, y));
     let [left, right] = [clampX(Math.min(begun.x, at.x)), clampX(Math.max(begun.x, at.x))];
@@ -133,7 +133,7 @@ export function pointing(panel, act) {
 
   /** The steps and rows in a box of pixels. */
   function regionOf(box) {
-    const { plot, rows, stepAt } = panel.place();
+    const { plot, rows, stepAt } = map.place();
     const [first, last] = [box.top, box.top + box.height].map((y) => ((y - plot.top) / plot.height) * rows.length);
     const chosen = rows.slice(Math.floor(first), Math.max(Math.floor(first) + 1, Math.ceil(last - 1e-6)));
     const [from, to] = [Math.floor(stepAt(box.left)), Math.ceil(stepAt(box.left + box.width))];
@@ -141,28 +141,28 @@ export function pointing(panel, act) {
   }
 
   function zoomAt(step, factor) {
-    const { from, to, rows } = panel.place();
-    const [whole, end] = panel.shown().whole;
+    const { from, to, rows } = map.place();
+    const [whole, end] = map.shown().whole;
     const span = Math.min(end - whole, Math.max(2, (to - from) * factor));
     const begin = Math.min(end - span, Math.max(whole, step - ((step - from) / (to - from)) * span));
     const view = { from: Math.round(begin), to: Math.max(Math.round(begin) + 2, Math.round(begin + span)), rows };
-    act.view(panel, view, "zoom");
+    act.view(map, view, "zoom");
   }
 
   /** Move what is seen by shares of its steps and rows. */
   function pan(across, down) {
-    const { from, to, rows } = panel.place();
-    const { whole, all } = panel.shown();
+    const { from, to, rows } = map.place();
+    const { whole, all } = map.shown();
     const span = to - from;
     const begin = Math.min(whole[1] - span, Math.max(whole[0], from + Math.sign(across) * Math.max(1, Math.abs(across) * span)));
     const first = all.indexOf(rows[0]);
     const by = Math.sign(down) * Math.max(1, Math.round(Math.abs(down) * rows.length));
     const top = Math.min(all.length - rows.length, Math.max(0, first + (down ? by : 0)));
-    act.view(panel, { from: Math.round(across ? begin : from), to: Math.round(across ? begin + span : to), rows: all.slice(top, top + rows.length) }, "pan");
+    act.view(map, { from: Math.round(across ? begin : from), to: Math.round(across ? begin + span : to), rows: all.slice(top, top + rows.length) }, "pan");
   }
 
   element.addEventListener("keydown", (event) => {
-    const place = panel.place();
+    const place = map.place();
     if (!place || event.ctrlKey || event.metaKey || event.altKey) return;
     const { rows, from, to, plot } = place;
     const far = event.shiftKey ? 10 : 1;
@@ -177,17 +177,17 @@ export function pointing(panel, act) {
     else if (key === "Enter") {
       event.preventDefault();
       const module = moduleAt(rows, row, false);
-      if (module !== null) act.turn(panel, module);
-      else act.open(panel, rows[row].members[0]);
+      if (module !== null) act.turn(map, module);
+      else act.open(map, rows[row].members[0]);
       return;
     } else if (key === "c") {
       event.preventDefault();
       const around = openAround(rows, row);
-      if (around !== null) act.turn(panel, around);
+      if (around !== null) act.turn(map, around);
       return;
     } else if (key === " ") {
       event.preventDefault();
-      act.pin(panel, cursor.step);
+      act.pin(map, cursor.step);
       return;
     } else if (key === "+" || key === "=" || key === "w") zoomAt(cursor.step, 0.5);
     else if (key === "-" || key === "s") zoomAt(cursor.step, 2);
@@ -195,15 +195,15 @@ export function pointing(panel, act) {
     else if (key === "d") pan(PAN, 0);
     else if (key === "PageDown") pan(0, 1);
     else if (key === "PageUp") pan(0, -1);
-    else if (key === "0" || key === "Escape") act.view(panel, null);
+    else if (key === "0" || key === "Escape") act.view(map, null);
     else return;
     event.preventDefault();
-    const now = panel.place();
+    const now = map.place();
     cursor.row = Math.min(now.rows.length - 1, Math.max(0, cursor.row));
     cursor.step = Math.min(Math.ceil(now.to) - 1, Math.max(Math.floor(now.from), cursor.step));
-    act.hover(panel, { ...cell(cursor.row, cursor.step), spoken: true });
+    act.hover(map, { ...cell(cursor.row, cursor.step), spoken: true });
   });
-  element.addEventListener("blur", () => act.hover(panel, null));
+  element.addEventListener("blur", () => act.hover(map, null));
 }
 
 /** The module that a click beside a row is meant for: a closed one, or in the gutter the innermost open one around it. */

@@ -2,7 +2,7 @@
 
 import { el, fill } from "./dom.js";
 import { RANK, wordsAt } from "./faults.js";
-import { lastNumber, percent, short, shortened } from "./format.js";
+import { lastNumber, NO_NUMBER, percent, short, shortened } from "./format.js";
 import { headingsOf, sorted } from "./sorting.js";
 import { HEIGHT, sparkline, WIDTH } from "./sparkline.js";
 import { state } from "./state.js";
@@ -139,7 +139,7 @@ function statusOf(panel, line, states) {
   if (words.length) return { text: words.join(", "), kind: panel.status[n], rank: RANK[panel.status[n]] };
   if (line.total) return { text: "", kind: "none", rank: -3 };
   const state = panel.summary?.state?.[n];
-  if (state && state < 99) return { text: states[state].replace(/ \(.*/, ""), kind: "absent", rank: -1 };
+  if (state && state < NO_NUMBER) return { text: states[state].replace(/ \(.*/, ""), kind: "absent", rank: -1 };
   return { text: "ok", kind: "healthy", rank: 0 };
 }
 

@@ -31,9 +31,9 @@ export function tooltip() {
   return { element, spoken, show, hide };
 }
 
-/** What is to say of the number of `name` at `step` in each of the `panels`: [[text, class]]. */
-export function described(panels, panel, at, states) {
-  const { run, statistic, grid } = panel.shown();
+/** What is to say of the number of `name` at `step` in each of the `maps`: [[text, class]]. */
+export function described(maps, map, at, states) {
+  const { run, statistic, grid } = map.shown();
   const lines = [];
   const layer = at.name >= 0 ? run.names[at.name] : null;
   if (layer) lines.push([layer, "title"]);
@@ -42,17 +42,17 @@ export function described(panels, panel, at, states) {
   const [first, last] = [grid.first[c], grid.last[c]];
   lines.push([first === last ? `step ${count(first)}` : `steps ${count(first)} to ${count(last)}`, "step"]);
   if (layer) {
-    for (const other of panels) {
+    for (const other of maps) {
       const what = other.shown();
       const n = what.run.names.indexOf(layer);
       const column = columnAt(what.grid, at.step);
       const text = n < 0 || column < 0 ? "-" : worded(what.grid, n, column, states);
-      lines.push([panels.length > 1 ? `${what.run.run}: ${text}` : `${statistic} ${text}`, "value"]);
-      if (panels.length === 1) lines.push([compared(what, n, column), "quiet"]);
+      lines.push([maps.length > 1 ? `${what.run.run}: ${text}` : `${statistic} ${text}`, "value"]);
+      if (maps.length === 1) lines.push([compared(what, n, column), "quiet"]);
     }
     if (run.modules[at.name]) lines.push([run.modules[at.name], "quiet"]);
   }
-  for (const alert of panel.shown().alerts) {
+  for (const alert of map.shown().alerts) {
     const near = layer ? concerns(alert, at.name) : true;
     const end = ended(alert) ?? Infinity;
     if (near && began(alert) <= last && end >= first) lines.push([`${alert.severity}: ${alert.rule}`, alert.severity]);
