@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -48,7 +47,7 @@ class Report:
             self._data, self._began = RunData(run.summary), time()
         self._loggers = [logger for logger in run.loggers if "TensorBoardLogger" not in class_names(logger)]
         self._folder = self.folder or (None if run.log_dir is None else Path(run.log_dir))
-        self._data.meta = json.loads(run_metadata.meta_text(run, self._began))
+        self._data.meta = run_metadata.meta_fields(run, self._began)
         self._data.summary.adopt(run.layout)
 
     def block(self, block: Block) -> None:

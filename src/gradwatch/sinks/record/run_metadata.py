@@ -63,18 +63,22 @@ def metadata(kind: Kind) -> bytes:
 
 
 def meta_text(run: Run, started: float) -> str:
-    """`started`: seconds since the epoch."""
-    return _text(
-        gradwatch=versions_of(["gradwatch"])["gradwatch"],
-        started=started,
-        description=run.description,
-        labels=dict(run.labels),
-        log_every_n_steps=int(run.log_every_n_steps),
-        layers=len(run.layout.layers),
-        parameters=len(run.layout.parameters),
-        about={str(name): str(text) for name, text in run.about.items()},
-        environment=environment(),
-    )
+    return _text(**meta_fields(run, started))
+
+
+def meta_fields(run: Run, started: float) -> dict[str, Any]:
+    """A run as values that JSON can hold; `started`: seconds since the epoch."""
+    return {
+        "gradwatch": versions_of(["gradwatch"])["gradwatch"],
+        "started": started,
+        "description": run.description,
+        "labels": dict(run.labels),
+        "log_every_n_steps": int(run.log_every_n_steps),
+        "layers": len(run.layout.layers),
+        "parameters": len(run.layout.parameters),
+        "about": {str(name): str(text) for name, text in run.about.items()},
+        "environment": environment(),
+    }
 
 
 def alerts_text(alerts: Iterable[Alert], spans: Mapping[Key, Span]) -> str:
