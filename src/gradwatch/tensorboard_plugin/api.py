@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from tensorboard import errors  # type: ignore[import-untyped]
 
 from gradwatch.core.loss_levels import ends_of
 from gradwatch.core.record import MEASURED, Missing
@@ -59,12 +60,12 @@ THUMBNAIL = 48, 120
 """Rows and columns of a small map, at most: pixels of a line of the table of runs, twice."""
 
 
-class RequestError(Exception):
+class RequestError(errors.PublicError):  # type: ignore[misc]
     """A request that cannot be answered; `code`: of HTTP."""
 
     def __init__(self, text: str, code: int = 400) -> None:
         super().__init__(text)
-        self.code = code
+        self.http_code = code
 
 
 class Api:

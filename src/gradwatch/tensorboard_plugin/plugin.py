@@ -18,7 +18,7 @@ from tensorboard.util import tb_logging  # type: ignore[import-untyped]
 from werkzeug import wrappers
 
 from gradwatch.sinks.record.record_format import PLUGIN
-from gradwatch.tensorboard_plugin.api import Api, RequestError
+from gradwatch.tensorboard_plugin.api import Api
 from gradwatch.tensorboard_plugin.record_data import RecordCache
 from gradwatch.tensorboard_plugin.runs import TensorBoardData
 
@@ -77,9 +77,8 @@ class GradWatchPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
                 found = answer(Api(source, self._cache), request.args)
                 kind = "application/octet-stream" if isinstance(found, bytes) else "application/json"
                 response = _respond(request, found, kind)
-            except (RequestError, errors.PublicError) as error:
-                code = error.http_code if isinstance(error, errors.PublicError) else error.code
-                response = _respond(request, {"error": str(error)}, "application/json", code)
+            except errors.PublicError as error:
+                response = _respond(request, {"error": str(error)}, "application/json", error.http_code)
             except Exception as error:
                 tb_logging.get_logger().warning("GradWatch: %s failed", request.path, exc_info=True)
                 said = f"GradWatch could not read this: {type(error).__name__}: {error}"
