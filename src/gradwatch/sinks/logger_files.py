@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from gradwatch.core import disk_space
 from gradwatch.core.class_names import class_names
-from gradwatch.sinks.record.event_writer import usable_after_errors
+from gradwatch.sinks.summary_writers import usable_after_errors
 
 Picture = NDArray[np.uint8]
 """[height, width, 3]."""

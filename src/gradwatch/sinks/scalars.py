@@ -7,9 +7,9 @@ import numpy as np
 from gradwatch.core import disk_space
 from gradwatch.core.alert import Alert, Verdict
 from gradwatch.core.block import Block
-from gradwatch.core.class_names import class_names
 from gradwatch.core.record import Run, as_float32
 from gradwatch.sinks.headline_scalars import DueHeadlines, checked_interval, headlines
+from gradwatch.sinks.summary_writers import other_loggers
 
 
 class Scalars:
@@ -31,8 +31,7 @@ class Scalars:
             self._alerts = {}
             self._due = DueHeadlines(self.every_n_steps or run.log_every_n_steps)
         self._run = run
-        others = [logger for logger in run.loggers if "TensorBoardLogger" not in class_names(logger)]
-        self._working = [logger for logger in others if id(logger) not in self._failed]
+        self._working = [logger for logger in other_loggers(run) if id(logger) not in self._failed]
 
     def block(self, block: Block) -> None:
         if self._run is None:

@@ -13,7 +13,6 @@ from gradwatch.core import disk_space
 from gradwatch.core.alert import Alert, Verdict
 from gradwatch.core.arguments import check_path
 from gradwatch.core.block import Block
-from gradwatch.core.class_names import class_names
 from gradwatch.core.record import Run
 from gradwatch.runs.pages import write
 from gradwatch.runs.report.page import page
@@ -21,6 +20,7 @@ from gradwatch.runs.report.run_data import RunData
 from gradwatch.sinks.headline_scalars import HEADLINE_GROUP
 from gradwatch.sinks.logger_files import Picture, file_writer_for, writer_for
 from gradwatch.sinks.record import run_metadata
+from gradwatch.sinks.summary_writers import other_loggers
 from gradwatch.sinks.tensorboard.heatmap_image import heatmap_of
 from gradwatch.sinks.terminal.progress_bars import print_whole
 
@@ -45,7 +45,7 @@ class Report:
     def open(self, run: Run) -> None:
         if self._data is None:
             self._data, self._began = RunData(run.summary), time()
-        self._loggers = [logger for logger in run.loggers if "TensorBoardLogger" not in class_names(logger)]
+        self._loggers = other_loggers(run)
         self._folder = self.folder or (None if run.log_dir is None else Path(run.log_dir))
         self._data.meta = run_metadata.meta_fields(run, self._began)
         self._data.summary.adopt(run.layout)

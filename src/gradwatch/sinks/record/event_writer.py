@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
 from time import monotonic
@@ -22,29 +21,6 @@ FLUSHED_SECONDS = 0.5
 
 PICTURE_LEVEL = 3
 """Of zlib: half the time of the usual 6, and a fifth more bytes (measured)."""
-
-
-def file_writer_of(writer: Any) -> Any:
-    """The file writer of a SummaryWriter: a private method, as there is no public one to write a tensor."""
-    return writer._get_file_writer()
-
-
-@contextmanager
-def usable_after_errors(writers: Iterable[Any]) -> Iterator[None]:
-    """A context after which `writers` are usable, even if writing fails within it.
-
-    The thread of a SummaryWriter ends at its first error, such as a full disk, and from then on every call raises that
-    error, also those of the training. Such a writer gets a new thread and a new file.
-    """
-    try:
-        yield
-    except Exception:
-        for writer in writers:
-            try:
-                writer.flush()  # raises if the thread has ended, even if the disk is usable again
-            except Exception:
-                writer.file_writer = writer.all_writers = None  # as after `close`: the next write opens a file
-        raise
 
 
 class EventWriter:

@@ -15,7 +15,7 @@ from gradwatch.sinks.record.event_file import OwnEventFile
 from gradwatch.sinks.record.record_format import FOLDER
 from gradwatch.sinks.record.record_writer import RecordWriter
 from gradwatch.sinks.run_summary import RunSummary
-from gradwatch.sinks.tensorboard.sink import is_summary_writer, writers_of
+from gradwatch.sinks.summary_writers import is_summary_writer, writers_of
 
 
 class Recorder:
@@ -72,6 +72,6 @@ class Recorder:
 
 def _default_folder(run: Run) -> Path | None:
     """None without a log directory, and where a TensorBoard logger's folder has the record."""
-    if run.log_dir is None or any(is_summary_writer(writer) for writer in writers_of(run)):
+    if run.log_dir is None or any(map(is_summary_writer, writers_of(run))):
         return None
     return Path(run.log_dir) / FOLDER

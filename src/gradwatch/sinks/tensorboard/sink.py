@@ -12,7 +12,6 @@ from gradwatch.core import disk_space
 from gradwatch.core.alert import Alert, Verdict
 from gradwatch.core.arguments import attribute, check_flag, check_whole, wrong
 from gradwatch.core.block import Block
-from gradwatch.core.class_names import class_names
 from gradwatch.core.record import Run
 from gradwatch.sinks.headline_scalars import (
     HEADLINE_GROUP,
@@ -20,10 +19,11 @@ from gradwatch.sinks.headline_scalars import (
     checked_interval,
 )
 from gradwatch.sinks.record.event_file import OwnEventFile
-from gradwatch.sinks.record.event_writer import EventWriter, file_writer_of, usable_after_errors
+from gradwatch.sinks.record.event_writer import EventWriter
 from gradwatch.sinks.record.record_writer import RecordWriter
 from gradwatch.sinks.run_health import under_way
 from gradwatch.sinks.run_summary import RunSummary
+from gradwatch.sinks.summary_writers import file_writer_of, is_summary_writer, usable_after_errors, writers_of
 from gradwatch.sinks.tensorboard.builtin_tabs import BuiltinTabs
 from gradwatch.sinks.tensorboard.verdict_markdown import tab_address, verdict_markdown
 from gradwatch.sinks.terminal.progress_bars import print_whole
@@ -171,13 +171,3 @@ class TensorBoard:
         for file in self._own:
             folder = file.folder
             print_whole(f"GradWatch tab: tensorboard --logdir {quote(str(folder.parent))}\n  {tab_address(folder)}\n")
-
-
-def writers_of(run: Run) -> list[ScalarWriter]:
-    return [logger.experiment for logger in run.loggers if "TensorBoardLogger" in class_names(logger)]  # type: ignore[attr-defined]
-
-
-def is_summary_writer(writer: object) -> bool:
-    return any(
-        parent.__name__ == "SummaryWriter" and parent.__module__.startswith("torch.") for parent in type(writer).__mro__
-    )
