@@ -80,6 +80,8 @@ class _OpenCall:
     """A call that has begun; it is dropped when the module returns."""
 
     handler: CallHandler
+    joint: JointCallHandler | None
+    """`handler`, if it is one."""
     given: dict[int, tuple[Tensor, int]]
     """By id, every input tensor and its version at that time. The tensors are held, so that no other tensor gets the
     same id during the call.
@@ -176,7 +178,8 @@ class ModuleCalls:
         found = distinct((args, kwargs))
         inputs = list(handler.inputs(found))
         release_in_a_loop(*made_by((*found, *inputs)))
-        call = _OpenCall(handler, {id(t): (t, version_of(t)) for t in (*found, *inputs)})
+        joint = cast(JointCallHandler, handler) if self.joint else None
+        call = _OpenCall(handler, joint, {id(t): (t, version_of(t)) for t in (*found, *inputs)})
         new = inputs
         if self.grad_input and torch.is_grad_enabled():
             if self.read_only:
@@ -209,7 +212,7 @@ class ModuleCalls:
                 hook_uses(tensor_hooks, call.uses, outputs, call.begun, handler.grad_input)
             if self.grad_output:
                 live = [(n, tensor) for n, tensor in enumerate(outputs) if tensor.requires_grad and not tensor.is_leaf]
-                joint = cast(JointCallHandler, handler) if self.joint and not call.hooked else None
+                joint = call.joint if not call.hooked else None
                 for index, tensor in live:
                     completes = joint if len(live) == 1 else None
                     tensor_hooks.hook(tensor, partial(_on_grad_output, handler, index, completes))
@@ -221,23 +224,22 @@ class ModuleCalls:
                 on_gradient = partial(handler.grad_input, one.alias.index, more=False)
                 if hook_if_edited(tensor_hooks, one.alias, outputs, on_gradient, one.state.fired):
                     one.state.edited = True
-                    if self.joint:
-                        cast(JointCallHandler, handler).edited_in_place(one.alias.index)
+                    if call.joint is not None:
+                        call.joint.edited_in_place(one.alias.index)
         return replaced(output, found, outputs)
 
     def _with_aliases(self, call: _OpenCall, inputs: Sequence[Tensor]) -> list[Tensor]:
         """`inputs`, with hooked views in place of those that need a gradient."""
-        handler, new = call.handler, list(inputs)
+        handler, joint, new = call.handler, call.joint, list(inputs)
         need_gradient = [index for index, tensor in enumerate(inputs) if tensor.requires_grad]
-        if self.joint and len(need_gradient) > 1:
+        if joint is not None and len(need_gradient) > 1:
             # Autograd runs the newest nodes first, so the aliases, which are made below, all have their gradients
             # before any of these outer views has its own.
             for index in need_gradient:
                 outer = same_view(inputs[index])
                 if outer is not inputs[index]:
                     new[index] = outer
-                    new_grad_input = partial(cast(JointCallHandler, handler).new_grad_input, index)
-                    self.tensor_hooks.add(outer.register_hook(partial(_on_outer_view, new_grad_input)))
+                    self.tensor_hooks.add(outer.register_hook(partial(_on_outer_view, joint, index)))
         for index in need_gradient:
             alias = same_view(new[index])
             if alias is new[index]:
@@ -264,5 +266,5 @@ def _on_grad_input(handler: CallHandler, index: int, state: _InputHookState, gra
     return handler.grad_input(index, gradient, more=state.edited)
 
 
-def _on_outer_view(new_grad_input: Callable[[], Tensor | None], gradient: Tensor | None) -> Tensor | None:
-    return new_grad_input()
+def _on_outer_view(joint: JointCallHandler, index: int, gradient: Tensor | None) -> Tensor | None:
+    return joint.new_grad_input(index)
