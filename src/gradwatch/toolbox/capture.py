@@ -15,7 +15,7 @@ from gradwatch.core.arguments import check_function, check_items, check_whole, s
 from gradwatch.hooks.hook_set import HookSet, after_backward, backward_pass, in_backward, is_hooked_by_others
 from gradwatch.toolbox.functions import call_function
 from gradwatch.toolbox.module_calls import ModuleCalls
-from gradwatch.toolbox.modules import NamedModule, check_hookable, each_once, find_modules, nearest
+from gradwatch.toolbox.modules import NamedModule, check_hookable, each_once, find_modules, nearest, parameters_in
 from gradwatch.toolbox.tensor_hooks import detached
 
 WHAT = ("input", "output", "grad_input", "grad_output", "grad")
@@ -139,23 +139,17 @@ class Capture(Mapping[str, "Captured"]):
 
     def _attach(self, hooks: HookSet) -> None:
         what = self._what
-        hooked: set[int] = set()
-        for named in each_once(self._found):
-            if what != {"grad"}:
-                calls = ModuleCalls(
-                    _Calls(named.module, self._by_module[id(named.module)], self._copier).new_handler,
-                    grad_input="grad_input" in what,
-                    grad_output="grad_output" in what,
-                    read_only=True,
-                )
-                calls.attach(named.module, hooks)
-            if "grad" not in what:
-                continue
-            for name, parameter in named.module.named_parameters():
-                if id(parameter) not in hooked:
-                    hooked.add(id(parameter))
-                    where = f"capture: reduce, for the gradient of {name} in module {named.name!r},"
-                    hooks.on_gradient(parameter, self._gradients.hook(where), accumulated=True)
+        for named in each_once(self._found) if what != {"grad"} else ():
+            calls = ModuleCalls(
+                _Calls(named.module, self._by_module[id(named.module)], self._copier).new_handler,
+                grad_input="grad_input" in what,
+                grad_output="grad_output" in what,
+                read_only=True,
+            )
+            calls.attach(named.module, hooks)
+        for module, name, parameter in parameters_in(self._found) if "grad" in what else ():
+            where = f"capture: reduce, for the gradient of {name} in module {module!r},"
+            hooks.on_gradient(parameter, self._gradients.hook(where), accumulated=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from gradwatch.core.arguments import check_function
 from gradwatch.hooks.hook_set import HookSet
 from gradwatch.toolbox.functions import call_function, checked_result
 from gradwatch.toolbox.module_calls import ModuleCalls
-from gradwatch.toolbox.modules import NamedModule, check_hookable, each_once, find_modules
+from gradwatch.toolbox.modules import NamedModule, check_hookable, each_once, find_modules, parameters_in
 
 Change = Callable[[Tensor], Tensor]
 
@@ -111,15 +111,11 @@ class Edit:
 
     def _attach(self, hooks: HookSet) -> None:
         changes = self._changes
-        edited: set[int] = set()
-        for named in each_once(self._found):
-            if set(changes) != {"grad"}:
-                self._hook_calls(named, hooks)
-            for name, parameter in named.module.named_parameters() if "grad" in changes else ():
-                if id(parameter) not in edited:
-                    edited.add(id(parameter))
-                    where = f"edit: grad, for {name} of module {named.name!r},"
-                    hooks.on_gradient(parameter, partial(_changed_gradient, changes["grad"], where))
+        for named in each_once(self._found) if set(changes) != {"grad"} else ():
+            self._hook_calls(named, hooks)
+        for module, name, parameter in parameters_in(self._found) if "grad" in changes else ():
+            where = f"edit: grad, for {name} of module {module!r},"
+            hooks.on_gradient(parameter, partial(_changed_gradient, changes["grad"], where))
 
     def _hook_calls(self, named: NamedModule, hooks: HookSet) -> None:
         # it stores no tensor of a call, so all calls have the same

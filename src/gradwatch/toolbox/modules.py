@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -68,6 +68,16 @@ def check_hookable(modules: Iterable[NamedModule], what: Collection[str], *, by:
 def each_once(found: Mapping[str, NamedModule]) -> list[NamedModule]:
     """The modules, of which one with two names is found under both."""
     return list({id(named.module): named for named in found.values()}.values())
+
+
+def parameters_in(found: Mapping[str, NamedModule]) -> Iterator[tuple[str, str, nn.Parameter]]:
+    """The parameters of the modules, each once: the module's name, the parameter's name in it, and the parameter."""
+    seen = set[int]()
+    for named in each_once(found):
+        for name, parameter in named.module.named_parameters():
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield named.name, name, parameter
 
 
 def _hint(pattern: str, names: Sequence[str]) -> str:
