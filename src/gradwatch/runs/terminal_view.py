@@ -48,17 +48,17 @@ def view(data: RunData, *, name: str, width: int, height: int, colours: bool = T
     if measured:
         room = max(2, int(MAP_SHARE * max(LEAST_HEIGHT, height)))
         if colours and not ascii_only:
-            lines += ["", *_map(data, width, room)]
+            lines += [Text(), *_map(data, width, room)]
         if loss := _loss(data, width, ascii_only=ascii_only):
             lines.append(loss)
         left = max(4, height - len(lines) - 2)
-        lines += ["", *_worst(data, width, left, ascii_only=ascii_only)]
+        lines += [Text(), *_worst(data, width, left, ascii_only=ascii_only)]
     else:
-        lines += ["", Text("no step was measured so far", style="dim")]
-    return Text("\n").join(Text(line) if isinstance(line, str) else line for line in lines[:height])
+        lines += [Text(), Text("no step was measured so far", style="dim")]
+    return Text("\n").join(lines[:height])
 
 
-def _head(data: RunData, name: str, width: int) -> list[Text | str]:
+def _head(data: RunData, name: str, width: int) -> list[Text]:
     from rich.text import Text
 
     verdict = data.verdict
@@ -70,8 +70,7 @@ def _head(data: RunData, name: str, width: int) -> list[Text | str]:
     extent = f"{counted(verdict.layers, 'layer')}, {steps}"
     facts = f"{extent}, {state}: {printable(name)}"
     style = STYLES[loud[0].severity] if loud else "bold green"
-    found: list[Text | str] = [_cut(Text(facts, style="dim"), width)]
-    found += _wrapped(data.status, width, style)
+    found = [_cut(Text(facts, style="dim"), width), *_wrapped(data.status, width, style)]
     return found + (_wrapped(f"Try: {loud[0].remedy}", width) if loud else [])
 
 
@@ -142,7 +141,7 @@ def _loss(data: RunData, width: int, *, ascii_only: bool) -> Text | None:
     return Text.assemble(("loss ", "dim"), (line, "cyan"), text)
 
 
-def _worst(data: RunData, width: int, room: int, *, ascii_only: bool) -> list[Text | str]:
+def _worst(data: RunData, width: int, room: int, *, ascii_only: bool) -> list[Text]:
     summary = data.summary
     faults = summary.faults_by_row(data.verdict)
     total, *layers = table_rows(summary, faults)
