@@ -110,7 +110,7 @@ def alert_lines(
         noticed = f" (noticed at {alert.noticed})"
     # names give way, all but that of the origin, and the step of notice: the verdict has them
     others = f" and {len(alert.sites) - 1} more" * (len(alert.sites) > 1)
-    shorter = [f" in {_short_name(alert.layer, width)}{others}" for width in (NAME_WIDTH, SHORT_NAME_WIDTH)]
+    shorter = [f" in {_short_name(alert.layer, most)}{others}" for most in (NAME_WIDTH, SHORT_NAME_WIDTH)]
     places = [f" in {_where(alert, layers)}", *([""] if alert.layer == TOTAL else shorter)]
     heads = [f"{begin}{when}: {fault}{place}" for when in (noticed, "") for place in places[: 2 if when else None]]
     fits = (head for head in heads if not one_line(f"{head}: {happened}").endswith(CUT))
@@ -142,11 +142,11 @@ def _where(alert: Alert, layers: Collection[str] = ()) -> str:
     return short_list([_short_name(name) for name in alert.sites]) or whole_model(_short_name(alert.layer))
 
 
-def _short_name(name: str, width: int = NAME_WIDTH) -> str:
-    """`name` without its middle where it is longer than `width`."""
-    if len(name) <= width:
+def _short_name(name: str, most: int = NAME_WIDTH) -> str:
+    """`name` without its middle where it is longer than `most` characters."""
+    if len(name) <= most:
         return name
-    half = (width - 3) // 2
+    half = (most - 3) // 2
     return f"{name[:half]}...{name[-half:]}"
 
 
