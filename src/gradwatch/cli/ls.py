@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
     from rich.text import Text
 
     from gradwatch.runs.files import Unreadable, runs_below
-    from gradwatch.runs.names import moment
+    from gradwatch.runs.names import time_text
     from gradwatch.runs.reader import read_run
     from gradwatch.sinks.run_health import health_of, loud
     from gradwatch.sinks.terminal.console import STYLES
@@ -84,7 +84,7 @@ def run(options: argparse.Namespace) -> int:
         more = " ..." * (len(rules) > MAX_FAULTS)
         alerts = Text(printable(", ".join(rules[:MAX_FAULTS]) or "-") + more)
         steps = f"{run.verdict.run_steps or run.verdict.steps:,}"
-        cells = [Text(printable(name)), Text(steps), state, alerts, Text(moment(run.began))]
+        cells = [Text(printable(name)), Text(steps), state, alerts, Text(time_text(run.began))]
         table.add_row(*cells[: len(table.columns)])
     for message in unread:
         complain("ls", message)

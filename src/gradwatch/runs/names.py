@@ -44,7 +44,7 @@ def extent_of(steps: int, run_steps: int | None) -> str:
     return f"{counted(run_steps, 'step')}, {steps:,} of them measured"
 
 
-def moment(seconds: float) -> str:
+def time_text(seconds: float) -> str:
     """A time in seconds since the epoch, to the minute."""
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
 

@@ -9,7 +9,7 @@ from math import isfinite
 from pathlib import Path
 from urllib.parse import quote
 
-from gradwatch.runs.names import counted, moment, shortened
+from gradwatch.runs.names import counted, shortened, time_text
 from gradwatch.runs.pages import figure, render
 from gradwatch.runs.report.heatmap import small_map
 from gradwatch.runs.report.loss_curve import HEIGHT, path_of
@@ -107,7 +107,7 @@ def page_of_many(lines: Sequence[RunLine], *, out: Path, source: str, notes: Ite
                 "report": _report(line.path, out),
                 "kind": {"error": "error", "warning": "warning", "healthy": "ok"}.get(line.health, ""),
                 "settings": [shortened(line.settings.get(name, "-"), 40) for name in settings],
-                "began": moment(line.began),
+                "began": time_text(line.began),
             }
             for line in ordered
         ],

@@ -12,7 +12,7 @@ import numpy as np
 from gradwatch.core.alert import Alert, Severity, Verdict, short_list, step_word
 from gradwatch.core.record import Missing
 from gradwatch.core.statistics import CATALOGUE
-from gradwatch.runs.names import moment, with_short_names
+from gradwatch.runs.names import time_text, with_short_names
 from gradwatch.runs.pages import render
 from gradwatch.runs.report.card import card
 from gradwatch.runs.report.heatmap import IncidentMark, heatmap
@@ -70,7 +70,7 @@ def page(data: RunData, *, source: str = "") -> str:
         made_from="the record of the run",
         source=source,
         card=base64.b64encode(card(data, source=Path(source).name).encode()).decode(),
-        started=moment(data.meta["started"]),
+        started=time_text(data.meta["started"]),
         kind=serious[0]["severity"] if serious else "ok",
         headline=f"{serious[0]['rule']} in {serious[0]['place']}" if len(serious) == 1 else headline,
         loud=serious,
