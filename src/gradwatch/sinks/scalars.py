@@ -17,7 +17,7 @@ class Scalars:
 
     A number is logged as last measured since the previous logged step. TensorBoard loggers are left to the TensorBoard
     sink. A logger that fails gets no more numbers, and none gets any where the remaining space is reserved for the
-    user's files. The error is raised by `close`, or when no logger is left.
+    user's files. The error is raised by `close`, or without `callback_metrics` when no logger is left.
     """
 
     def __init__(self, *, every_n_steps: int | None = None) -> None:
