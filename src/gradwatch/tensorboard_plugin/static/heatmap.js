@@ -16,7 +16,11 @@ const AXIS = 24;
 const RIGHT = 10;
 export const SHAPES = { error: "triangle", warning: "diamond", notice: "dot" };
 
-/** `map.show(what)` draws; `act` has what a person's hand does: view, hover, open, turn, pin, region. */
+/**
+ * `map.show(what)` draws {run, statistic, grid, whole, domain, usual, loss, status, alerts}, as a panel has them, in the
+ * `rows` and the `span` of steps in view, of `all` rows; and what is kept, {pinned, region}. `act` has what a person's hand
+ * does: view, hover, open, turn, pin, region; and `resized`.
+ */
 export function heatmap(act) {
   const canvas = el("canvas", { class: "map" });
   const over = el("canvas", { class: "over" });

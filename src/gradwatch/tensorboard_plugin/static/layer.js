@@ -14,7 +14,7 @@ const CHECKS = "checks"; // the group of statistics that rules ask for: last
 const COLUMNS = 600;
 const LONGEST = 120; // characters of a name in the headline
 
-/** Fill `element` with the page of `layer`; resolves when it is drawn. `act`: open(name), close(), jump(run, alert). */
+/** Fill `element` with the page of `layer`; resolves when it is drawn. `act`: open(name), close(), jump(panel, alert). */
 export async function layerPage(element, { panels, layer, states, logOf, act, current }) {
   const answers = await Promise.all(
     panels.map(async (panel) => {

@@ -5,7 +5,10 @@ import { painted } from "./paint.js";
 
 const HEIGHT = 36;
 
-/** `minimap.show(panel, seen)` draws, `null` hides; `move(from, first row)` gets where the frame was dragged to. */
+/**
+ * `minimap.show(panel, seen, place)` draws what is `seen` of a panel, {rows, span}, below the map that is laid out at
+ * `place`; with null for `seen` it hides. `move(from, to, rows)` gets where the frame was dragged to.
+ */
 export function minimap(move) {
   const canvas = el("canvas", { class: "minimap", role: "img", "aria-label": "The whole run, with a frame around what is shown above" });
   const element = el("div", { class: "mini", hidden: true }, canvas);

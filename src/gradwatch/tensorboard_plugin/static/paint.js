@@ -56,15 +56,15 @@ const PACKED_NOT_FINITE = pack(NOT_FINITE);
 const prepared = new WeakMap(); // grid -> what `standing` made of it
 
 /**
- * What each place of `grid` is drawn as: the number of its least and greatest that is further from its name's median, in
+ * What each place of `grid` is drawn as: the number of its least and greatest that is further from its usual one, in
  * decades if `log`; -Infinity for zero there, Infinity for what is not finite, NaN for no number.
  */
-function standing(grid, medians, log) {
+function standing(grid, usual, log) {
   const known = prepared.get(grid);
   if (known?.log === log) return known.numbers;
   const numbers = new Float32Array(grid.low.length).fill(NaN);
-  for (let n = 0; n < medians.length; n += 1) {
-    const middle = log ? Math.log10(medians[n]) : medians[n];
+  for (let n = 0; n < usual.length; n += 1) {
+    const middle = log ? Math.log10(usual[n]) : usual[n];
     for (let at = n * grid.columns; at < (n + 1) * grid.columns; at += 1) {
       if (grid.states[at] !== 0) {
         if (grid.states[at] >= NOT_A_NUMBER) numbers[at] = Infinity;
@@ -86,7 +86,7 @@ function standing(grid, medians, log) {
  * A canvas of `width` x `height` device pixels: the numbers of `rows` (lists of places among the names, one list a row)
  * over steps `from` to `to`. `usual` is each name's own; what is furthest from it stands out.
  */
-export function painted(grid, { rows, from, to, width, height, domain, usual: medians }) {
+export function painted(grid, { rows, from, to, width, height, domain, usual }) {
   const canvas = new OffscreenCanvas(width, height);
   if (!grid.columns || !rows.length) return canvas;
   const image = new ImageData(width, height);
@@ -98,10 +98,10 @@ export function painted(grid, { rows, from, to, width, height, domain, usual: me
   });
   const { log, relative, low, high } = domain;
   const colours = relative ? PACKED.relative : PACKED.absolute;
-  const numbers = standing(grid, medians, log);
+  const numbers = standing(grid, usual, log);
   const factor = 255 / (high - low);
   const middleOf = (n) => {
-    const middle = log ? Math.log10(medians[n]) : medians[n];
+    const middle = log ? Math.log10(usual[n]) : usual[n];
     return Number.isFinite(middle) ? middle : relative ? 0 : low;
   };
   const lines = rows.map((places) => places.map((n) => [n, middleOf(n)]));

@@ -4,7 +4,7 @@ import { json } from "./api.js";
 import { el, fill } from "./dom.js";
 import { count, percent, plural, short } from "./format.js";
 
-/** `region.show(panels, {from, to, names})` asks and says; null hides. `act`: zoom(), close(). */
+/** `region.show(panels, {from, to, names}, statistic)` asks and says; null for the region hides. `act`: zoom(), close(). */
 export function regionStatistics(act) {
   const said = el("div", { class: "region-said", role: "status" });
   const element = el(

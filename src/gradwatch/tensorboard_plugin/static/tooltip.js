@@ -31,7 +31,7 @@ export function tooltip() {
   return { element, spoken, show, hide };
 }
 
-/** What is to say of the number of `name` at `step` in each of the `maps`: [[text, class]]. */
+/** What there is to say of the place `at` of `map`, and of the same layer and step in the other `maps`: [[text, class]]. */
 export function described(maps, map, at, states) {
   const { run, statistic, grid } = map.shown();
   const lines = [];
