@@ -22,6 +22,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch.utils.data import DataLoader
+from torch.utils.tensorboard import SummaryWriter
 
 import ranks
 from gradwatch import GradWatch
@@ -374,3 +375,28 @@ def test_a_picture_that_cannot_be_written_leaves_the_users_writer_as_usable(tmp_
     logger.log_metrics({"users": 1.0}, step=1)
     logger.finalize("success")
     assert sorted(scalars_in(here)["users"]) == [0, 1], "in two files, whose order by name is not that of time"
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_file_shared_with_the_user_is_usable_after_an_error_of_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk_space, "local_path", lambda folder: None)  # as of a remote folder
+    here, away = tmp_path / "run", tmp_path / "away"
+    writer = SummaryWriter(str(here))
+    writer.add_scalar("users", 0.0, 0)
+    writer.flush()
+    sink = TensorBoard(writer=writer)
+    sink.open(Run(layout_of("a"), "run"))
+
+    def rest_of_the_fit() -> None:  # whichever call comes after the thread's error
+        feed(sink, record_of(layout_of("a"), 0, [1.0]))
+        sink.close(HEALTHY)
+
+    here.rename(away)
+    with pytest.raises(FileNotFoundError):
+        rest_of_the_fit()
+    away.rename(here)
+    writer.add_scalar("users", 1.0, 1)
+    writer.close()
+    assert sorted(scalars_in(here)["users"]) == [0, 1]

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from gradwatch.core import disk_space
 from gradwatch.core.class_names import class_names
-from gradwatch.sinks.summary_writers import usable_after_errors
+from gradwatch.sinks.summary_writers import renew_ended
 
 Picture = NDArray[np.uint8]
 """[height, width, 3]."""
@@ -33,9 +33,12 @@ def file_writer_for(logger: object) -> WriteFile | None:
 
 def _tensorboard(logger: Any, tag: str, picture: Picture, step: int) -> None:
     disk_space.check_user_files(disk_space.local_path(str(logger.log_dir)))
-    with usable_after_errors([logger.experiment]):
+    try:
         logger.experiment.add_image(tag, picture, step, dataformats="HWC")
         logger.experiment.flush()
+    except Exception:
+        renew_ended([logger.experiment])
+        raise
 
 
 def _neptune(logger: Any, tag: str, picture: Picture, step: int) -> None:

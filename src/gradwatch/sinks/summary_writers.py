@@ -1,9 +1,8 @@
-"""Torch's SummaryWriters: the loggers that have one, its file, and what keeps it usable after an error."""
+"""Torch's SummaryWriters: the loggers that have one, its file, and what makes it usable again after an error."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
 from gradwatch.core.class_names import class_names
@@ -31,22 +30,17 @@ def file_writer_of(writer: Any) -> Any:
     return writer._get_file_writer()
 
 
-@contextmanager
-def usable_after_errors(writers: Iterable[Any]) -> Iterator[None]:
-    """A context after which `writers` are usable, even if writing fails within it.
+def renew_ended(writers: Iterable[Any]) -> None:
+    """Make those of `writers` usable again whose thread has ended; called after an error of writing.
 
     The thread of a SummaryWriter ends at its first error, such as a full disk, and from then on every call raises that
     error, also those of the training. Such a writer gets a new thread and a new file.
     """
-    try:
-        yield
-    except Exception:
-        for writer in writers:
-            try:
-                writer.flush()  # raises if the thread has ended, even if the disk is usable again
-            except Exception:
-                writer.file_writer = writer.all_writers = None  # as after `close`: the next write opens a file
-        raise
+    for writer in writers:
+        try:
+            writer.flush()  # raises if the thread has ended, even if the disk is usable again
+        except Exception:
+            writer.file_writer = writer.all_writers = None  # as after `close`: the next write opens a file
 
 
 def _is_tensorboard(logger: object) -> bool:

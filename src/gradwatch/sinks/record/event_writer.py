@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.sinks.record.record_format import PLUGIN
+from gradwatch.sinks.summary_writers import renew_ended
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -26,12 +27,13 @@ PICTURE_LEVEL = 3
 class EventWriter:
     """Writes what a `torch.utils.tensorboard.SummaryWriter` does, and string tensors for the plugin `gradwatch`."""
 
-    def __init__(self, present: Callable[[], Any], folder: str | Path) -> None:
+    def __init__(self, present: Callable[[], Any], folder: str | Path, shared: Sequence[Any] = ()) -> None:
         """`present`: returns the present file writer, with `add_summary(summary, step)` and `flush()`. `folder`: of its
-        file.
+        file. `shared`: the SummaryWriters of the user that an error here may have ended.
         """
         self._present = present
         self.folder = str(folder)
+        self._shared = shared
         self._file: object = None
         self._described: set[str] = set()
         """Tags whose metadata is in the file."""
@@ -55,7 +57,7 @@ class EventWriter:
             value.metadata.plugin_data.content = metadata
             value.metadata.data_class = summary_pb2.DATA_CLASS_TENSOR
             self._described.add(tag)
-        file.add_summary(summary, step)
+        self._add(summary, step)
 
     def scalars(self, numbers: Mapping[str, float], step: int) -> None:
         """Write `numbers`, tag -> number, in one event."""
@@ -64,22 +66,22 @@ class EventWriter:
         summary = summary_pb2.Summary()
         for tag, number in numbers.items():
             summary.value.add(tag=tag, simple_value=number)
-        self._present().add_summary(summary, step)
+        self._add(summary, step)
 
     def charts(self, layout: dict[str, dict[str, Any]]) -> None:
         from torch.utils.tensorboard.summary import custom_scalars
 
-        self._present().add_summary(custom_scalars(layout), 0)
+        self._add(custom_scalars(layout), 0)
 
     def histogram(self, tag: str, numbers: NDArray[np.float64], bars: int, step: int) -> None:
         from torch.utils.tensorboard.summary import histogram
 
-        self._present().add_summary(histogram(tag, numbers, bars), step)
+        self._add(histogram(tag, numbers, bars), step)
 
     def text(self, tag: str, markdown: str, step: int) -> None:
         from torch.utils.tensorboard.summary import text
 
-        self._present().add_summary(text(tag, markdown), step)
+        self._add(text(tag, markdown), step)
 
     def picture(self, tag: str, image: Image.Image, step: int) -> None:
         """Write `image`, of 256 colours."""
@@ -91,10 +93,21 @@ class EventWriter:
         drawn = summary.value.add(tag=tag).image
         drawn.width, drawn.height, drawn.colorspace = image.width, image.height, 3
         drawn.encoded_image_string = png.getvalue()
-        self._present().add_summary(summary, step)
+        self._add(summary, step)
 
     def flush(self, *, now: bool = False) -> None:
         """Flush the file: always if `now`, otherwise unless it was flushed less than `FLUSHED_SECONDS` ago."""
         if now or monotonic() - self._flushed >= FLUSHED_SECONDS:
-            self._present().flush()
+            try:
+                self._present().flush()
+            except Exception:
+                renew_ended(self._shared)
+                raise
             self._flushed = monotonic()
+
+    def _add(self, summary: Any, step: int) -> None:
+        try:
+            self._present().add_summary(summary, step)
+        except Exception:
+            renew_ended(self._shared)
+            raise

@@ -23,7 +23,7 @@ from gradwatch.sinks.record.event_writer import EventWriter
 from gradwatch.sinks.record.record_writer import RecordWriter
 from gradwatch.sinks.run_health import under_way
 from gradwatch.sinks.run_summary import RunSummary
-from gradwatch.sinks.summary_writers import file_writer_of, is_summary_writer, usable_after_errors, writers_of
+from gradwatch.sinks.summary_writers import file_writer_of, is_summary_writer, writers_of
 from gradwatch.sinks.tensorboard.builtin_tabs import BuiltinTabs
 from gradwatch.sinks.tensorboard.verdict_markdown import tab_address, verdict_markdown
 from gradwatch.sinks.terminal.progress_bars import print_whole
@@ -72,8 +72,6 @@ class TensorBoard:
         self.per_layer = check_whole("per_layer", per_layer, expected, least=0)
         self.charts, self.histograms = check_flag("charts", charts), check_flag("histograms", histograms)
         self._run: Run | None = None
-        self._shared: list[ScalarWriter] = []
-        """Writers of the user that this sink writes to."""
         self._own: list[OwnEventFile] = []
         self._files: list[EventWriter] = []
         self._plain: list[ScalarWriter] = []
@@ -88,8 +86,7 @@ class TensorBoard:
         if self._run is None:
             self._begin(run)
         self._run = run
-        with usable_after_errors(self._shared):
-            self._record.open(run)
+        self._record.open(run)
 
     def block(self, block: Block) -> None:
         if self._run is None or not (self._files or self._plain):
@@ -100,38 +97,35 @@ class TensorBoard:
         for number in sorted(optimizers):
             own = self._due.setdefault(number, DueHeadlines(self._every_n_steps))
             due |= own.extend(block, alerts, number if len(optimizers) > 1 else None)
-        with usable_after_errors(self._shared):
-            self._record.block(block)  # first: there may be space for it and none for images
-            lines = self._tabs.block(block, sorted(due), alerts) if self._tabs else {}
-            if not self._said:
-                self._write_text(under_way(alerts))
-            for row, headline in sorted(due.items()):
-                axis = int(block.axis[row])
-                for writer in self._plain:
-                    for tag, number in headline.items():
-                        writer.add_scalar(tag, number, axis)
-                for file in self._files:
-                    file.scalars(headline | lines.get(row, {}), axis)
+        self._record.block(block)  # first: there may be space for it and none for images
+        lines = self._tabs.block(block, sorted(due), alerts) if self._tabs else {}
+        if not self._said:
+            self._write_text(under_way(alerts))
+        for row, headline in sorted(due.items()):
+            axis = int(block.axis[row])
+            for writer in self._plain:
+                for tag, number in headline.items():
+                    writer.add_scalar(tag, number, axis)
+            for file in self._files:
+                file.scalars(headline | lines.get(row, {}), axis)
 
     def alert(self, alert: Alert) -> None:
         self._alerts[alert.key] = alert
-        with usable_after_errors(self._shared):
-            self._write_text(under_way(self._alerts.values()))
+        self._write_text(under_way(self._alerts.values()))
         self._record.alert(alert)
 
     def close(self, verdict: Verdict) -> None:
         self._alerts |= {alert.key: alert for alert in verdict.incidents}
         known = replace(verdict, incidents=(*self._alerts.values(),))
         try:
-            with usable_after_errors(self._shared):
-                if self._said or known.incidents:
-                    self._write_text(known)
-                if self._run is not None:
-                    if self._tabs:
-                        self._tabs.close(known)
-                    self._record.close(verdict)
-                if self._said:
-                    self._say_where()
+            if self._said or known.incidents:
+                self._write_text(known)
+            if self._run is not None:
+                if self._tabs:
+                    self._tabs.close(known)
+                self._record.close(verdict)
+            if self._said:
+                self._say_where()
         finally:
             self._run = None
             for file in self._own:
@@ -139,7 +133,8 @@ class TensorBoard:
 
     def _begin(self, run: Run) -> None:
         """Open a file beside that of each SummaryWriter."""
-        self._shared, self._own, self._files, self._plain = [], [], [], []
+        self._own, self._files, self._plain = [], [], []
+        shared: list[Any] = []
         writers: list[Any] = writers_of(run) if self.writer is None else [self.writer]
         if not all(map(is_summary_writer, writers)):
             disk_space.check_user_files(None)
@@ -147,8 +142,8 @@ class TensorBoard:
             if not is_summary_writer(writer):
                 self._plain.append(writer)
             elif (folder := disk_space.local_path(str(writer.log_dir))) is None:
-                self._shared.append(writer)
-                self._files.append(EventWriter(partial(file_writer_of, writer), writer.log_dir))
+                shared.append(writer)
+                self._files.append(EventWriter(partial(file_writer_of, writer), writer.log_dir, shared))
             else:
                 self._own.append(OwnEventFile(Path(folder)))
                 self._files.append(self._own[-1].events())
@@ -157,9 +152,8 @@ class TensorBoard:
         summary = run.summary or RunSummary()
         self._record = RecordWriter(self._files, self._every_n_steps, summary)
         if self._files:
-            with usable_after_errors(self._shared):
-                shown = self.per_layer, self.charts, self.histograms
-                self._tabs = BuiltinTabs(self._files, run.layout, summary, *shown)
+            shown = self.per_layer, self.charts, self.histograms
+            self._tabs = BuiltinTabs(self._files, run.layout, summary, *shown)
 
     def _write_text(self, verdict: Verdict) -> None:
         """Write the whole text each time, because TensorBoard shows the latest of a tag."""
