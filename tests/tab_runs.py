@@ -106,7 +106,7 @@ def opened(body: bytes) -> tuple[dict[str, Any], Mapping[str, Any]]:
     length = int.from_bytes(body[:4], "little")
     header = json.loads(body[4 : 4 + length])
     arrays = {
-        name: np.frombuffer(body, kind, count=int(np.prod(shape)), offset=offset).reshape(shape)
+        name: np.frombuffer(body, kind, count=int(np.prod(shape)), offset=4 + length + offset).reshape(shape)
         for name, (kind, shape, offset) in header["arrays"].items()
     }
     return header, arrays

@@ -31,7 +31,7 @@ export async function envelope(question, parameters) {
   const about = JSON.parse(new TextDecoder().decode(new Uint8Array(body, 4, length)));
   const arrays = {};
   for (const [name, [type, shape, offset]] of Object.entries(about.arrays)) {
-    arrays[name] = new ARRAYS[type](body, offset, shape.reduce((product, size) => product * size, 1));
+    arrays[name] = new ARRAYS[type](body, 4 + length + offset, shape.reduce((product, size) => product * size, 1));
   }
   return { about, arrays };
 }
