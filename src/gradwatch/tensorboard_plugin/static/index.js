@@ -139,27 +139,26 @@ function bind() {
 
 /** A person has chosen something, or gone back. */
 function chosen(changes) {
+  const has = (...names) => names.some((name) => name in changes);
   hide();
-  if ("runs" in changes || "statistic" in changes) {
+  if (has("runs", "statistic")) {
     showRegion(null);
     refresh();
   } else if (!panels.length) {
-    if ("layer" in changes) refresh();
-    else if ("order" in changes) allRuns.show(listed.runs, health);
-  } else if ("layer" in changes) {
-    if ("view" in changes) panels.forEach(unzoom);
+    if (has("layer")) refresh();
+    else if (has("order")) allRuns.show(listed.runs, health);
+  } else if (has("layer", "view", "log", "colours", "turned", "filter")) {
+    if (has("view")) panels.forEach(unzoom);
     bind();
-    draw();
-  } else if ("log" in changes || "colours" in changes || "view" in changes || "turned" in changes || "filter" in changes) {
-    if ("view" in changes) panels.forEach(unzoom);
-    bind();
-    if (page.hidden) {
-      show();
-      if ("log" in changes || "filter" in changes) table.show(panels, listed.states);
-      if ("filter" in changes) panels.forEach(listAlerts);
-    } else draw();
-  } else if ("step" in changes) show();
-  else if ("sort" in changes) table.show(panels, listed.states);
+    if (has("layer") || !page.hidden) {
+      draw();
+      return;
+    }
+    show();
+    if (has("log", "filter")) table.show(panels, listed.states);
+    if (has("filter")) panels.forEach(listAlerts);
+  } else if (has("step")) show();
+  else if (has("sort")) table.show(panels, listed.states);
 }
 
 function draw() {
@@ -247,7 +246,7 @@ function paint() {
   for (const panel of panels) {
     const seen = visible(panel, state.view);
     const { rows, span } = seen;
-    const { run, statistic, whole, domain, usual, nearLoss: loss, status, zoomed } = panel;
+    const { run, statistic, whole, domain, usual, zoomedLoss: loss, status, zoomed } = panel;
     const kept = { pinned: state.step, region: shownRegion, all: panel.rows };
     panel.map.show({ run, statistic, whole, domain, usual, loss, status, rows, span, grid: zoomed, alerts: panel.near, ...kept });
     const part = span[0] > whole[0] || span[1] < whole[1] || rows.length < panel.rows.length;

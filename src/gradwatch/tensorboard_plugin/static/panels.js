@@ -39,7 +39,7 @@ export async function panelOf(answer, statistic) {
     usual: map?.arrays.usual ?? none,
     zeros: zeros?.arrays.last ?? null,
     loss,
-    nearLoss: loss,
+    zoomedLoss: loss,
     layers,
     status: worstOf(run.alerts, run.names.length),
   };
@@ -81,7 +81,7 @@ export function visible(panel, view) {
 
 /** Show the whole run's numbers, whatever finer ones were shown before. */
 export function unzoom(panel) {
-  Object.assign(panel, { zoomed: panel.grid, nearLoss: panel.loss });
+  Object.assign(panel, { zoomed: panel.grid, zoomedLoss: panel.loss });
 }
 
 /**
@@ -98,7 +98,7 @@ export async function zoom(panel, view, current) {
   if (!current()) return false;
   const found = map && grid(map.about, map.arrays);
   if (found?.columns) panel.zoomed = found;
-  if (steps?.about.numbers.loss) panel.nearLoss = grid(steps.about.numbers.loss, steps.arrays, "loss ");
+  if (steps?.about.numbers.loss) panel.zoomedLoss = grid(steps.about.numbers.loss, steps.arrays, "loss ");
   return Boolean(map || steps);
 }
 
