@@ -13,11 +13,7 @@ from gradwatch.core.alert import Alert, Verdict
 from gradwatch.core.arguments import attribute, check_flag, check_whole, wrong
 from gradwatch.core.block import Block
 from gradwatch.core.record import Run
-from gradwatch.sinks.headline_scalars import (
-    HEADLINE_GROUP,
-    DueHeadlines,
-    checked_interval,
-)
+from gradwatch.sinks.headline_scalars import HEADLINE_GROUP, DueHeadlines, checked_interval
 from gradwatch.sinks.record.event_file import OwnEventFile
 from gradwatch.sinks.record.event_writer import EventWriter
 from gradwatch.sinks.record.record_writer import RecordWriter
