@@ -20,28 +20,25 @@ WHOLE_STEP_NUMBERS = ("overhead", "noise_scale", "noise_scale_error", "skipped_s
 QUANTILES = {"min": 0.0, "p10": 0.1, "median": 0.5, "p90": 0.9, "max": 1.0}
 
 
-def headlines(
-    block: Block, alerts: Sequence[Alert] = (), first: int = 0, end: int | None = None, optimizer: int | None = None
-) -> dict[str, float]:
-    """Tag -> its number at the last of the rows `first` to `end` of `block`, not included, that has one; of those of
-    one `optimizer` or of all. `alerts`: all so far, in their present state; those noticed after the last row do not
-    count: an alert may arrive before the steps that precede it.
+def headlines(block: Block, alerts: Sequence[Alert] = (), rows: Sites | None = None) -> dict[str, float]:
+    """Tag -> its number at the last of `rows`, ascending, of `block` that has one; None is all rows. `alerts`: all so
+    far, in their present state; those noticed after the last row do not count: an alert may arrive before the steps
+    that precede it.
 
     Norms are log10, because dashboards have linear axes. Numbers of the second and later optimizers have their own tags
     (`..._optimizer1`), because they are about other layers.
     """
-    end = len(block) if end is None else end
-    rows = np.arange(first, end)
+    rows = np.arange(len(block)) if rows is None else rows
     optimizers = block.optimizers[rows]
     found: dict[str, float] = {}
-    for number in sorted(set(optimizers.tolist())) if optimizer is None else (optimizer,):
+    for number in sorted(set(optimizers.tolist())):
         suffix = f"_optimizer{number}" if number else ""
         of_gradients = _of_gradients(block, rows[optimizers == number])
         found |= {f"{HEADLINE_GROUP}{name}{suffix}": value for name, value in of_gradients.items()}
     unhealthy: dict[str, set[str]] = {"vanishing": set(), "exploding": set()}
     serious = 0
     for alert in alerts:
-        if alert.noticed > block.steps[end - 1]:
+        if alert.noticed > block.steps[rows[-1]]:
             continue
         serious += alert.severity is not Severity.NOTICE
         if alert.closed_step is None:
@@ -50,9 +47,8 @@ def headlines(
                     unhealthy[rule].update(sites)
     found |= {f"{HEADLINE_GROUP}{rule}_layers": len(sites) for rule, sites in unhealthy.items()}
     found[f"{HEADLINE_GROUP}alerts"] = serious
-    own = rows if optimizer is None else rows[optimizers == optimizer]
     for name in WHOLE_STEP_NUMBERS:
-        if name in block.scalars and len(known := _finite(block.scalars[name][own])):
+        if name in block.scalars and len(known := _finite(block.scalars[name][rows])):
             found[f"{HEADLINE_GROUP}{name}"] = float(known[-1])
     return found
 
@@ -116,16 +112,16 @@ class DueHeadlines:
         self, block: Block, alerts: Sequence[Alert] = (), optimizer: int | None = None
     ) -> dict[int, dict[str, float]]:
         """Row -> headlines, for the steps of `block` that are due, of one `optimizer` or of all."""
-        places = np.arange(len(block)) if optimizer is None else np.flatnonzero(block.optimizers == optimizer)
-        passed = (block.axis[places] + 1) // self._n
+        rows = np.arange(len(block)) if optimizer is None else np.flatnonzero(block.optimizers == optimizer)
+        passed = (block.axis[rows] + 1) // self._n
         begin, found = 0, dict[int, dict[str, float]]()
         if passed[-1] != self._passed:
-            for row in places[np.diff(passed, prepend=self._passed) != 0].tolist():
-                found[row] = {**self._since, **headlines(block, alerts, begin, row + 1, optimizer)}
-                begin, self._since = row + 1, {}
+            for place in np.flatnonzero(np.diff(passed, prepend=self._passed)).tolist():
+                found[int(rows[place])] = {**self._since, **headlines(block, alerts, rows[begin : place + 1])}
+                begin, self._since = place + 1, {}
             self._passed = int(passed[-1])
-        if begin <= places[-1]:
-            self._since |= headlines(block, alerts, begin, None, optimizer)
+        if begin < len(rows):
+            self._since |= headlines(block, alerts, rows[begin:])
         return found
 
 
