@@ -72,8 +72,8 @@ def runs_below(folder: Path) -> Iterator[Path]:
     waiting = [folder]
     while waiting:  # `os.walk` calls itself for each folder, and they may be nested deeper than Python's calls
         place = waiting.pop()
-        own = _has_record(place)
-        inside = not own and _has_record(place / FOLDER)
+        own = has_record(place)
+        inside = not own and has_record(place / FOLDER)
         if own or inside:
             yield place
         try:
@@ -86,7 +86,8 @@ def runs_below(folder: Path) -> Iterator[Path]:
         waiting += [place / name for name in shown]
 
 
-def _has_record(folder: Path) -> bool:
+def has_record(folder: Path) -> bool:
+    """Whether an event file in `folder`, not below it, holds a record."""
     return any(holds_record(file) for file in event_files(folder))
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from gradwatch.core.block import Block
 from gradwatch.core.record import NOT_SAMPLED, Floats, Layout, Mask, Site
 from gradwatch.core.typed_values import InvalidError
-from gradwatch.runs.files import RECORD_MARK, Unreadable, event_files, files_of, holds_record
+from gradwatch.runs.files import RECORD_MARK, Unreadable, files_of, has_record
 from gradwatch.runs.names import counted
 from gradwatch.sinks.record import run_metadata
 from gradwatch.sinks.record.limits import NAMES_MAX, OtherVersionError, event_of, string_of
@@ -83,7 +83,7 @@ def _sessions_of(path: Path, notes: list[str]) -> list[_Session]:
     for session in found:
         session.end = end_of(session.began, firsts)
     inner = path / FOLDER
-    if files[0].parent == path and any(map(holds_record, event_files(inner))):
+    if files[0].parent == path and has_record(inner):
         notes.append(f"{inner} holds another run; to read that one, name its folder")
     return found
 
