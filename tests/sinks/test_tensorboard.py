@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import pickle
 from collections import Counter
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from lightning.pytorch.loggers import TensorBoardLogger
 
 from gradwatch.core.alert import Severity, Verdict
 from gradwatch.core.record import Missing, Run
+from gradwatch.runs.arrays import read
 from gradwatch.sinks.run_health import status
 from gradwatch.sinks.tensorboard.sink import TensorBoard
 from gradwatch.sinks.tensorboard.verdict_markdown import alerts_table, tab_address
@@ -291,3 +295,16 @@ def test_the_end_says_how_to_open_the_tab_on_this_run(tmp_path: Path, capsys: py
         f"  {tab_address(folder)}",
     ]
     assert tab_address(folder).endswith("run=run%20%26%20%3C1%3E")
+
+
+def test_a_copy_leaves_the_files_to_the_run(tmp_path: Path) -> None:
+    logger = TensorBoardLogger(tmp_path)
+    sink = TensorBoard(every_n_steps=7, per_layer=3, charts=True)
+    sink.open(Run(layout_of("a"), "run", loggers=(logger,)))
+    copies = [deepcopy(sink)]
+    feed(sink, record_of(layout_of("a"), 0, [1.0]))
+    sink.close(HEALTHY)
+    copies.append(pickle.loads(pickle.dumps(sink)))
+    for copy in copies:
+        assert (copy.every_n_steps, copy.per_layer, copy.charts, copy.histograms) == (7, 3, True, False)
+    assert read(Path(logger.log_dir)).ended

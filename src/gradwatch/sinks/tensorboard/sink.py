@@ -78,6 +78,11 @@ class TensorBoard:
         self._due: dict[int, DueHeadlines] = {}
         """Optimizer -> its headlines."""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy, deep or pickled, is a new sink with the same options and no open file."""
+        own = partial(TensorBoard, writer=self.writer, every_n_steps=self.every_n_steps)
+        return partial(own, per_layer=self.per_layer, charts=self.charts, histograms=self.histograms), ()
+
     def open(self, run: Run) -> None:
         if self._run is None:
             self._begin(run)
