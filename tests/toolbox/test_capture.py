@@ -20,7 +20,7 @@ import quick
 import ranks
 from gradwatch import backward_hook, capture
 from gradwatch.toolbox import graph_uses
-from gradwatch.toolbox.functions import EditedInPlace
+from gradwatch.toolbox.user_functions import EditedInPlace
 from reference import bits, hooks_on
 from torchvision_networks import FAMILIES, images, made
 from training import quiet_trainer

@@ -21,8 +21,8 @@ from torch.utils.checkpoint import checkpoint
 import quick
 from gradwatch import capture, edit
 from gradwatch.hooks.hook_set import tensors_in
-from gradwatch.toolbox.functions import EditedInPlace
 from gradwatch.toolbox.nested_tensors import map_tensors
+from gradwatch.toolbox.user_functions import EditedInPlace
 from models import module_of
 from reference import bits, hooks_on
 from torchvision_networks import FAMILIES, images, made

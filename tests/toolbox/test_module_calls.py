@@ -19,9 +19,9 @@ from torch.utils.checkpoint import checkpoint
 import quick
 from gradwatch import backward_hook, edit
 from gradwatch.hooks.hook_set import in_backward
-from gradwatch.toolbox.functions import EditedInPlace
 from gradwatch.toolbox.graph_uses import next_node_number, number_of
 from gradwatch.toolbox.nested_tensors import distinct
+from gradwatch.toolbox.user_functions import EditedInPlace
 from models import STRUCTURES, TwoOutputs
 from reference import bits, hooks_on
 from torchvision_networks import FAMILIES, DenseLayer, images, made

@@ -13,9 +13,9 @@ from gradwatch.core.arguments import check_choice, check_function, wrong
 from gradwatch.hooks.full_hook_errors import is_in_place_error
 from gradwatch.hooks.hook_set import HookSet, UncopiedHook
 from gradwatch.measure.reductions import version_of
-from gradwatch.toolbox.functions import EditedInPlace, checked_result
 from gradwatch.toolbox.module_calls import ModuleCalls
 from gradwatch.toolbox.modules import SCRIPTED
+from gradwatch.toolbox.user_functions import EditedInPlace, checked_result
 
 Gradients = tuple[Tensor | None, ...]
 BackwardFunction = Callable[[nn.Module, Gradients, Gradients], "Gradients | Tensor | None"]

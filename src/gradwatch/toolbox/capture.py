@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from gradwatch.core.arguments import check_function, check_items, check_whole, shown, wrong
 from gradwatch.hooks.hook_set import HookSet, after_backward, backward_pass, in_backward, is_hooked_by_others
-from gradwatch.toolbox.functions import call_function
 from gradwatch.toolbox.module_calls import ModuleCalls
 from gradwatch.toolbox.modules import NamedModule, check_hookable, each_once, find_modules, nearest, parameters_in
 from gradwatch.toolbox.tensor_hooks import detached
+from gradwatch.toolbox.user_functions import call_function
 
 WHAT = ("input", "output", "grad_input", "grad_output", "grad")
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from gradwatch.core.arguments import check_function
 from gradwatch.hooks.hook_set import HookSet
-from gradwatch.toolbox.functions import call_function, checked_result
 from gradwatch.toolbox.module_calls import ModuleCalls
 from gradwatch.toolbox.modules import NamedModule, check_hookable, each_once, find_modules, parameters_in
+from gradwatch.toolbox.user_functions import call_function, checked_result
 
 Change = Callable[[Tensor], Tensor]
 

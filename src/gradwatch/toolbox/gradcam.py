@@ -10,9 +10,9 @@ from torch.nn import functional as F
 from gradwatch.core.arguments import check_number, check_whole, cut, shown
 from gradwatch.hooks.graph_release import made_by, release_in_a_loop
 from gradwatch.hooks.hook_set import HookSet, UncopiedHook, tensors_in
-from gradwatch.toolbox.functions import describe_tensor
 from gradwatch.toolbox.isolated_run import evaluation_run
 from gradwatch.toolbox.modules import check_hookable, each_once, find_modules
+from gradwatch.toolbox.user_functions import describe_tensor
 
 Target = int | Tensor | None
 
