@@ -14,7 +14,7 @@ import { runsTable } from "./overview.js";
 import { panelOf, statisticOf, tie, unzoom, visible, zoom } from "./panels.js";
 import { depthProfile } from "./profile.js";
 import { regionStatistics } from "./region.js";
-import { wantedRuns } from "./runs.js";
+import { wantedRuns } from "./run_chooser.js";
 import { choose, recall, state } from "./state.js";
 import { layerTable } from "./table.js";
 import { toolbar } from "./toolbar.js";

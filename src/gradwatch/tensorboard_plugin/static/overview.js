@@ -5,7 +5,7 @@ import { domainOf } from "./colour.js";
 import { drawing, el, fill } from "./dom.js";
 import { count, plural, short, shortened } from "./format.js";
 import { painted } from "./paint.js";
-import { MOST } from "./runs.js";
+import { MOST } from "./run_chooser.js";
 import { headingsOf, sorted } from "./sorting.js";
 import { sparkline, HEIGHT, WIDTH } from "./sparkline.js";
 import { choose } from "./state.js";

@@ -2,7 +2,7 @@
 
 import { el, fill } from "./dom.js";
 import { briefly } from "./format.js";
-import { runChooser } from "./runs.js";
+import { runChooser } from "./run_chooser.js";
 import { choose, state } from "./state.js";
 
 const COLOURS = {
