@@ -63,7 +63,8 @@ class RecordWriter:
         """(statistic, optimizer) -> the last interval of n steps in which it was written."""
         self._axis = 0
         self._summary = summary
-        self._alerts: dict[Key, Alert] = {}
+        self.alerts: dict[Key, Alert] = {}
+        """All so far, in their present state."""
         self._alerts_changed = False
         self._alerts_written = -math.inf
 
@@ -87,16 +88,16 @@ class RecordWriter:
             file.flush()
 
     def alert(self, alert: Alert) -> None:
-        known = self._alerts.get(alert.key)
-        self._alerts[alert.key] = alert
+        known = self.alerts.get(alert.key)
+        self.alerts[alert.key] = alert
         self._alerts_changed = True
         if known is None or known.severity is not alert.severity:
             self._write_alerts()
 
     def close(self, verdict: Verdict) -> None:
-        before = dict(self._alerts)
-        self._alerts |= {alert.key: alert for alert in verdict.incidents}
-        if self._alerts_changed or self._alerts != before:
+        before = dict(self.alerts)
+        self.alerts |= {alert.key: alert for alert in verdict.incidents}
+        if self._alerts_changed or self.alerts != before:
             self._write_alerts()
         self._write_text(
             "verdict", run_metadata.verdict_text(verdict, self._summary.positions.spans(verdict.incidents))
@@ -165,7 +166,7 @@ class RecordWriter:
         return {statistic: rows for statistic, rows in due.items() if len(rows)}
 
     def _write_alerts(self) -> None:
-        alerts = self._alerts.values()
+        alerts = self.alerts.values()
         self._write_text("alerts", run_metadata.alerts_text(alerts, self._summary.positions.spans(alerts)))
         self._alerts_changed, self._alerts_written = False, monotonic()
 

@@ -71,7 +71,6 @@ class TensorBoard:
         self._own: list[OwnEventFile] = []
         self._files: list[EventWriter] = []
         self._plain: list[ScalarWriter] = []
-        self._alerts: dict[tuple[str, int], Alert] = {}
         self._axis, self._said = 0, False
         """`_said`: whether the run has a text."""
         self._tabs: BuiltinTabs | None = None
@@ -93,7 +92,7 @@ class TensorBoard:
         if self._run is None or not (self._files or self._plain):
             return
         self._axis = int(block.axis[-1])
-        alerts, due = [*self._alerts.values()], dict[int, dict[str, float]]()
+        alerts, due = [*self._record.alerts.values()], dict[int, dict[str, float]]()
         optimizers = set(block.optimizers.tolist())
         for number in sorted(optimizers):
             own = self._due.setdefault(number, DueHeadlines(self._every_n_steps))
@@ -111,13 +110,12 @@ class TensorBoard:
                 file.scalars(headline | lines.get(row, {}), axis)
 
     def alert(self, alert: Alert) -> None:
-        self._alerts[alert.key] = alert
-        self._write_text(under_way(self._alerts.values()))
+        self._write_text(under_way((self._record.alerts | {alert.key: alert}).values()))
         self._record.alert(alert)
 
     def close(self, verdict: Verdict) -> None:
-        self._alerts |= {alert.key: alert for alert in verdict.incidents}
-        known = replace(verdict, incidents=(*self._alerts.values(),))
+        alerts = self._record.alerts | {alert.key: alert for alert in verdict.incidents}
+        known = replace(verdict, incidents=(*alerts.values(),))
         try:
             if self._said or known.incidents:
                 self._write_text(known)
@@ -148,7 +146,7 @@ class TensorBoard:
             else:
                 self._own.append(OwnEventFile(Path(folder)))
                 self._files.append(self._own[-1].events())
-        self._alerts, self._said, self._due, self._tabs = {}, False, {}, None
+        self._said, self._due, self._tabs = False, {}, None
         self._every_n_steps = self.every_n_steps or run.log_every_n_steps
         summary = run.summary or RunSummary()
         self._record = RecordWriter(self._files, self._every_n_steps, summary)
