@@ -13,7 +13,8 @@ from gradwatch.cli import compare, demo, export, ls, report, run, top
 from gradwatch.cli.command import INTERRUPTED, MISUSE, OK, complain, help_text
 
 COMMANDS = (demo, run, report, compare, ls, top, export)
-"""Each adds its parser and has `run(options)`, which returns the exit code; what it imports, it imports there."""
+"""Each adds its parser and has `run(options)`, which returns the exit code; what it imports, it imports there. `main`
+says why a run cannot be read."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,6 +32,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `| head`: files are written before anything is said, so all that was asked for is done
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more
         return OK
+    except ValueError as error:
+        from gradwatch.runs.files import Unreadable
+
+        if isinstance(error, Unreadable):
+            return complain(options.command, error)
+        raise
     except OSError as error:  # a folder that may not be looked into, say
         return complain(options.command, f"{error.filename}: {error.strerror}" if error.filename else error)
     except KeyboardInterrupt:

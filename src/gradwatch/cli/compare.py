@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gradwatch.cli.command import OK, complain, help_text, reading, write_page
+from gradwatch.cli.command import OK, help_text, reading, write_page
 from gradwatch.core.printable import printable
 
 if TYPE_CHECKING:
@@ -51,16 +51,12 @@ def run(options: argparse.Namespace) -> int:
     from gradwatch.runs.compare.aligned import COMPARED
     from gradwatch.runs.compare.comparison import compare_runs
     from gradwatch.runs.compare.page import NAME, page
-    from gradwatch.runs.files import Unreadable
 
     runs = []
-    try:
-        for path in (options.a, options.b):
-            with reading(path) as progress:
-                runs.append(read(path, statistics=COMPARED, progress=progress))
-        result = compare_runs(runs[0], runs[1])
-    except Unreadable as error:
-        return complain("compare", error)
+    for path in (options.a, options.b):
+        with reading(path) as progress:
+            runs.append(read(path, statistics=COMPARED, progress=progress))
+    result = compare_runs(runs[0], runs[1])
     console = Console(highlight=False)
     with console.capture() as shown:
         _show(console, result)

@@ -37,19 +37,16 @@ def add(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     from gradwatch.runs.arrays import read
-    from gradwatch.runs.files import Unreadable
     from gradwatch.runs.names import counted
     from gradwatch.runs.table import FORMATS, write_csv, write_parquet
 
     out: Path = options.to
     if out.suffix.lower() not in FORMATS:
         return complain("export", f"{out} ends with neither of {', '.join(FORMATS)}")
+    with reading(options.path) as progress:
+        found = read(options.path, progress=progress)
     try:
-        with reading(options.path) as progress:
-            found = read(options.path, progress=progress)
         (write_csv if out.suffix.lower() == ".csv" else write_parquet)(found, options.statistic, out)
-    except Unreadable as error:
-        return complain("export", error)
     except ImportError:
         return complain("export", "Parquet needs pyarrow or pandas with an engine for it; --to FILE.csv needs neither")
     series = found.values[options.statistic]

@@ -54,16 +54,11 @@ def add(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from gradwatch.runs.files import Unreadable
-
     if options.format != "html" and options.card is not None:
         return complain("report", "a card is written beside the page: leave out --format, or --card")
-    try:
-        if options.format != "html":
-            return _summary(options)
-        return _pages(options) if _several(options.path) else _page(options)
-    except Unreadable as error:
-        return complain("report", error)
+    if options.format != "html":
+        return _summary(options)
+    return _pages(options) if _several(options.path) else _page(options)
 
 
 def _several(path: Path) -> bool:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gradwatch.cli.command import OK, complain, help_text
+from gradwatch.cli.command import OK, help_text
 from gradwatch.core.printable import printable
 
 if TYPE_CHECKING:
@@ -50,17 +50,12 @@ def add(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from gradwatch.runs.files import Unreadable
-
     console = Console(highlight=False)
-    try:
-        path = _latest(options.path)
-        if options.once or not console.is_terminal:
-            _show_once(console, path)
-        else:
-            _follow(console, path)
-    except Unreadable as error:
-        return complain("top", error)
+    path = _latest(options.path)
+    if options.once or not console.is_terminal:
+        _show_once(console, path)
+    else:
+        _follow(console, path)
     return OK
 
 
