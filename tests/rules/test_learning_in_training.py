@@ -11,9 +11,10 @@ from torch.utils.data import DataLoader
 
 import lightning as L
 import quick
-from gradwatch import GradWatch
+from gradwatch import GradWatch, Scale
 from gradwatch.core.alert import Alert, Severity
-from gradwatch.rules import Collapse, Divergence, Exploding, Frozen, Rule, Stalled
+from gradwatch.interventions import Intervention
+from gradwatch.rules import Collapse, Divergence, Exploding, Frozen, Rule, Spike, Stalled
 from gradwatch.watch import Watch
 from training import quiet_trainer, train
 
@@ -212,20 +213,34 @@ def test_a_training_that_stands_still(make: Make, options: dict[str, Any], cause
     assert list(found) == ["stalled"]
 
 
-def scaled_incidents(*, unscales: bool, by_scaler: bool) -> dict[str, Alert]:
-    """Of a training whose loss is scaled; gradients are clipped to 1 before the scaler steps."""
+def scaled_incidents(
+    *,
+    unscales: bool = False,
+    by_scaler: bool = True,
+    given: bool = True,
+    clip: float | None = 1.0,
+    rate: float = 0.05,
+    bad_batch: int = -1,
+    interventions: Sequence[Intervention] = (),
+) -> dict[str, Alert]:
+    """Of a training whose loss is scaled; gradients are clipped before the scaler steps. `given`: the scaler, to the
+    watch.
+    """
     model, scaler = mlp(), torch.amp.GradScaler("cpu", init_scale=2.0**16)
-    optimizer = sgd()(model)
-    with Watch(model, rules=(Stalled(), Divergence()), sinks=(), budget=None, scaler=scaler) as watch:
-        for inputs, targets in points(60):
+    optimizer, rules = sgd(rate)(model), (Stalled(), Divergence(), Spike())
+    with Watch(
+        model, rules=rules, sinks=(), budget=None, scaler=scaler if given else None, interventions=interventions
+    ) as watch:
+        for step, (inputs, targets) in enumerate(points(60)):
             optimizer.zero_grad()
-            loss = nn.functional.mse_loss(model(inputs), targets)
+            loss = nn.functional.mse_loss(model(inputs), targets * (100 if step == bad_batch else 1))
             scaler.scale(loss).backward()
             if unscales:
                 scaler.unscale_(optimizer)
             watch.step(optimizer, loss=loss)
             if by_scaler:
-                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                if clip is not None:
+                    nn.utils.clip_grad_norm_(model.parameters(), clip)
                 scaler.step(optimizer)
             else:
                 optimizer.step()
@@ -235,17 +250,31 @@ def scaled_incidents(*, unscales: bool, by_scaler: bool) -> dict[str, Alert]:
 
 
 def test_clipping_of_scaled_gradients() -> None:
-    alert = scaled_incidents(unscales=False, by_scaler=True)["stalled"]
+    alert = scaled_incidents()["stalled"]
     assert "Clipping leaves 1.5e-5 of a gradient of norm 0.56 without the loss scale." in alert.message
     assert alert.remedy.endswith(", which is above the norm of the gradient, after scaler.unscale_(optimizer).")
-    assert scaled_incidents(unscales=True, by_scaler=True) == {}
+    assert scaled_incidents(unscales=True) == {}
 
 
 def test_steps_on_scaled_gradients() -> None:
-    alert = scaled_incidents(unscales=False, by_scaler=False)["divergence"]
+    alert = scaled_incidents(by_scaler=False)["divergence"]
     assert "The optimizer used gradients that still had the loss scale, 65536 times those measured." in alert.message
     assert alert.remedy == "scaler.step(optimizer), which divides by the loss scale, in place of optimizer.step()."
     assert scaled_incidents(unscales=True, by_scaler=False) == {}
+
+
+def test_a_loss_scale_that_the_watch_does_not_have_is_no_clipping() -> None:
+    alert = scaled_incidents(clip=None, given=False, rate=1e-9)["stalled"]
+    assert alert.message.endswith(" The learning rate is 1e-9.")
+    alert = scaled_incidents(clip=None, given=False, rate=1e-3, bad_batch=40)["spike"]
+    assert "clipped" not in alert.remedy
+
+
+def test_an_intervention_that_enlarges_gradients_is_no_loss_scale() -> None:
+    alert = scaled_incidents(clip=None, interventions=[Scale(200.0)])["divergence"]
+    assert "The learning rate is too high for this model and loss (lr=0.05)." in alert.message
+    alert = scaled_incidents(by_scaler=False, interventions=[Scale(200.0)])["divergence"]
+    assert "The optimizer used gradients that still had the loss scale, 65536 times those measured." in alert.message
 
 
 def test_bfloat16_swallows_small_steps() -> None:

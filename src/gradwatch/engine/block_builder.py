@@ -10,13 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.core.block import Block
+from gradwatch.core.loss_scale import remaining_scale
 from gradwatch.core.record import MEASURED, Floats, Mask
 from gradwatch.core.training_loop import TrainingMode
 from gradwatch.engine.diagnosis import Diagnosis
 from gradwatch.engine.interventions.runtime import InterventionRuntime
 from gradwatch.engine.step import StepState
 from gradwatch.measure.device_buffer import Indices
-from gradwatch.measure.loss_scale import remaining_scale
 from gradwatch.measure.noise_scale import NoiseScale
 from gradwatch.measure.nonfinite_source import NonfiniteSource
 from gradwatch.measure.optimizer_parameters import DISAGREE, TINY

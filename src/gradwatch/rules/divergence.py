@@ -345,7 +345,7 @@ def _why_long(history: History, back: int, *, records: int) -> tuple[str, str, s
     """Why the step at the record `back` from the end was so long, as a sentence; what to change; the same for a
     headline, empty without a jump; and the onset. `records`: in which the rate may have jumped.
     """
-    if (scale := scale_in_use(history, back=back)) is not None:
+    if scale := scale_in_use(history, back=back):
         cause = f"The optimizer used gradients that still had the loss scale, {scale:.0f} times those measured."
         return cause, "scaler.step(optimizer), which divides by the loss scale, in place of optimizer.step().", "", back
     jump = last_jump(history, rate=back, gradient=back, of=back, records=records)

@@ -15,6 +15,7 @@ from gradwatch.core.median import median
 from gradwatch.core.number_text import number_text
 from gradwatch.core.record import MEASURED, TOTAL, Floats, Layout, Mask, Sites
 from gradwatch.rules.evidence.baseline import LEVEL_RECORDS, is_stuck
+from gradwatch.rules.evidence.learning_rates import removed_scale
 from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.records import is_own
 from gradwatch.rules.evidence.samples import RECENT_RECORDS, in_a_row, sample_backs
@@ -242,7 +243,9 @@ def _cause(history: History, own: Sites, back: int, most: float) -> tuple[str, s
         return cause, '{"scheduler": ..., "interval": "epoch"} for lr_scheduler in configure_optimizers.'
     if rate == 0:
         return "The learning rate is 0.", usual
-    if left < 1e-2 * norm:
+    if removed_scale(history, back=back):
+        norm = left
+    elif left < 1e-2 * norm:
         scaled = history.number("scaled", back=back) == 1
         said, unscaled = " without the loss scale" * scaled, ", without the loss scale" * scaled
         limit = f"Trainer(gradient_clip_val={USUAL_CLIPPING}), which is above the norm of the gradient"

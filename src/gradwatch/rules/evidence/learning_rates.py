@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from gradwatch.core.history import History
+from gradwatch.core.loss_scale import remaining_scale
 from gradwatch.core.number_text import number_text
+from gradwatch.core.record import Floats
 from gradwatch.rules.evidence.records import is_own, own_records
 from gradwatch.rules.evidence.samples import RECENT_RECORDS
 from gradwatch.rules.evidence.weights import relative_updates, update_samples
@@ -48,10 +50,6 @@ LEAST_PASSES = 3
 
 MOST_PASSES = 4096
 """Backward passes from which a gradient was multiplied, and is no sum. Judgement."""
-
-SCALED_RATIO = 2.0**7
-"""Ratio of gradients that were used to those measured without the loss scale, from which it was still in them. As
-`measure.loss_scale.MIN_LOSS_SCALE`."""
 
 MAXIMIZES = "the optimizer goes up the loss, not down (maximize=True)."
 """The cause where the loss rises and `maximizes`."""
@@ -198,6 +196,8 @@ def clipping_limit(history: History, *, of: int = 1) -> float | None:
     norms, used = (history.window(name, CLIPPED_RECORDS, sites=0) for name in ("grad_norm", "grad_norm_clipped"))
     own = is_own(history, max(CLIPPED_RECORDS, of), of=of)[-CLIPPED_RECORDS:]
     clipped = own & np.isfinite(norms) & (used > 0) & (used < CLIPPED_SHARE * norms)
+    for row in np.flatnonzero(clipped):
+        clipped[row] = not removed_scale(history, back=len(own) - int(row))
     return float(used[clipped].max()) if clipped.any() else None
 
 
@@ -211,13 +211,28 @@ def usual_norm(history: History, *, back: int) -> float | None:
     return float(np.median(before)) or None if len(before) else None
 
 
-def scale_in_use(history: History, *, back: int) -> float | None:
-    """The loss scale that gradients still had as the optimizer used them, at the record `back` from the end; None
-    without one.
+def scale_in_use(history: History, *, back: int) -> float:
+    """The loss scale that gradients still had as the optimizer used them, at the record `back` from the end; 0 without
+    one.
     """
-    measured, used = (float(history.row(name, back=back)[0]) for name in ("grad_norm", "grad_norm_clipped"))
-    scaled = history.number("scaled", back=back) == 1 and 0 < measured < np.inf and used >= SCALED_RATIO * measured
-    return used / measured if scaled else None
+    intended, used = _gradients(history, back)
+    return remaining_scale(used, intended) if history.number("scaled", back=back) == 1 else 0.0
+
+
+def removed_scale(history: History, *, back: int) -> float:
+    """The loss scale that gradients had as they were measured at the record `back` from the end, and not as the
+    optimizer used them, because the loop did not say that it has a scaler; 0 without one.
+    """
+    return remaining_scale(*_gradients(history, back))
+
+
+def _gradients(history: History, back: int) -> tuple[Floats, Floats]:
+    """The norms of gradients as interventions left them, and as the optimizer used them, at the record `back` from the
+    end: shape [sites] each.
+    """
+    norms, factors, used = (history.row(name, back=back) for name in ("grad_norm", "clip_factor", "grad_norm_clipped"))
+    with np.errstate(invalid="ignore"):  # an infinite gradient times 0
+        return norms * np.where(np.isnan(factors), 1.0, factors), used
 
 
 def summed_passes(history: History, *, of: int = 1) -> int | None:
