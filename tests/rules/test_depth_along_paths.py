@@ -162,6 +162,15 @@ def test_biases_that_start_from_zero_excuse_nothing() -> None:
     assert found.message.endswith("though the weights are not small, and there is no norm.")
 
 
+def test_weights_that_began_at_zero_are_named() -> None:
+    learner = Normed(nn.Linear(32, 32))
+    for layer in (learner.model[0], learner.model[2], learner.model[4]):
+        nn.init.zeros_(layer.weight)
+    found = incidents_of(learner)["vanishing"]
+    assert found.message.endswith("The weights of layers model.2, model.4 began at 0, and pass on little.")
+    assert found.remedy == "nn.init.kaiming_normal_ for the weights of layers model.2, model.4."
+
+
 class Attention(Learner):
     """One attention over 16 places, with zeros for its inputs beside places, as the first of a DETR decoder."""
 

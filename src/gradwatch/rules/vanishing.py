@@ -32,6 +32,7 @@ from gradwatch.rules.evidence.depth import (
     recent_profiles,
 )
 from gradwatch.rules.evidence.layer_levels import (
+    began_at_zero,
     bias_text,
     biases_of,
     factor_text,
@@ -233,7 +234,13 @@ class Vanishing(CheckedRule):
                 f"{' where the loss has not moved' if dex == self.stuck_dex else ''}."
             )
             headline = f"{ratio_text(fall)} times weaker than {names[peak]}"
-        if not change.abrupt:
+        passing, edge = now.sites[way[1:]], now.sites[way[change.edge + 1]]
+        zeros = began_at_zero(history, passing)
+        if edge in zeros if change.abrupt else 2 * len(zeros) >= len(passing):
+            them = name_text(layout.names(zeros))
+            cause = f"The weights of {them} began at 0, and pass on little."
+            remedy = f"nn.init.kaiming_normal_ for the weights of {them}."
+        elif not change.abrupt:
             seen = int((now.values[way] > 0).argmax())  # before it float32 holds nothing
             rate = float(logs[peak] - logs[seen]) / (peak - seen)
             cause, remedy = _gradual(history, now.sites, faint, rate, onset, from_start)

@@ -38,6 +38,16 @@ def weights_of(history: History, layer: int) -> Floats:
     return _norm(history, _parameters(history, layer, bias=False))
 
 
+def began_at_zero(history: History, layers: Sites) -> Sites:
+    """Those of `layers` whose weights, biases left aside, were all 0 at the first sample of the run; none where that is
+    not known.
+    """
+    if not history.whole:
+        return layers[:0]
+    norms = [weights_of(history, site) for site in layers.tolist()]
+    return layers[[bool((known[~np.isnan(known)][:1] == 0).any()) for known in norms]]
+
+
 def biases_of(history: History, layer: int) -> Floats:
     """The root mean square of the biases of `layer`, likewise."""
     return _root_mean_square(history, layer, bias=True)
