@@ -440,6 +440,34 @@ def test_layers_that_have_thawed_in_turn() -> None:
     assert incidents_of(model, optimizer, schedule=torch.optim.lr_scheduler.LambdaLR(optimizer, rates), steps=100) == {}
 
 
+def thawed_at(step: int, *, has_group: bool) -> Alert:
+    """Of a first layer that is frozen until `step`, and in no optimizer then, or in a group whose rate is 0."""
+    model = mlp()
+    model[0].requires_grad_(False)
+    groups = [{"params": model[2:].parameters()}]
+    groups += [{"params": model[0].parameters(), "lr": 0.0}] * has_group
+    optimizer = torch.optim.SGD(groups, lr=0.05)
+
+    def loss(now: int) -> Tensor:
+        model[0].requires_grad_(now >= step)
+        return model(torch.randn(32, 8)).square().mean()
+
+    watch = Watch(model, rules=(Frozen(),), sinks=(), budget=None)
+    train(optimizer, loss, watch, steps=120)
+    return watch.alerts[0]
+
+
+def test_a_layer_that_is_thawed_and_does_not_train() -> None:
+    alert = thawed_at(37, has_group=False)
+    assert (alert.step, alert.sites) == (50, ("0",))
+    assert alert.message.endswith(
+        " unless something else changes them. requires_grad became True between steps 25 and 50."
+    )
+    alert = thawed_at(50, has_group=True)
+    assert (alert.step, alert.sites) == (50, ("0",))
+    assert alert.message.startswith("Layer 0 has not changed at all in 51 steps, in spite of a gradient")
+
+
 def test_convergence_to_no_gradient_is_no_stall() -> None:
     model = nn.Sequential(nn.Linear(8, 1))
     inputs = torch.randn(8, 8)

@@ -144,6 +144,7 @@ class Frozen(CheckedRule):
         what = "trainable (requires_grad is True) but in no optimizer that GradWatch has seen"
         message = _unchanged_text(all_named, what, one=len(names) == 1)
         onset, late = _outside_since(history, parameters)
+        message += _switched_on(history, parameters, onset)
         remedy = (
             f"put in {first_named} before configure_optimizers runs, in __init__ or configure_model, for example."
             if late
@@ -287,8 +288,8 @@ class Frozen(CheckedRule):
 
 
 def _stood(history: History, sites: Sites) -> tuple[Sites, Sites]:
-    """The record at which each of `sites` was first seen not to move since it last did, 0 where it was not; and how
-    many records with a gradient there have been since, up to the newest sample.
+    """The record at which each of `sites` was first seen not to move, in spite of a gradient, since it last did, 0
+    where it was not; and how many records with a gradient there have been since, up to the newest sample.
     """
     backs = update_samples(history)
     moved = history.at("update_ratio", backs)[:, sites]
@@ -296,7 +297,7 @@ def _stood(history: History, sites: Sites) -> tuple[Sites, Sites]:
     measured &= ~zeroed_by_interventions(history, RECENT_RECORDS, sites)
     n = len(measured)
     last = np.where(moved > 0, backs[:, None], n + 1).min(axis=0)
-    onsets = np.where((moved == 0) & (backs[:, None] < last), backs[:, None], 0).max(axis=0)
+    onsets = np.where((moved == 0) & measured[n - backs] & (backs[:, None] < last), backs[:, None], 0).max(axis=0)
     counts = [measured[n - begin : n + 1 - backs[-1], i].sum() for i, begin in enumerate(onsets.tolist())]
     return onsets, np.array(counts, dtype=np.intp)
 
@@ -410,6 +411,18 @@ def _outside_since(history: History, parameters: Sites) -> tuple[int, bool]:
     replaced = (all_outside[:, None] | (codes == NO_GRADIENT)).all(axis=1)
     late = bool(in_a_row(replaced) > in_a_row(all_outside))
     return int(in_a_row(replaced if late else outside).max()), late
+
+
+def _switched_on(history: History, parameters: Sites, onset: int) -> str:
+    """' requires_grad became True between steps 50 and 64.', where `parameters` were frozen at the sample before the
+    record `onset` from the end: only samples show it of what is in no optimizer.
+    """
+    samples = sample_backs(history, "weight_norm")
+    before = samples[samples > onset][-1:]
+    if not len(before) or not (history.codes(int(before[0]))[0, parameters] == FROZEN).all():
+        return ""
+    steps = history.steps
+    return f" requires_grad became True between steps {steps[-before[0]]} and {steps[-onset]}."
 
 
 def _unchanged_text(parameters: str, what: str, *, one: bool) -> str:
