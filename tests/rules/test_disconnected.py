@@ -606,6 +606,17 @@ def test_a_relu_of_few_units_that_never_fires_comes_first_among_the_causes() -> 
     assert alert.remedy.startswith("nn.LeakyReLU after layer 2; or a weight above 0 for")
 
 
+def test_a_norm_whose_squares_overflow_comes_first_among_the_causes() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1))
+    with torch.no_grad():
+        model[2].weight *= 1e22
+    alert = zero_gradients_of(model)
+    assert " was exactly 0 at each of 20 steps: a norm of the outputs of layer 2, which reach " in alert.message
+    assert ": float32 does not hold their squares; or a loss weight of 0" in alert.message
+    assert alert.remedy.startswith("smaller weights or inputs of layer 2; or a weight above 0 for")
+
+
 def test_outputs_that_are_clamped() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
+from gradwatch.core.number_text import number_text
 from gradwatch.core.record import (
     MEASURED,
     NO_GRADIENT,
@@ -36,6 +37,9 @@ from gradwatch.rules.rule import CheckedRule
 
 FLAT_SHARE = 0.9
 """Share of the outputs of an activation in its flat part from which that is named. As in `Saturation`."""
+
+LARGEST_SQUARED = 1.8e19
+"""The root of the largest float32: a norm of larger numbers overflows, and makes 0 of what it divides."""
 
 FADED_SHARE = 1e-3
 """Share of the least signal of the layers that have a gradient, under which one may have been rounded to 0. Judgement:
@@ -365,6 +369,8 @@ class Disconnected(CheckedRule):
             if "" not in libraries:
                 return "weighs_one" if one else "attends", {"library": min(libraries)}
         flat, normed = _flat_activation(history, layers, records)
+        if not flat:
+            flat, normed = _overflowing_squares(history, layers, records)
         ever = history.steps[0] > 0 or (history.window("grad_norm", len(history))[:, layers] > 0).any()
         scalar, since = "no softmax or norm of its one number, " * one, "" if ever else " from the start"
         return "no_slope", {"flat": flat, "normed": normed, "scalar": scalar, "since": since}
@@ -537,6 +543,22 @@ def _flat_activation(history: History, layers: Sites, records: int) -> tuple[str
     if off[last]:
         return cause, f"nn.LeakyReLU after layer {layer}; or "
     return cause, f"nn.LayerNorm after layer {layer}, before the {site.module}; or "
+
+
+def _overflowing_squares(history: History, layers: Sites, records: int) -> tuple[str, str]:
+    """The last of `layers` whose outputs were too large for a norm at the newest sample of the last `records`, as a
+    cause, and what to change; empty without one.
+    """
+    back = history.newest("output_max")
+    if back > records:
+        return "", ""
+    largest = history.row("output_max", back=back)
+    found = in_run_order(history, layers[(largest[layers] >= LARGEST_SQUARED) & (largest[layers] < np.inf)], back=back)
+    if not len(found):
+        return "", ""
+    name, reached = history.layout.sites[found[-1]].name, number_text(largest[found[-1]])
+    cause = f"a norm of the outputs of layer {name}, which reach {reached}: float32 does not hold their squares; or "
+    return cause, f"smaller weights or inputs of layer {name}; or "
 
 
 def _as_they_run(layout: Layout, sites: Sites) -> list[int]:
