@@ -606,6 +606,24 @@ def test_zeros_beside_an_input_that_was_not_measured() -> None:
     )
 
 
+class BesideAnEmbedding(nn.Module):
+    """A layer that gets the input, and next to run what embeds a category."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.category, self.last = nn.Linear(8, 8), nn.Embedding(4, 8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x) + self.category((x[:, 0] > 0).long())
+        output: Tensor = self.last(torch.relu(hidden))
+        return output
+
+
+def test_an_embedding_that_runs_next_is_no_norm() -> None:
+    alert = only([one for one in incidents_of(BesideAnEmbedding(), scale=5000.0, lr=1e-9) if one.rule == "input_scale"])
+    assert alert.sites == ("first",)
+
+
 class AtTheBoundary(nn.Module):
     """A layer that is called with the input, of which derivatives are taken, and with zeros: u'' and u(0)."""
 

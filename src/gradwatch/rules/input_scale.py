@@ -18,9 +18,6 @@ from gradwatch.rules.evidence.samples import RECENT_RECORDS, in_run_order, laste
 from gradwatch.rules.evidence.wording import name_text
 from gradwatch.rules.rule import CheckedRule
 
-SCALE_INVARIANT_MODULES = ("Norm", "Embedding")
-"""Parts of the class names of layers for which the scale of their input, or of their output, does not matter."""
-
 IDENTITY_TOLERANCE = 0.02
 """Allowed deviation from the identity of a loss. Judgement: in float32 it is up to 0.001."""
 
@@ -205,10 +202,11 @@ class InputScale(CheckedRule):
 
 
 def _sensitive(history: History, sites: Sites) -> Sites:
-    """Those of `sites` that are no norm, and that none follows at once."""
+    """Those of `sites` that are no norm and no embedding, and that no norm follows at once."""
     layout, ran = history.layout, in_run_order(history, history.layout.layers)
-    scaled = np.isin(ran, layout.without_class(ran, *SCALE_INVARIANT_MODULES))
-    return np.asarray(ran[np.isin(ran, sites) & scaled & np.append(scaled[1:], True)])
+    no_norm = np.isin(ran, layout.without_class(ran, "Norm"))
+    weighing = np.isin(ran, layout.without_class(ran[np.isin(ran, sites)], "Norm", "Embedding"))
+    return np.asarray(ran[weighing & np.append(no_norm[1:], True)])
 
 
 def _residuals(history: History, head: int, backs: Sites) -> Floats:
