@@ -184,6 +184,18 @@ def test_a_resumed_run_is_joined_at_its_resumption(tmp_path: Path) -> None:
     assert run.notes == ("the run was resumed at step 6: 4 steps recorded before that are left out",)
 
 
+@pytest.mark.parametrize(("steps", "closed"), [(30, 9), (19, None)])
+def test_an_incident_that_a_later_session_does_not_know_is_over(tmp_path: Path, steps: int, closed: int | None) -> None:
+    """As where the same Trainer fits again. After a few steps that cannot be said."""
+    layout, known = layout_of("a"), alert_of("spike", "a", step=9)
+    alert = alert_of("dead", "a", step=3)
+    recorded(tmp_path, some(layout, range(10)), alerts=[(3, alert)], verdict=Verdict((alert, known), 10, 1, 0.01, {}))
+    assert read(tmp_path).alerts == (alert, known)
+    recorded(tmp_path, some(layout, range(10, 10 + steps)), verdict=Verdict((known,), steps, 1, 0.01, {}))
+    found = {one.rule: one.closed_step for one in read(tmp_path).alerts}
+    assert found == {"dead": closed, "spike": None}
+
+
 def test_a_run_began_with_its_first_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And how long one took that was resumed is not known. What a later run has replaced is not of it."""
     for began, steps in ((100.0, range(4)), (200.0, range(6)), (300.0, range(6, 9))):

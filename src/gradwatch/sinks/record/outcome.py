@@ -16,6 +16,11 @@ from gradwatch.sinks.record.incident_spans import Key, Span
 CUT_OFF = "the record has no end: the run was cut off, or is still under way"
 
 
+QUIET_STEPS = 20
+"""Measured steps of a later session after which an incident that it does not know is over. As `IncidentTracker` has it
+for one that it knows."""
+
+
 def end_of(began: float, sessions: Mapping[float, int]) -> float:
     """The step at which a session that began then ends: the first one, least of several, of those that began later.
 
@@ -32,6 +37,8 @@ class Outcome:
         """The `meta` of the last session, see `sinks.record.run_metadata`; empty where it was not recorded."""
         self.alerts: dict[Key, Alert] = {}
         """As they last stood."""
+        self._ends: dict[Key, float] = {}
+        """The step at which the session ends that last reported the incident."""
         self.spans: dict[Key, Span] = {}
         self.finished: float | None = None
         """When the last session ended, in seconds since the epoch; None where it was cut off."""
@@ -48,7 +55,7 @@ class Outcome:
 
     def add_text(self, kind: str, fields: Mapping[str, Any], *, end: float = np.inf) -> None:
         """`fields`: as `run_metadata.read_text` has those of that kind. Alerts noticed from the step `end` on are
-        left out: a later session has it.
+        left out: a later session has it. Those of an earlier session that a later one ends without are over.
         """
         if kind == "meta":  # again where a run was resumed or layers were adopted
             self.meta, self.finished = fields, None
@@ -59,7 +66,13 @@ class Outcome:
             if alert.noticed < end:
                 if span.begin is None:  # an earlier session may know
                     span = span._replace(begin=self.spans.get(alert.key, span).begin)
-                self.alerts[alert.key], self.spans[alert.key] = alert, span
+                self.alerts[alert.key], self.spans[alert.key], self._ends[alert.key] = alert, span, end
+        if kind == "verdict" and self._last_verdict.steps >= QUIET_STEPS:
+            known = {alert.key for alert, _ in fields["alerts"]}
+            for key, alert in self.alerts.items():
+                last = self._ends[key] - 1
+                if alert.closed_step is None and key not in known and last < np.inf:
+                    self.alerts[key] = replace(alert, closed_step=int(last))
 
     def add_block(self, block: Block) -> None:
         self.steps += len(block)
