@@ -606,6 +606,20 @@ def test_a_relu_of_few_units_that_never_fires_comes_first_among_the_causes() -> 
     assert alert.remedy.startswith("nn.LeakyReLU after layer 2; or a weight above 0 for")
 
 
+def test_biases_that_leave_no_unit_alive_are_said_where_no_module_is_the_relu() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+    model[2].bias.data.fill_(0.9)
+    assert "biases" not in zero_gradients_of(model, lambda y: 0 * y.square().mean()).message
+    model[2].bias.data.fill_(-40.0)
+    alert = zero_gradients_of(model, lambda y: (torch.relu(y) - 0.5).square().mean())
+    assert alert.message.endswith(
+        " or units that are dead from the start. The biases of layer 2 make most of its outputs: their root mean "
+        "square is 40, that of the outputs 40."
+    )
+    assert alert.remedy.startswith("nn.init.zeros_ for the bias of layer 2; or a weight above 0 for")
+
+
 def test_a_norm_whose_squares_overflow_comes_first_among_the_causes() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1))

@@ -29,6 +29,7 @@ from gradwatch.core.record import (
 )
 from gradwatch.rules.evidence.attention import makers_of_scores
 from gradwatch.rules.evidence.depth import faded
+from gradwatch.rules.evidence.layer_levels import bias_text, biases_of, latest
 from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.records import is_alone, own_losses
 from gradwatch.rules.evidence.samples import forward_order, in_run_order, layer_before, own_sample_backs
@@ -37,6 +38,10 @@ from gradwatch.rules.rule import CheckedRule
 
 FLAT_SHARE = 0.9
 """Share of the outputs of an activation in its flat part from which that is named. As in `Saturation`."""
+
+DEADENING_BIAS = 1.0
+"""Root mean square of the biases of a layer from which they may leave all its units dead or in a flat part. Judgement:
+torch's start has 0.6 at most."""
 
 LARGEST_SQUARED = 1.8e19
 """The root of the largest float32: a norm of larger numbers overflows, and makes 0 of what it divides."""
@@ -85,7 +90,7 @@ TEXTS = {
         "its gradient was exactly 0 at each of {steps}",
         "The gradient of {all} was exactly 0 at each of {steps}: {flat}a loss weight of 0, a mask or padding that "
         "leaves nothing, a hook that makes it 0, an operation without a slope (round, sign, a comparison, a clamp or "
-        "an activation in its flat part, a softmax or norm of one number), or units that are dead{since}.",
+        "an activation in its flat part, a softmax or norm of one number), or units that are dead{since}.{biased}",
         "{normed}a weight above 0 for the loss of layer {last}, no clamp of its outputs, {scalar}or straight "
         "through: x + (round(x) - x).detach().",
     ),
@@ -371,9 +376,13 @@ class Disconnected(CheckedRule):
         flat, normed = _flat_activation(history, layers, records)
         if not flat:
             flat, normed = _overflowing_squares(history, layers, records)
+        site, biased = layout.index[last], ""
+        if not flat and latest(biases_of(history, site)) >= DEADENING_BIAS:
+            biased = bias_text(history, site, back=records)
+            normed = f"nn.init.zeros_ for the bias of layer {last}; or " * bool(biased)
         ever = history.steps[0] > 0 or (history.window("grad_norm", len(history))[:, layers] > 0).any()
         scalar, since = "no softmax or norm of its one number, " * one, "" if ever else " from the start"
-        return "no_slope", {"flat": flat, "normed": normed, "scalar": scalar, "since": since}
+        return "no_slope", {"flat": flat, "normed": normed, "scalar": scalar, "since": since, "biased": biased}
 
     @property
     def _looks(self) -> tuple[int, int, int]:
