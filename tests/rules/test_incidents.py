@@ -312,6 +312,18 @@ def test_a_notice_does_not_silence_what_is_louder_in_the_same_rule(open_until: i
     assert tracker.alerts[0].closed_step == (1 if open_until == 2 else 40)
 
 
+def test_what_is_louder_in_the_same_layers_does_not_come_back_with_the_words_of_a_notice() -> None:
+    tracker = IncidentTracker(close_after=20, reopen_within=200)
+    run(tracker, range(2), replace(VANISHING, severity=Severity.NOTICE, message="Next to nothing."))
+    run(tracker, range(2, 40))
+    (alert,) = tracker.update(40, {"vanishing": [VANISHING]}).opened
+    assert (alert.severity, alert.step, alert.message) == (Severity.WARNING, 40, VANISHING.message)
+    assert [(one.severity, one.closed_step, one.times) for one in tracker.alerts] == [
+        (Severity.NOTICE, 1, 1),
+        (Severity.WARNING, None, 1),
+    ]
+
+
 @pytest.mark.parametrize("first", ["divergence", "vanishing"])
 def test_a_notice_explains_nothing_that_is_louder(first: str) -> None:
     tracker = IncidentTracker()

@@ -214,6 +214,13 @@ def test_a_level_that_stays_up_becomes_the_normal_one() -> None:
     assert [bool(found) for found in outcome[60:]] == [True] + [False] * 59
 
 
+@pytest.mark.parametrize("patience", [5, 10])
+def test_a_level_beyond_all_that_stays_up_is_normal_after_some_patience(patience: int) -> None:
+    """Each is found at once, as it is beyond what the untrained model had, and none is part of a baseline."""
+    outcome = judge_rows(Spike(patience=patience), net(), [*noise(100, dex=0), *([{"gradients": 100.0}] * 60)])
+    assert [place for place, found in enumerate(outcome) if found] == list(range(100, 100 + patience))
+
+
 @pytest.mark.parametrize("height", [12.0, 25.0])
 def test_a_shift_of_the_data_is_no_spike(height: float) -> None:
     """The gradient goes up with the loss, and both come down as the model learns anew."""
