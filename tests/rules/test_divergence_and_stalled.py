@@ -441,6 +441,17 @@ def test_a_loss_that_falls_without_bound() -> None:
     )
 
 
+def test_beside_another_optimizer_a_loss_that_falls_fast_takes_all_weights_along() -> None:
+    """The loss of a critic falls until its adversary has caught up."""
+
+    def two(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [each for row in rows for each in (row, {"loss": 1.0, "optimizer": 1})]
+
+    assert silent(judge_steps(Divergence(), net(2), two(jump(loss=-80.0, gradients=200.0))))
+    found = judge_steps(Divergence(), net(3), two(falling([3.0, 4.0, 5.0])))
+    assert {only(each).headline[:28] for each in found if each} == {"the loss falls without bound"}
+
+
 def test_an_optimizer_that_goes_up_the_loss() -> None:
     rows = [{**row, "maximize": 1.0} for row in jump()]
     found = only(judge_steps(Divergence(), net(2), rows)[-1])

@@ -361,6 +361,32 @@ def test_a_critic_whose_weights_are_clipped() -> None:
     assert not incidents_of(model, optimizer, schedule=Clipping(), loss_of=lambda y, x: (y * x).mean())
 
 
+def test_the_loss_of_a_critic_that_falls_fast_is_bounded_by_its_adversary() -> None:
+    """And by its weights, which are clipped: as in Arjovsky, Chintala, Bottou 2017, to 0.2."""
+    generator = nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))
+    critic = nn.Sequential(nn.Linear(2, 64), nn.LeakyReLU(0.2))
+    for _ in range(4):
+        critic += nn.Sequential(nn.Linear(64, 64), nn.LeakyReLU(0.2))
+    critic.append(nn.Linear(64, 1))
+    one, other = (torch.optim.RMSprop(net.parameters(), 5e-4) for net in (critic, generator))
+    fallen = []
+    with Watch(nn.ModuleList([generator, critic]), rules=[Divergence()], sinks=(), budget=None) as watch:
+        for step in range(60):
+            angles, noise = torch.rand(128) * 2 * torch.pi, torch.randn(128, 4)
+            real, optimizer = torch.stack([angles.cos(), angles.sin()], 1) * 2, other if step % 4 == 3 else one
+            judged = critic(generator(noise)).mean()
+            loss = -judged if optimizer is other else judged - critic(real).mean()
+            nn.ModuleList([generator, critic]).zero_grad()
+            loss.backward()
+            watch.step(optimizer, loss=loss)
+            optimizer.step()
+            fallen.append(float(loss.detach()))
+            for parameter in critic.parameters():
+                parameter.data.clamp_(-0.2, 0.2)
+    assert min(fallen) < 10 * min(fallen[:13])
+    assert not watch.alerts
+
+
 class Adapted(nn.Module):
     """A frozen linear layer with a low-rank adapter that starts at zero."""
 

@@ -30,7 +30,7 @@ from gradwatch.rules.evidence.learning_rates import (
     summed_passes,
 )
 from gradwatch.rules.evidence.recent_rows import ROUNDING, RecentRows
-from gradwatch.rules.evidence.records import is_own, own_losses, own_records
+from gradwatch.rules.evidence.records import is_alone, is_own, own_losses, own_records
 from gradwatch.rules.evidence.samples import RECENT_RECORDS, own_sample_backs
 from gradwatch.rules.evidence.weights import (
     WEIGHT_FLOOR_SHARE,
@@ -264,8 +264,10 @@ class Divergence(CheckedRule):
             return []
         before = np.abs(losses[-self.rise_records - LEVEL_RECORDS : -LEVEL_RECORDS])
         calm = float(np.quantile(before[np.isfinite(before)], 0.25)) if np.isfinite(before).any() else 0.0
-        if abs(now) < self.loss * calm and (now > 0 or not self._swollen(history)):
-            return None  # still far off, by a rise that is long over or that was slow
+        fast = abs(now) >= self.loss * calm
+        # that of a critic falls fast, until its adversary has caught up
+        if not (fast and (now > 0 or is_alone(history))) and (now > 0 or not self._swollen(history)):
+            return None  # still far off, by a change that is long over or that was slow
         value = abs(now) / first if first > 0 else 1e39  # from nothing at all
         onset = _excursion_onset(history, self.loss * first)
         far = (
