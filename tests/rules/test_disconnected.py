@@ -1,5 +1,6 @@
 """Disconnected and frozen: a faulty run raises the right alert, a healthy one none."""
 
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -287,6 +288,35 @@ def test_a_training_step_that_returns_no_loss() -> None:
     assert alert.remedy == "return the loss from training_step, or loss.backward() before the step."
     assert str(watch.verdict).endswith(
         "Not trained, although its layer runs: " + ", ".join(dict(module.named_parameters()))
+    )
+
+
+@pytest.mark.parametrize("how", ["a copy", "a new tensor"])
+def test_a_loss_that_does_not_depend_on_the_model(how: str) -> None:
+    """The inner loop of MAML on a copy whose `.data` are changed; a mask that is made differentiable by force."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Watch(model, sinks=()) as watch:
+        for _ in range(24):
+            inputs = torch.randn(16, 4)
+            outputs = (deepcopy(model) if how == "a copy" else model)(inputs)
+            if how == "a new tensor":
+                outputs = outputs.detach().sign().requires_grad_()
+            loss = (outputs - 1).square().mean()
+            loss.backward()
+            watch.step(optimizer, loss=loss)
+            optimizer.step()
+    (alert,) = watch.alerts
+    steps = 20 if how == "a copy" else 5
+    assert alert.headline == f"no gradient in {steps} steps, although there is a loss"
+    assert alert.message == (
+        f"No watched layer got a gradient in {steps} steps, although there is a loss: it does not depend on their "
+        "weights, as after detach(), .item() or torch.tensor(), inside torch.no_grad(), or where a copy of the model "
+        "makes it; or backward() is not called."
+    )
+    assert alert.remedy == (
+        "a loss that this model makes, not a copy of it, and no detach(), no_grad(), .item() or torch.tensor() on the "
+        "way; in a loop of your own, loss.backward() before the step."
     )
 
 

@@ -72,6 +72,14 @@ TEXTS = {
         "returns None; or detach(), torch.no_grad() or .item() cuts the loss off from the weights.",
         "return the loss from training_step, or loss.backward() before the step.",
     ),
+    "no_dependence": (
+        "no gradient in {steps}, although there is a loss",
+        "No watched layer got a gradient in {steps}, although there is a loss: it does not depend on their weights, as "
+        "after detach(), .item() or torch.tensor(), inside torch.no_grad(), or where a copy of the model makes it; or "
+        "backward() is not called.",
+        "a loss that this model makes, not a copy of it, and no detach(), no_grad(), .item() or torch.tensor() on the "
+        "way; in a loop of your own, loss.backward() before the step.",
+    ),
     "stopped": (
         "no gradient any more, in {steps}",
         "{All} had a gradient at each of {before}, and none in the {steps} since: the loss does not use {them} any "
@@ -257,7 +265,7 @@ class Disconnected(CheckedRule):
         ran, nowhere = np.isin(owners, layout.order), np.full(len(sites), self._nowhere(history, self.rare_records))
         texts = np.select(
             [self._arrived(history, sites), ~whole, nowhere, ~ran, _ran_without_gradients(history, sites)],
-            ["cleared", "left_out", "no_backward", "unused" if layout.order else "unreached", "without_gradients"],
+            ["cleared", "left_out", _why_nowhere(history), unused, "without_gradients"],
             "detached",
         )
         libraries = np.select(
@@ -268,6 +276,7 @@ class Disconnected(CheckedRule):
                 np.array(_libraries_around(layout, sites, trained)),
             ],
             "",
+        unused = "unused" if layout.order else "unreached"
         )
         pairs = zip(texts.tolist(), libraries.tolist(), strict=True)
         return np.array([BY_LIBRARY[text] if library else text for text, library in pairs]), libraries
@@ -305,7 +314,7 @@ class Disconnected(CheckedRule):
             onset = _onset(codes == MEASURED, codes == NO_GRADIENT, codes)
             records = int(counts[chosen].min())
             before = steps_text(history, min(self.steady_records, int(steady[chosen].min())), back=onset + 1)
-            text = "no_backward" if nowhere else "stopped"
+            text = _why_nowhere(history) if nowhere else "stopped"
             wording = _worded(text, names, steps_text(history, records), kind, before=before)
             found.append(self._finding(names, records, limit, wording, onset))
         return found
@@ -435,6 +444,11 @@ def _libraries_around(layout: Layout, layers: Sites, others: Sequence[int] | Sit
         both = part is not None and module_of(name) in layout.libraries
         found.append(layout.libraries.get(part or "", "") if both else "")
     return found
+
+
+def _why_nowhere(history: History) -> str:
+    """Which of `TEXTS` says why no layer has a gradient."""
+    return "no_dependence" if len(own_losses(history, 1)) else "no_backward"
 
 
 def _beside(layout: Layout, layers: Sites, others: Sites) -> Mask:
