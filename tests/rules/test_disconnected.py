@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -310,9 +310,9 @@ def test_a_loss_that_does_not_depend_on_the_model(how: str) -> None:
     steps = 20 if how == "a copy" else 5
     assert alert.headline == f"no gradient in {steps} steps, although there is a loss"
     assert alert.message == (
-        f"No watched layer got a gradient in {steps} steps, although there is a loss: it does not depend on their "
-        "weights, as after detach(), .item() or torch.tensor(), inside torch.no_grad(), or where a copy of the model "
-        "makes it; or backward() is not called."
+        f"No watched layer got a gradient in {steps} steps, although there is a loss: most often it does not depend on "
+        "their weights, as after detach(), .item() or torch.tensor(), inside torch.no_grad(), or where a copy of the "
+        "model makes it; or backward() is not called."
     )
     assert alert.remedy == (
         "a loss that this model makes, not a copy of it, and no detach(), no_grad(), .item() or torch.tensor() on the "
@@ -566,6 +566,69 @@ def test_a_hook_that_makes_all_gradients_of_a_layer_0() -> None:
         "without the register_hook or register_post_accumulate_grad_hook on layer 2, or inputs that are not all 0."
     )
     assert alert.headline == "its gradient was exactly 0 at each of 20 steps, unlike what flows back to it"
+
+
+@pytest.mark.parametrize("straight", [False, True])
+def test_a_weight_that_is_rounded(straight: bool) -> None:
+    """As in a training for quantized weights without a straight-through estimator: its bias trains."""
+
+    class Quantized(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            weight = torch.round(self.weight * 8) / 8
+            if straight:
+                weight = self.weight + (weight - self.weight).detach()
+            return nn.functional.linear(x, weight, self.bias)
+
+    model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), Quantized(16, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with Watch(model, sinks=()) as watch:
+        for _ in range(30):
+            loss = model(torch.randn(16, 4)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            watch.step(optimizer, loss=loss)
+            optimizer.step()
+    assert bool(watch.alerts) != straight
+    for alert in watch.alerts:
+        assert (alert.rule, alert.severity, alert.step, alert.noticed) == ("disconnected", "warning", 0, 19)
+        assert alert.sites == ("2.weight",)
+        assert alert.headline == "its gradient was exactly 0 at each of 20 steps, that of its layer's bias was not"
+        assert alert.message == (
+            "The gradient of parameter 2.weight was exactly 0 at each of 20 steps, while the bias beside it had one: "
+            "an operation without a slope (round, sign, a comparison) makes of it what the layer uses; or all inputs "
+            "of the layer are 0, or a hook makes it 0."
+        )
+        assert alert.remedy == (
+            "straight through: w + (round(w) - w).detach() for 2.weight; or inputs of its layer that are not all 0."
+        )
+
+
+@pytest.mark.parametrize(
+    ("gradients", "inputs", "found"),
+    [
+        ([0, 1e-2], NAN, True),
+        ([0, 1e-2], 0.0, False),  # zeros from outside, as DETR has them
+        ([0, 1e-2], None, False),  # inputs are not measured
+        ([0, 1e-31], NAN, False),  # so small a gradient of a bias leaves nothing of that of its weight
+        ([0, 0], NAN, False),
+        ([1e-3, 1e-2], NAN, False),
+    ],
+)
+def test_a_weight_and_a_bias(gradients: list[float], inputs: float | None, found: bool) -> None:
+    sites = [*net(2).layout.sites]
+    for i, site in enumerate(sites):
+        if site.kind == "parameter":
+            sites[i] = site._replace(shape=(500,) if site.name.endswith("bias") else (50, 10))
+    history = History(replace(net(2).layout, sites=tuple(sites)))
+    values = {"grad_norm": np.array([1.0, 1.0, 1.0, 0.5, 0.5, *gradients])}
+    if inputs is not None:
+        values["input_rms"] = np.array([1.0, 1.0, inputs, *[NAN] * 4])
+    outcome = []
+    for step in range(20):
+        append(history, step, values=values, scalars={"lr": 0.1}, codes=np.zeros(7, dtype=np.int8))
+        outcome.append(Disconnected()(history))
+    assert silent(outcome[:-1])
+    assert bool(outcome[-1]) == found
 
 
 class LowRank(nn.Module):

@@ -26,7 +26,7 @@ CONSEQUENCES: Mapping[str, frozenset[str]] = {
         "underflow": "dead disconnected frozen stalled vanishing",
         "tampered": "nonfinite divergence act_blowup collapse saturation dead stalled exploding vanishing spike",
         "bad_head": "saturation dead stalled vanishing",
-        "input_scale": "nonfinite divergence act_blowup saturation dead stalled exploding vanishing spike",
+        "input_scale": "nonfinite divergence act_blowup saturation dead disconnected stalled exploding vanishing spike",
         "spike": "nonfinite divergence act_blowup saturation dead stalled exploding vanishing",
         "exploding": "nonfinite divergence act_blowup saturation dead vanishing spike",
         "divergence": "nonfinite act_blowup collapse saturation dead disconnected stalled exploding vanishing spike",

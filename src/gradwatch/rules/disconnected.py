@@ -28,7 +28,7 @@ from gradwatch.core.record import (
     modules_around,
 )
 from gradwatch.rules.evidence.attention import makers_of_scores
-from gradwatch.rules.evidence.depth import faded
+from gradwatch.rules.evidence.depth import FADED, faded
 from gradwatch.rules.evidence.layer_levels import bias_text, biases_of, latest
 from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.records import is_alone, own_losses
@@ -74,9 +74,9 @@ TEXTS = {
     ),
     "no_dependence": (
         "no gradient in {steps}, although there is a loss",
-        "No watched layer got a gradient in {steps}, although there is a loss: it does not depend on their weights, as "
-        "after detach(), .item() or torch.tensor(), inside torch.no_grad(), or where a copy of the model makes it; or "
-        "backward() is not called.",
+        "No watched layer got a gradient in {steps}, although there is a loss: most often it does not depend on their "
+        "weights, as after detach(), .item() or torch.tensor(), inside torch.no_grad(), or where a copy of the model "
+        "makes it; or backward() is not called.",
         "a loss that this model makes, not a copy of it, and no detach(), no_grad(), .item() or torch.tensor() on the "
         "way; in a loop of your own, loss.backward() before the step.",
     ),
@@ -93,6 +93,13 @@ TEXTS = {
         "a hook that makes it 0, inputs that are all 0 or padding, or an operation without a slope inside the layer.",
         "{other}without the register_hook or register_post_accumulate_grad_hook on layer {last}, or inputs that are "
         "not all 0.",
+    ),
+    "no_slope_of_weight": (
+        "its gradient was exactly 0 at each of {steps}, that of its layer's bias was not",
+        "The gradient of {all} was exactly 0 at each of {steps}, while the bias beside {them} had one: an operation "
+        "without a slope (round, sign, a comparison) makes of {them} what the layer uses; or all inputs of the layer "
+        "are 0, or a hook makes it 0.",
+        "straight through: w + (round(w) - w).detach() for {last}; or inputs of its layer that are not all 0.",
     ),
     "no_slope": (
         "its gradient was exactly 0 at each of {steps}",
@@ -206,7 +213,9 @@ class Disconnected(CheckedRule):
     def suspects(self, rows: RecentRows) -> Mask:
         """A gradient is missing or zero: at the latest of the records without one it is."""
         missing = (rows.block.codes == NO_GRADIENT).any(axis=1)
-        return np.asarray(missing | (rows.range("grad_norm")[0] == 0))
+        weights, _ = _weights_beside_biases(rows.layout)
+        zero = (rows.range("grad_norm")[0] == 0) | (rows.values("grad_norm")[:, weights] == 0).any(axis=1)
+        return np.asarray(missing | zero)
 
     def __call__(self, history: History) -> Sequence[Finding] | None:
         if not history.has("grad_norm"):
@@ -215,10 +224,14 @@ class Disconnected(CheckedRule):
         without = np.flatnonzero(codes[1:] == NO_GRADIENT) + 1
         without = without[[history.layout.sites[i].numel > 0 for i in without]]  # an empty one has nothing to learn
         zero = layers[(norms[layers] == 0) & (codes[layers] == MEASURED)]
+        weights, biases = _weights_beside_biases(history.layout)
+        alone = (norms[weights] == 0) & (norms[biases] > 0)
         found = [
             *(self._without_gradient(history, without) if len(without) else ()),
             *(self._always_zero(history, zero) if len(zero) else ()),
         ]
+        if alone.any() and not found:  # what ends the gradients of layers may do so by outputs of 0
+            found = self._weights_always_zero(history, weights[alone], biases[alone])
         return sorted(found, key=lambda finding: -finding.severity.order)  # the first one names the incident
 
     def _without_gradient(self, history: History, sites: Sites) -> list[Finding]:
@@ -263,6 +276,7 @@ class Disconnected(CheckedRule):
         """
         layout, whole = history.layout, sites == owners
         ran, nowhere = np.isin(owners, layout.order), np.full(len(sites), self._nowhere(history, self.rare_records))
+        unused = "unused" if layout.order else "unreached"
         texts = np.select(
             [self._arrived(history, sites), ~whole, nowhere, ~ran, _ran_without_gradients(history, sites)],
             ["cleared", "left_out", _why_nowhere(history), unused, "without_gradients"],
@@ -276,7 +290,6 @@ class Disconnected(CheckedRule):
                 np.array(_libraries_around(layout, sites, trained)),
             ],
             "",
-        unused = "unused" if layout.order else "unreached"
         )
         pairs = zip(texts.tolist(), libraries.tolist(), strict=True)
         return np.array([BY_LIBRARY[text] if library else text for text, library in pairs]), libraries
@@ -350,6 +363,27 @@ class Disconnected(CheckedRule):
             if kind.any()
         ]
 
+    def _weights_always_zero(self, history: History, weights: Sites, biases: Sites) -> list[Finding]:
+        """Of layers whose `weights` have no gradient but 0 and whose `biases` have one; but for those to which zeros
+        are given on purpose, as to the values of the first attention over the queries of DETR.
+        """
+        inputs, _ = history.samples("input_rms", self.rare_records)
+        given = (inputs[:, [history.layout.sites[site].layer for site in weights]] == 0).any(axis=0)
+        weights, biases = weights[~given], biases[~given]
+        if not len(inputs) or not len(weights):
+            return []
+        norms = history.window("grad_norm", self.rare_records)
+        zeros = ((norms[:, weights] == 0) & (norms[:, biases] > FADED)).sum(axis=0)
+        chosen = (zeros >= self.zero_records) & ~(norms[:, weights] > 0).any(axis=0)
+        if not chosen.any():
+            return []
+        weights, records = weights[chosen], int(zeros[chosen].min())
+        names, n = history.layout.names(_as_they_run(history.layout, weights)), len(history)
+        wording = _worded("no_slope_of_weight", names, steps_text(history, records), "parameter")
+        norms = history.window("grad_norm", n)[:, weights]
+        onset = _onset(norms > 0, norms == 0, history.codes(n)[:, weights])
+        return [self._finding(names, records, self.zero_records, wording, onset)]
+
     def _zero(self, history: History, layers: Sites, records: int, *, cleared: bool) -> Finding:
         """`layers`: with a gradient of exactly zero at `records` at least; `cleared`: after one had arrived."""
         names, n = history.layout.names(_as_they_run(history.layout, layers)), len(history)
@@ -412,6 +446,11 @@ class Disconnected(CheckedRule):
         return Finding(self.name, severity, names[-1], sites, value, limit, message, remedy, onset, headline)
 
 
+def _why_nowhere(history: History) -> str:
+    """Which of `TEXTS` says why no layer has a gradient."""
+    return "no_dependence" if len(own_losses(history, 1)) else "no_backward"
+
+
 def _worded(text: str, names: Sequence[str], steps: str, kind: str = "layer", **more: str) -> list[str]:
     """Those of `TEXTS`, about `names`, each a `kind`, in so many `steps`."""
     every, one = name_text(names, kind), len(names) == 1
@@ -444,11 +483,6 @@ def _libraries_around(layout: Layout, layers: Sites, others: Sequence[int] | Sit
         both = part is not None and module_of(name) in layout.libraries
         found.append(layout.libraries.get(part or "", "") if both else "")
     return found
-
-
-def _why_nowhere(history: History) -> str:
-    """Which of `TEXTS` says why no layer has a gradient."""
-    return "no_dependence" if len(own_losses(history, 1)) else "no_backward"
 
 
 def _beside(layout: Layout, layers: Sites, others: Sites) -> Mask:
@@ -491,6 +525,18 @@ def _without_parts(layout: Layout, sites: Sites) -> tuple[Sites, Sites]:
     owners = np.array([layout.sites[i].layer for i in sites], dtype=np.intp)
     repeated = (owners != sites) & np.isin(owners, sites)
     return sites[~repeated], owners[~repeated]
+
+
+@lru_cache(maxsize=8)
+def _weights_beside_biases(layout: Layout) -> tuple[Sites, Sites]:
+    """The weights of two dimensions or more, and the biases, of layers that own one of each and nothing else."""
+    found = []
+    for layer in layout.layers:
+        own = sorted(layout.parameters_of(layer).tolist(), key=lambda site: len(layout.sites[site].shape))
+        if [min(2, len(layout.sites[site].shape)) for site in own] == [1, 2]:
+            found.append((own[1], own[0]))
+    weights, biases = np.array(found, dtype=np.intp).reshape(-1, 2).T
+    return weights, biases
 
 
 def _onset(gradients: Mask, absent: Mask, codes: Codes) -> int:
