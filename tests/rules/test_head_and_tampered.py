@@ -359,6 +359,25 @@ def test_targets_out_of_reach_of_a_tanh() -> None:
     assert fitted(Tail(lambda z: 20 * z.tanh(), 1), distance(20.0)) == ()
 
 
+@pytest.mark.parametrize("squeezed", [False, True])
+def test_an_output_that_is_broadcast_against_the_targets(squeezed: bool) -> None:
+    """Either of them may lack a dimension; what is proposed does for both."""
+
+    def returns(net: nn.Module, x: Tensor) -> Tensor:
+        values, targets = net(x), x[:, 0].sin()
+        values, targets = (values.squeeze(1), targets[:, None]) if squeezed else (values, targets)
+        return (values - targets).square().mean()
+
+    alert = only(fitted(Tail(nn.Identity(), 1), returns))
+    assert (alert.rule, alert.layer, alert.step) == ("bad_head", "net.head", 0)
+    assert alert.message == (
+        "The loss compares each output of layer net.head with all 32 targets of the batch: the shapes of the two "
+        "differ, as [32, 1] and [32] do, and are broadcast. What is learnt is the mean of the targets, whatever the "
+        "input."
+    )
+    assert alert.remedy == "targets of the shape of the output of layer net.head: y.view_as(output)."
+
+
 def chosen(net: nn.Module, x: Tensor) -> Tensor:
     """The negative log-likelihood of what `net` gives for whether the first number of each of `x` is above 0."""
     return F.nll_loss(net(x), (x[:, 0] > 0).long())

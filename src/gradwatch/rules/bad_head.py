@@ -58,10 +58,10 @@ TEXTS = {
     ),
     ("loss_broadcast", None): (
         "each output is compared with all {value:.0f} targets of the batch: shapes broadcast",
-        "The loss compares each output of {whose} with all {value:.0f} targets of the batch: their shapes differ, "
-        "[{value:.0f}, 1] against [{value:.0f}] or so, and are broadcast. What is learnt is the mean of the targets, "
-        "whatever the input.",
-        "targets of the shape of the output of {whose}: y.view_as(output), or output.squeeze(1).",
+        "The loss compares each output of {whose} with all {value:.0f} targets of the batch: the shapes of the two "
+        "differ, as [{value:.0f}, 1] and [{value:.0f}] do, and are broadcast. What is learnt is the mean of the "
+        "targets, whatever the input.",
+        "targets of the shape of the output of {whose}: y.view_as(output).",
     ),
     ("bounded_head", None): (
         "not all targets lie in the range of its tanh, sigmoid or softmax",
@@ -78,8 +78,8 @@ TEXTS = {
 class BadHead(CheckedRule):
     """Probabilities go where logits belong: they lie between 0 and 1, and the loss cannot get near its least. Or where
     their logarithms belong; or they are not over the classes. Or logits cannot fall below 0. Or outputs [N, 1] are
-    broadcast against targets [N], and what is learnt is the mean of the targets. Or a tanh, sigmoid or softmax shall
-    give what it cannot.
+    broadcast against targets [N], or [N] against [N, 1], and what is learnt is the mean of the targets. Or a tanh,
+    sigmoid or softmax shall give what it cannot.
 
     Where the graph of the loss is known (in a Trainer) it says so itself, of functions too. Elsewhere modules are
     recognized by what flows back to them. A second log-softmax changes nothing and is no fault.
