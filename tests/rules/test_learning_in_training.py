@@ -548,3 +548,33 @@ def test_a_shallow_net_whose_weights_start_too_large(loss_of: Callable[[Tensor, 
     assert alert.remedy == "nn.init.kaiming_normal_ for the weights of layers 0, 2, 4."
     assert not found(Scaled(3.0))
     assert not found(Scaled(30.0, normalized=True))
+
+
+@pytest.mark.parametrize("mean", [False, True])
+def test_sums_over_neighbours_make_outputs_too_large(mean: bool) -> None:
+    """A graph convolution over 100 nodes, all of which are neighbours; a normalized adjacency matrix takes the mean."""
+    torch.manual_seed(0)
+    nodes, kinds = torch.randn(100, 8), torch.randint(4, (100,))
+    adjacency = torch.ones(100, 100) / (100 if mean else 1)
+    layers = nn.ModuleList([nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 4)])
+    optimizer = torch.optim.Adam(layers.parameters(), lr=1e-2)
+    with Watch(layers, rules=[Exploding()], sinks=(), budget=None) as watch:
+        for _ in range(20):
+            hidden = nodes
+            for layer in layers:
+                hidden = adjacency @ layer(hidden.relu() if layer is not layers[0] else hidden)
+            loss = nn.functional.cross_entropy(hidden, kinds)
+            optimizer.zero_grad()
+            loss.backward()
+            watch.step(optimizer, loss=loss)
+            optimizer.step()
+    assert bool(watch.alerts) != mean
+    for alert in watch.alerts:
+        assert (alert.severity, alert.step, alert.noticed) == (Severity.WARNING, 0, 2)
+        assert alert.layer in alert.sites == ("1", "2", "3")
+        assert "although the weights are not large. Outputs grow most from layer " in alert.message
+        assert alert.message.endswith("or a sum over many, such as all neighbours in a graph; and there is no norm.")
+        assert alert.remedy == (
+            "a mean in place of the sum, or an adjacency matrix that is normalized, before layers 1, 2, 3; or no "
+            "factor, or nn.LayerNorm there."
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import ClassVar
 
 import numpy as np
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
 from gradwatch.core.number_text import number_text
-from gradwatch.core.record import TOTAL, Layout, Mask
+from gradwatch.core.record import TOTAL, Floats, Layout, Mask, Sites
 from gradwatch.rules.evidence.attention import makers_of_scores
 from gradwatch.rules.evidence.baseline import first_and_last, first_and_last_loss, per_full_accumulation
 from gradwatch.rules.evidence.depth import (
@@ -57,6 +58,10 @@ LOSS_SHARE = 0.01
 outputs that are far too large is 0.01 to 0.24 of them where all weights are positive, and more of other signs; behind a
 norm it is about 1, and squares are far larger."""
 
+MULTIPLIED_RATIO = 10.0
+"""Ratio of the outputs of a layer to those of the layer before from which something multiplies between them. Judgement:
+usual weights make 1.4 of it at most (He et al. 2015)."""
+
 RECURRENT_MODULES = frozenset({"RNN", "LSTM", "GRU", "RNNCell", "LSTMCell", "GRUCell"})
 
 
@@ -94,8 +99,8 @@ class _Growth:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exploding(CheckedRule):
-    """The first layers get far more than the last; or weights that start too large make outputs and loss huge; or the
-    whole gradient grew with the loss.
+    """The first layers get far more than the last; or weights that start too large, or what multiplies between layers,
+    make outputs and loss huge; or the whole gradient grew with the loss.
     """
 
     name: ClassVar[str] = "exploding"
@@ -292,7 +297,7 @@ class Exploding(CheckedRule):
         made = layout.without_class(ran, "Embedding")
         sizes = np.array([weights_over_usual(history, int(site)) for site in made])
         if not len(made) or not np.median(sizes) >= LARGE_RATIO:
-            return None
+            return self._multiplied(history, ran, inputs, backs, losses[-1])
         names, value = layout.names(np.sort(made[sizes >= LARGE_RATIO])), float(np.log10(outputs[-1] / inputs[-1]))
         largest, last = layout.names([made[sizes.argmax()], ran[-1]])
         size, loss = number_text(sizes.max()), number_text(losses[-1], 3)
@@ -305,6 +310,34 @@ class Exploding(CheckedRule):
         remedy, onset = f"nn.init.kaiming_normal_ for the weights of {name_text(names)}.", int(backs[0])
         limit = self.activation_dex
         return Finding(self.name, Severity.WARNING, largest, names, value, limit, message, remedy, onset, headline)
+
+    def _multiplied(self, history: History, ran: Sites, inputs: Floats, backs: Sites, loss: float) -> Finding | None:
+        """The same where the weights are usual: what stands between layers multiplies, most often a sum over many."""
+        layout, outputs = history.layout, history.row("output_rms")
+        pairs = [pair for pair in layout.edges or pairwise(ran.tolist()) if pair[1]]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            ratios = np.array([outputs[after] / outputs[before] for before, after in pairs])
+        far = np.flatnonzero(ratios >= MULTIPLIED_RATIO)
+        if not len(far) or not np.isfinite(ratios[far]).all():
+            return None
+        furthest = far[ratios[far].argmax()]
+        before, after = layout.names(pairs[furthest])
+        names = layout.names(sorted({pairs[place][1] for place in far}))
+        last, size = layout.sites[int(ran[-1])].name, float(outputs[ran[-1]])
+        ratio, lost = number_text(ratios[furthest]), number_text(loss, 3)
+        message = (
+            f"The outputs of layer {last} have a root mean square of {number_text(size)} since the first step, and the "
+            f"loss is {lost}, although the weights are not large. Outputs grow most from layer {before} to layer "
+            f"{after}, {ratio} times: by a factor, or a sum over many, such as all neighbours in a graph; and there is "
+            "no norm."
+        )
+        remedy = (
+            f"a mean in place of the sum, or an adjacency matrix that is normalized, before {name_text(names)}; or no "
+            "factor, or nn.LayerNorm there."
+        )
+        headline = f"its outputs are {ratio} times those of layer {before}, and the loss is {lost}"
+        value, limit, onset = float(np.log10(size / inputs[-1])), self.activation_dex, int(backs[0])
+        return Finding(self.name, Severity.WARNING, after, names, value, limit, message, remedy, onset, headline)
 
     def _grew(self, history: History) -> Finding | None:
         """The whole gradient grew, and the loss with it."""
