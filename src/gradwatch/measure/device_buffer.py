@@ -45,19 +45,17 @@ class DeviceBuffer:
         self.places = places
         dtype = torch.float32 if device.type == "cpu" and not doubles else widest_type(device)
         self._rows = {row: torch.full((places + 1,), torch.nan, dtype=dtype, device=device) for row in rows}
-        on_cpu = device.type == "cpu"
-        self._views = {row: tensor.numpy() for row, tensor in self._rows.items()} if on_cpu else {}
 
     def __getitem__(self, row: str) -> Tensor:
         return self._rows[row]
 
     def view(self, row: str) -> NDArray[np.float32 | np.float64] | None:
         """A row's slots as they are now, to read and to mend; None where the host would have to wait for a device."""
-        return self._views.get(row)
+        return host_view(self._rows[row])
 
     def send(self, rows: Iterable[str]) -> HostCopy:
         """Start the copy of `rows` to the host; they may be written again as soon as this returns."""
-        return HostCopy({row: self._views.get(row, self._rows[row]) for row in rows})
+        return HostCopy({row: self._rows[row] for row in rows})
 
 
 ROWS = 64
@@ -147,17 +145,16 @@ class RowBlock:
 class HostCopy:
     """Numbers on their way to the host: one copy, started without waiting for the device."""
 
-    def __init__(self, tensors: Mapping[str, Tensor | NDArray[Any]]) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         """`tensors`: 0-d or 1-d, on one device. They may be written again as soon as this returns."""
         self._numbers: dict[str, Floats] | None = None
-        self._copies: dict[str, Tensor | NDArray[Any]] | None = None
+        self._copies: dict[str, Tensor] | None = None
         self._landed = True
-        on = {tensor.device for tensor in tensors.values() if isinstance(tensor, Tensor)}
-        if not any(map(devices.is_asynchronous, on)):
+        if not any(map(devices.is_asynchronous, {tensor.device for tensor in tensors.values()})):
             # what else numpy has to do with them can wait until some are opened together (measured: 40 us a step)
-            self._copies = {name: _copied(tensor) for name, tensor in tensors.items()}
+            self._copies = {name: tensor.detach().clone() for name, tensor in tensors.items()}
             return
-        flat = {name: torch.as_tensor(tensor).detach().reshape(-1) for name, tensor in tensors.items()}
+        flat = {name: tensor.detach().reshape(-1) for name, tensor in tensors.items()}
         self._lengths = {name: len(tensor) for name, tensor in flat.items()}
         self._host, self._event = _packed(list(flat.values()))
         self._landed = False
@@ -194,16 +191,8 @@ def _packed(tensors: list[Tensor]) -> tuple[Tensor, torch.Event]:
     return devices.start_copy(torch.cat([moved(tensor, device, wide) for tensor in tensors]))
 
 
-def _copied(numbers: Tensor | NDArray[Any]) -> Tensor | NDArray[Any]:
-    if isinstance(numbers, Tensor):
-        return (numbers.detach() if numbers.requires_grad else numbers).clone()
-    return numbers.copy()
-
-
-def on_host(tensor: Tensor | NDArray[Any]) -> Floats:
+def on_host(tensor: Tensor) -> Floats:
     """The numbers of a tensor as float64, shape kept: a copy, without a scalar read."""
-    if not isinstance(tensor, Tensor):
-        return tensor.astype(np.float64)
     if tensor.requires_grad or tensor.device.type != "cpu":
         tensor = tensor.detach().cpu()
     if tensor.dtype is torch.bfloat16:  # which numpy does not know
