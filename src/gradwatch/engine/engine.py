@@ -273,7 +273,7 @@ class Engine:
             logger.warning("GradWatch declined the state in the checkpoint and starts anew: %s", damage(error))
             return
         self.blocks.noise = noise
-        self.interventions.resume(max(self._optimizers.begun, default=0))
+        self.interventions.resume(max(self._optimizers.begun.values(), default=0))
         try:
             if self.interventions.given and "interventions" in state:
                 self.interventions.load_state_dict(state["interventions"])

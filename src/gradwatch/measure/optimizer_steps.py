@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
@@ -19,11 +20,10 @@ class OptimizerSteps:
     """Optimizers that were enlisted, in that order."""
 
     def __init__(self, before_step: Callable[[Any], None], after_step: Callable[[Any], None]) -> None:
-        """`before_step`, `after_step`: bound methods, called with the optimizer, before the steps that are `awaited`
-        and after all steps; their owner is not kept alive.
+        """`before_step`, `after_step`: called with the optimizer, before the steps that are `awaited` and after all.
+        The hooks do not keep them alive.
         """
-        self.before_step = weakref.WeakMethod(before_step)
-        self.after_step = weakref.WeakMethod(after_step)
+        self.before_step, self.after_step = before_step, after_step
         self._hooks = HookSet()
         self._known: dict[int, tuple[Callable[[], Any], int]] = {}
         """By identity, and the number of each. They are not kept alive: one that was replaced goes, with all that it
@@ -33,8 +33,8 @@ class OptimizerSteps:
         self.ignored: set[int] = set()
         """Identities of those whose hooks say nothing of the step that was begun."""
         self._count = 0
-        self.begun: list[int] = []
-        """Steps begun, by the optimizers' numbers."""
+        self.begun = Counter[int]()
+        """Number of an optimizer -> the steps that it has begun."""
         self._latest, self._in_a_row = 0, 0
         """The number of the optimizer that has begun the latest step, and its steps since another's."""
         self._turns: dict[int, tuple[int, int]] = {}
@@ -85,8 +85,6 @@ class OptimizerSteps:
         if again:
             return None
         _, number = self._known[id(optimizer)]
-        if number >= len(self.begun):
-            self.begun += [0] * (number + 1 - len(self.begun))
         index = self.begun[number]
         self.begun[number] = index + 1
         if number != self._latest:
@@ -97,12 +95,11 @@ class OptimizerSteps:
 
     def total(self) -> int:
         """Steps begun, of all optimizers."""
-        return sum(self.begun)
+        return sum(self.begun.values())
 
     def next_index(self) -> int:
         """How many steps the optimizer of the coming step has begun, if they take turns as they did the last time."""
-        following = self._following()
-        return self.begun[following] if following < len(self.begun) else 0
+        return self.begun[self._following()]
 
     def next_is_another(self) -> bool:
         """Whether the coming step is then of another optimizer than the latest."""
@@ -115,18 +112,19 @@ class OptimizerSteps:
     def state_dict(self) -> dict[str, Any]:
         """What `begin` and `next_index` go by."""
         turns = [[number, *turn] for number, turn in self._turns.items()]
-        return {"begun": list(self.begun), "latest": [self._latest, self._in_a_row], "turns": turns}
+        begun = [self.begun[number] for number in range(max(self.begun, default=-1) + 1)]
+        return {"begun": begun, "latest": [self._latest, self._in_a_row], "turns": turns}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a `state_dict`. Raises, and changes nothing, for a state that it did not make."""
         begun, (latest, in_a_row), turns = typed({"begun": [int], "latest": [int], "turns": [[int]]}, state).values()
         self._turns = {number: (steps, after) for number, steps, after in turns}
-        self.begun, self._latest, self._in_a_row = begun, latest, in_a_row
+        self.begun, self._latest, self._in_a_row = Counter(dict(enumerate(begun))), latest, in_a_row
 
     def steps_of(self, optimizer: Any) -> int:
         """The steps that `optimizer` has begun."""
-        _, number = self._known.get(id(optimizer), (None, len(self.begun)))
-        return self.begun[number] if number < len(self.begun) else 0
+        known = self._known.get(id(optimizer))
+        return 0 if known is None else self.begun[known[1]]
 
     def ends_unseen(self, optimizer: Any) -> bool:
         """Whether nothing says when `optimizer` steps: it has begun several, and called no hook."""
@@ -174,8 +172,8 @@ def _entering(this: weakref.ref[OptimizerSteps]) -> Callable[..., None]:
             return
         steps.inside, steps.evaluated = optimizer, False
         steps.calling_hooks.add(id(optimizer))
-        if optimizer is steps.awaited and (handler := steps.before_step()) is not None:
-            handler(optimizer)
+        if optimizer is steps.awaited:
+            steps.before_step(optimizer)
 
     return about_to_step
 
@@ -188,8 +186,7 @@ def _leaving(this: weakref.ref[OptimizerSteps]) -> Callable[..., None]:
         if (steps := this()) is None or id(optimizer) in steps.ignored:
             return
         try:
-            if (handler := steps.after_step()) is not None:
-                handler(optimizer)
+            steps.after_step(optimizer)
         finally:
             steps.inside, steps.evaluated = None, False
 
