@@ -439,7 +439,7 @@ class Engine:
         if step.sampled:
             if self._samples.costs.refused:
                 self._note_once(FULL_HOOKS_REFUSED)
-            self.overhead.seconds += self._samples.costs.seconds
+            self.overhead.seconds += self._samples.costs.take_seconds()
         if not step.norms_only:
             self.overhead.seconds += reader.take_seconds()
         self.queue.measured(step)

@@ -46,20 +46,19 @@ class HookCosts:
     """The time that hooks take inside forward and backward passes, and the errors that they must not raise there."""
 
     seconds: float = 0.0
-    """Seconds in the last step that was collected."""
-    current: float = 0.0
-    """Seconds since then."""
+    """Since they were last taken."""
     errors: list[Exception] = dataclasses.field(default_factory=list)
     calls: int = 0
-    """Calls of hooked modules since the last step that was collected."""
+    """Calls of hooked modules since then."""
     unprepared_calls: int = MAX_UNPREPARED
     """Calls up to which a graph can be freed as it is."""
     refused: bool = False
     """Whether torch refused its own full backward hook, and a tensor hook took its place."""
 
-    def collect(self) -> None:
-        """The step is over."""
-        self.seconds, self.current, self.calls = self.current, 0.0, 0
+    def take_seconds(self) -> float:
+        """The step is over: the seconds of its hooks."""
+        seconds, self.seconds, self.calls = self.seconds, 0.0, 0
+        return seconds
 
 
 def recorded(hook: Callable[P, R], costs: HookCosts) -> Callable[P, R | None]:
@@ -73,7 +72,7 @@ def recorded(hook: Callable[P, R], costs: HookCosts) -> Callable[P, R | None]:
             costs.errors.append(error)
             return None
         finally:
-            costs.current += perf_counter() - begun
+            costs.seconds += perf_counter() - begun
 
     return recording
 
@@ -262,7 +261,7 @@ class OutputHook(Uncopied):
         except Exception as error:
             costs.errors.append(error)
         finally:
-            costs.current += perf_counter() - begun
+            costs.seconds += perf_counter() - begun
         return None
 
 

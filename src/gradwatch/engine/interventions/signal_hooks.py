@@ -130,7 +130,7 @@ class SignalHooks:
                 applied.append(AppliedFactors(active, active.sites, None))
         self.errors.clear()
         self._costs.errors.clear()
-        self._costs.collect()
+        self._costs.calls = 0
         self._factors.fill_(1.0)
         return applied, factors
 

@@ -48,7 +48,7 @@ class SampledStep:
         """`activations`: whether forward statistics are measured; "auto": where signals are."""
         self._full = signals == "full"
         self.costs = HookCosts()
-        """Errors inside hooks, and the seconds spent in them for the last `collect`."""
+        """Errors inside hooks, and the seconds spent in them."""
         self._head = LossHead()
         self._recomputed = RecomputedGradients(self.costs)
         forward = signals != "off" if activations == "auto" else bool(activations)
@@ -103,7 +103,6 @@ class SampledStep:
         """The statistics of the modules."""
         # the collector waits for the end of the batch: the graph may be there until then
         self._module_hooks.hooks.remove()
-        self.costs.collect()
         return self._module_hooks.collect(layout)
 
     @property
