@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import gradwatch.measure.parameter_hooks
 from gradwatch import Watch
+from gradwatch.measure.layers import find_layers
 from gradwatch.measure.parameter_hooks import ParameterHooks
 from operations import Operations, Reads
 from reference import bits, dense, hooks_on
@@ -141,11 +142,13 @@ def test_parameters_that_not_every_pass_reaches() -> None:
 
 
 def test_both_names_of_a_tied_parameter_are_one() -> None:
-    layer = nn.Linear(3, 1, bias=False)
-    norms = hooks_for([layer.weight, layer.weight])
+    model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
+    model[1].weight = model[0].weight
+    nn.init.ones_(model[0].weight)
+    norms = hooks_for(parameter for layer in find_layers(model) for _, parameter in layer.parameters)
     norms.arm()
-    layer(torch.ones(1, 3)).sum().backward()
-    assert value_of(taken_from(norms)) == pytest.approx(3.0)
+    model(torch.ones(1, 1)).sum().backward()
+    assert value_of(taken_from(norms)) == pytest.approx(4.0)
     norms.disarm()
 
 

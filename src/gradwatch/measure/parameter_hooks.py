@@ -201,16 +201,16 @@ class ParameterHooks:
         """The hooks of those parameters that can have one."""
 
     def watch(self, parameters: Sequence[nn.Parameter]) -> None:
-        """From now on the hooks are for `parameters`; their places in it are those of what is measured."""
+        """From now on the hooks are for `parameters`, each of them once; their places are those of what is measured."""
         armed = self.armed
         self.disarm()
         arrivals = self._arrivals = _Arrivals([weakref.ref(one) for one in parameters], self._arrivals.errors)
         self._parameters = parameters
-        first: dict[int, int] = {}
-        for place, parameter in enumerate(parameters):
-            if type(parameter) is nn.Parameter or not (is_lazy(parameter) or is_dtensor(parameter)):
-                first.setdefault(id(parameter), place)
-        self._made = [_ParameterHook(arrivals, place) for place in first.values()]
+        self._made = [
+            _ParameterHook(arrivals, place)
+            for place, parameter in enumerate(parameters)
+            if type(parameter) is nn.Parameter or not (is_lazy(parameter) or is_dtensor(parameter))
+        ]
         if armed:
             self.arm()
 
