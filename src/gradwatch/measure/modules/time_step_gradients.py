@@ -148,10 +148,9 @@ class TimeStepGradients(ModuleStatistic):
 
     def collect(self, layout: Layout) -> ModuleReading | None:
         step, self.step = self.step, _StepCalls(self.step.costs)
-        self._loops.calls.clear()
-        if self._loops.tried:  # some may be known now, or have been tried often enough
+        if self._loops.calls:  # some may be known now, or have been tried often enough
             self.version += 1
-            self._loops.tried = False
+            self._loops.calls.clear()
         layer_calls: list[LayerCalls] = []
         pieces: list[Tensor] = []
         for site, calls in step.calls.items():
@@ -240,9 +239,7 @@ class CallLoops:
     tries: dict[int, int] = field(default_factory=dict)
     """Site of a layer that ran several times in a step -> samples in which it was checked for a loop."""
     calls: dict[int, int] = field(default_factory=dict)
-    """Site of such a layer -> its calls in this sample."""
-    tried: bool = False
-    """Whether a layer was checked in this sample."""
+    """Site of such a layer that is checked -> its calls in this sample."""
 
 
 def detect_loop(loops: CallLoops, site: int) -> OutputCallback:
@@ -253,7 +250,6 @@ def detect_loop(loops: CallLoops, site: int) -> OutputCallback:
         calls = loops.calls[site] = loops.calls.get(site, 0) + 1
         if calls == 1:
             loops.tries[site] += 1
-            loops.tried = True
         elif calls <= 3 and any(key in metadata_of(node) for node in _nodes_behind(arguments)):
             loops.known.add(site)
         for tensor in tensors if calls < 3 else ():
