@@ -23,7 +23,6 @@ from gradwatch.measure.reductions import (
     SMALL,
     dense_real,
     exact_norm,
-    gathered,
     is_dense_real,
     joined,
     norm,
@@ -94,31 +93,10 @@ COUNTS = ("idle", "dead")
 """Those whose numbers are counts, not norms of ones."""
 
 
-@dataclass(slots=True, eq=False)
-class SiteNumbers:
-    """Numbers of one kind on the device, with the site and the number of elements of each."""
-
-    single: list[tuple[Tensor, int, int]] = field(default_factory=list)
-    """Numbers, 0-d, in one with their site and size: replicas of a model may run in threads."""
-    pieces: list[tuple[Tensor, Sequence[int], int]] = field(default_factory=list)
-    """The same, shape [k], with their sites."""
-    sites: list[int] = field(default_factory=list)
-    sizes: list[int] = field(default_factory=list)
-    """Of all numbers, once they are `all_numbers`."""
-
-
-def all_numbers(rows: Mapping[str, SiteNumbers]) -> Tensor:
-    """The numbers of all `rows`, one row after the other, shape [n]; none is added any more."""
-    together: list[Tensor] = []
-    for row in rows.values():
-        if row.single:
-            numbers, row.sites, row.sizes = map(list, zip(*row.single, strict=True))
-            together.append(gathered(numbers))
-        for piece, sites, size in row.pieces:
-            together.append(piece)
-            row.sites += sites
-            row.sizes += [size] * len(sites)
-    return joined(together)
+Row = list[tuple[Tensor, Sequence[int], int]]
+"""Numbers of one kind on the device, shape [k], in one with the site of each and the elements that each is of: replicas
+of a model may run in threads.
+"""
 
 
 @dataclass(slots=True, eq=False)
@@ -137,7 +115,7 @@ class _OutputStack:
 class _StepOutputs:
     """What has been measured in one sampled step."""
 
-    rows: dict[str, SiteNumbers] = field(default_factory=lambda: defaultdict(SiteNumbers))
+    rows: dict[str, Row] = field(default_factory=lambda: defaultdict(list))
     stacks: dict[tuple[Any, ...], _OutputStack] = field(default_factory=dict)
     unit_peaks: list[tuple[Sequence[int], Tensor]] = field(default_factory=list)
     """Sites, and the highest output of each unit of each, shape [sites, units]; a site may come several times."""
@@ -196,7 +174,7 @@ class OutputStatistics(ModuleStatistic):
         self.step = _StepOutputs(unsafe=step.unsafe)
         if not step.rows:
             return None
-        numbers = {"outputs": all_numbers(step.rows)}
+        numbers = {"outputs": joined([piece for row in step.rows.values() for piece, _, _ in row])}
         exact = frozenset(step.unsafe)
         return ModuleReading(numbers, partial(_values, len(layout), step.rows, step.unsafe, exact, step.unmeasured))
 
@@ -216,14 +194,14 @@ class OutputStatistics(ModuleStatistic):
             idle = unit_peaks == 0
             samples = torch.stack(before).add_(1).mul_(idle)
             self._idle_samples |= dict(zip(keys, samples.unbind(), strict=True))
-            step.rows["idle"].pieces.append((idle.sum(1, dtype=torch.float32), sites, units))
-            step.rows["dead"].pieces.append(((samples >= DEAD_AFTER_SAMPLES).sum(1, dtype=torch.float32), sites, units))
-            step.rows["output_peak"].pieces.append((unit_peaks.amax(1), sites, units))
+            step.rows["idle"].append((idle.sum(1, dtype=torch.float32), sites, units))
+            step.rows["dead"].append(((samples >= DEAD_AFTER_SAMPLES).sum(1, dtype=torch.float32), sites, units))
+            step.rows["output_peak"].append((unit_peaks.amax(1), sites, units))
 
 
 def _values(
     n: int,
-    rows_of: Mapping[str, SiteNumbers],
+    rows_of: Mapping[str, Row],
     unsafe: set[int],
     exact: frozenset[int],
     unmeasured: set[int],
@@ -237,10 +215,11 @@ def _values(
     `unmeasured`, an input of zeros is not said.
     """
     rows, each = {name: line for line, name in enumerate(rows_of)}, numbers["outputs"]
-    lengths = [len(row.sites) for row in rows_of.values()]
-    sites = np.array([site for row in rows_of.values() for site in row.sites])
+    lengths = [sum(len(own) for _, own, _ in row) for row in rows_of.values()]
+    pieces = [piece for row in rows_of.values() for piece in row]
+    sites = np.array([site for _, own, _ in pieces for site in own])
     places, shape = sites + n * np.repeat(np.arange(len(rows)), lengths), (len(rows), n)
-    sizes = [size for row in rows_of.values() for size in row.sizes]
+    sizes = [size for _, own, size in pieces for _ in own]
     found: dict[str, Floats] = {}
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         # the square of a norm of ones is their number
@@ -334,20 +313,20 @@ def _measure(step: _StepOutputs, tensor: Tensor, site: int, tensor_kind: TensorK
 def _reduce_one(step: _StepOutputs, tensor: Tensor, site: int, tensor_kind: TensorKind) -> None:
     """Add the numbers of one output to `step`, each by one kernel where that is possible."""
     rows, size = step.rows, tensor.numel()
-    rows[tensor_kind.row].single.append(((exact_norm if site in step.unsafe else norm)(tensor), site, size))
+    own = (site,)
+    rows[tensor_kind.row].append(((exact_norm if site in step.unsafe else norm)(tensor).view(1), own, size))
     units = _units(tensor, 0, channels=step.channels) if tensor_kind.rectifies else None
     if units is not None:
         dims = [dim for dim in range(tensor.ndim) if dim != units]
-        step.unit_peaks.append(((site,), tensor.amax(dims).unsqueeze(0)))
+        step.unit_peaks.append((own, tensor.amax(dims).unsqueeze(0)))
     elif tensor_kind.rectifies:
-        rows[tensor_kind.peak].single.append((tensor.amax(), site, size))
+        rows[tensor_kind.peak].append((tensor.amax().view(1), own, size))
     else:
-        peaks = rows[tensor_kind.peak].single
-        peaks += [(number, site, size) for number in torch.aminmax(tensor)]
+        rows[tensor_kind.peak] += [(number.view(1), own, size) for number in torch.aminmax(tensor)]
     if tensor_kind.rectifies or tensor_kind.reach:
         some = tensor if size <= MAX_COUNTED else tensor[: max(1, MAX_COUNTED * len(tensor) // size)]
         name, ones = _ones(some, tensor_kind)
-        rows[name].single.append((norm(ones), site, some.numel()))
+        rows[name].append((norm(ones).view(1), own, some.numel()))
 
 
 def _reduce_stack(step: _StepOutputs, waiting: _OutputStack) -> None:
@@ -358,19 +337,18 @@ def _reduce_stack(step: _StepOutputs, waiting: _OutputStack) -> None:
     stack, tensor_kind, rows = waiting.stack[: len(sites)], waiting.tensor_kind, step.rows
     size = stack.numel() // len(sites)
     flat = stack.view(len(sites), -1)
-    rows[tensor_kind.row].pieces.append((torch.linalg.vector_norm(flat, dim=1, dtype=wide_type(stack)), sites, size))
+    rows[tensor_kind.row].append((torch.linalg.vector_norm(flat, dim=1, dtype=wide_type(stack)), sites, size))
     units = _units(stack, 1, channels=waiting.channels) if tensor_kind.rectifies else None
     if units is not None:
         dims = [dim for dim in range(1, stack.ndim) if dim != units]
         step.unit_peaks.append((sites, stack.amax(dims)))
     elif tensor_kind.rectifies:
-        rows[tensor_kind.peak].pieces.append((flat.amax(1), sites, size))
+        rows[tensor_kind.peak].append((flat.amax(1), sites, size))
     else:
-        rows[tensor_kind.peak].pieces.append((flat.amin(1), sites, size))
-        rows[tensor_kind.peak].pieces.append((flat.amax(1), sites, size))
+        rows[tensor_kind.peak] += [(flat.amin(1), sites, size), (flat.amax(1), sites, size)]
     if tensor_kind.rectifies or tensor_kind.reach:
         name, ones = _ones(flat, tensor_kind)
-        rows[name].pieces.append((torch.linalg.vector_norm(ones, dim=1, dtype=wide_type(ones)), sites, size))
+        rows[name].append((torch.linalg.vector_norm(ones, dim=1, dtype=wide_type(ones)), sites, size))
 
 
 def _ones(tensor: Tensor, tensor_kind: TensorKind) -> tuple[str, Tensor]:
