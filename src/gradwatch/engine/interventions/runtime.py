@@ -23,7 +23,7 @@ from gradwatch.engine.interventions.step_effect import AppliedFactors, StepEffec
 from gradwatch.engine.interventions.step_gradients import DeviceSlots, StepGradients, norms_in, slots_on_device
 from gradwatch.engine.interventions.step_plan import StepPlan, described, make_plan, scope_of
 from gradwatch.engine.pending_actions import PendingActions
-from gradwatch.interventions import Editing, Gate, Intervention, Scaling, StopCondition
+from gradwatch.interventions import Editing, Intervention, Scaling, StopCondition
 from gradwatch.measure.device_buffer import HostCopy, Indices
 from gradwatch.measure.devices import moved
 from gradwatch.measure.gradient_reader import GradientReader
@@ -179,7 +179,7 @@ class InterventionRuntime:
                     factors = gradients.scaling_factors(
                         active, active.action, present, window=window, partial=within is not None
                     )
-                elif isinstance(active.action, Gate):
+                else:
                     decision = self.gates.decide(
                         active,
                         gradients.norms_of(active),
@@ -196,8 +196,6 @@ class InterventionRuntime:
                         applied = [one for one in applied if one.active.on_signals]
                         sent = {str(one.active.number): sent[str(one.active.number)] for one in applied}
                         return StepEffect(applied, HostCopy(sent), decisions)
-                    continue
-                else:
                     continue
             except Exception as error:
                 self._drop(active, error)
