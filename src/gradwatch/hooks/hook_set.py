@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from time import perf_counter
 from typing import Any, ParamSpec, Protocol, TypeVar
 
@@ -26,6 +27,9 @@ class Removable(Protocol):
 
 MAX_DEPTH = 24
 """Containers within containers that are searched for tensors. Judgement: deeper is a linked list or a cycle."""
+
+OWN_MODULES = "gradwatch."
+"""How the names of the modules begin that define GradWatch's own hooks."""
 
 hooks_disabled: list[None] = []
 """One entry for each `disable_hooks` that is active, in any thread: a backward pass may have threads of its own."""
@@ -159,9 +163,13 @@ def is_hooked_by_others(parameter: nn.Parameter) -> bool:
     The attribute is private, and there is no public one; tests/hooks/test_hooks.py fails if it changes.
     """
     hooks = parameter._post_accumulate_grad_hooks
-    if not hooks:
-        return False
-    return not all(str(getattr(hook, "__module__", "")).startswith("gradwatch.") for hook in hooks.values())
+    return bool(hooks) and not all(defined_in(hook).startswith(OWN_MODULES) for hook in hooks.values())
+
+
+def defined_in(hook: Any) -> str:
+    """The name of the module that defines a hook."""
+    function = hook.func if isinstance(hook, partial) else hook
+    return str(getattr(function, "__module__", None) or type(function).__module__)
 
 
 def is_capturing() -> bool:

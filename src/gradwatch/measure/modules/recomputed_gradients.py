@@ -16,7 +16,7 @@ from torch.autograd.function import BackwardCFunction
 
 from gradwatch.core.record import ROOT, Floats, Layout
 from gradwatch.hooks.graph_release import LEAF
-from gradwatch.hooks.hook_set import HookCosts
+from gradwatch.hooks.hook_set import OWN_MODULES, HookCosts, defined_in
 from gradwatch.measure.devices import moved, widest_type
 from gradwatch.measure.dtensor import is_dtensor
 from gradwatch.measure.layers import is_lazy
@@ -53,8 +53,8 @@ BIAS_NODES = {
 WEIGHT_NODES = {"Addmm": 2, "Linear": 1, "Mm": 1, "Convolution": 1}
 """Kinds of nodes that multiply by a weight: which argument it is."""
 
-OWN_MODULES, EDITING_MODULES = "gradwatch.", ("gradwatch.interventions", "gradwatch.toolbox.edit")
-"""Modules that define GradWatch's own hooks on parameters, and those of them whose hooks change a gradient."""
+EDITING_MODULES = ("gradwatch.interventions", "gradwatch.toolbox.edit")
+"""Modules that define hooks on parameters which change a gradient."""
 
 
 @dataclass(slots=True, eq=False)
@@ -321,11 +321,10 @@ def count_other_hooks(parameter: nn.Parameter) -> int | None:
     count = 0
     for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks):
         for hook in hooks.values() if hooks else ():
-            function = hook.func if isinstance(hook, partial) else hook
-            defined_in = str(getattr(function, "__module__", None) or type(function).__module__)
-            if defined_in.startswith(EDITING_MODULES):
+            module = defined_in(hook)
+            if module.startswith(EDITING_MODULES):
                 return None
-            count += not (function is next or defined_in.startswith(OWN_MODULES))
+            count += not module.startswith(OWN_MODULES)
     return count
 
 
