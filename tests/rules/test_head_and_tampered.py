@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from typing import Any
 
@@ -19,6 +19,7 @@ import quick
 from gradwatch import GradWatch, Watch
 from gradwatch.core.alert import Alert
 from gradwatch.core.schedule import SamplingSchedule
+from gradwatch.interventions import Intervention, Scale
 from gradwatch.measure.modules.loss_head import bounded_output, head_faults
 from gradwatch.measure.modules.recomputed_gradients import bias_of, count_other_hooks
 from gradwatch.rules.bad_head import BadHead
@@ -54,11 +55,13 @@ def watched(
     scale: float = 1.0,
     optimizer: torch.optim.Optimizer | None = None,
     reported: bool = True,
+    interventions: Sequence[Intervention] = (),
 ) -> tuple[Alert, ...]:
     """The incidents of a training in a loop of one's own; `after` is called between backward and step."""
     torch.manual_seed(1)
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=lr)
-    with Watch(model, rules=[Tampered(), BadHead()], budget=0.99, sinks=()) as watch:
+    rules = [Tampered(), BadHead()]
+    with Watch(model, rules=rules, interventions=interventions, budget=0.99, sinks=()) as watch:
         for _ in range(steps):
             optimizer.zero_grad()
             for _ in range(micro):
@@ -1051,6 +1054,10 @@ def test_hooks_are_counted_without_ours() -> None:
     model = mlp(CLASSES)
     with Watch(model, sinks=()):
         assert [count_other_hooks(parameter) for parameter in model.parameters()] == [0] * 8
+
+
+def test_what_an_intervention_does_in_hooks_is_no_tampering() -> None:
+    assert watched(mlp(CLASSES), interventions=[Scale(0.01, layers="2", at="hook")]) == ()
 
 
 def test_nothing_is_left() -> None:

@@ -53,7 +53,7 @@ BIAS_NODES = {
 WEIGHT_NODES = {"Addmm": 2, "Linear": 1, "Mm": 1, "Convolution": 1}
 """Kinds of nodes that multiply by a weight: which argument it is."""
 
-EDITING_MODULES = ("gradwatch.interventions", "gradwatch.toolbox.edit")
+EDITING_MODULES = ("gradwatch.engine.interventions", "gradwatch.toolbox.edit")
 """Modules that define hooks on parameters which change a gradient."""
 
 
