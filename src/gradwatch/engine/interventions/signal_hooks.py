@@ -46,8 +46,6 @@ class SignalHooks:
         """The number of the next step."""
         self._scale: Tensor | None = None
         """The loss scale of the signals, 0-d."""
-        self._unreachable: set[int] = set()
-        """Interventions that cannot reach some of their signals; the log says so once."""
 
     def choose_layers(
         self, active: ActiveIntervention, names: Sequence[str], reader: GradientReader, *, log: bool
@@ -55,10 +53,9 @@ class SignalHooks:
         """Choose the layers of `names` whose modules call hooks for `active`; name the others once in the log."""
         chosen = frozenset(names)
         out = [layer.name for layer in reader.layers if layer.name in chosen and not layer.hookable]
-        if out and active.number not in self._unreachable:
-            self._unreachable.add(active.number)
-            why = "compiled regions and ScriptModules call no hooks of the modules inside"
-            note = f"{active} does not act on the signals of {short_list(out)}: {why}"
+        why = "compiled regions and ScriptModules call no hooks of the modules inside"
+        note = f"{active} does not act on the signals of {short_list(out)}: {why}"
+        if out and note not in self._diagnosis.notes:
             self._diagnosis.note(note, log=log)
         active.sites = np.array([reader.layout.index[name] for name in names if name not in out], dtype=np.intp)
 

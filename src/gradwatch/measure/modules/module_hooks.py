@@ -74,7 +74,7 @@ class ModuleHooks:
         if len(self.hooks):
             return
         self._costs.unprepared_calls = unprepared_calls()
-        modules = list(_hookable(layers, layout))
+        modules = list(_modules_to_hook(layers, layout))
         trains = [
             parameter.requires_grad
             for module, _, _ in modules
@@ -144,7 +144,7 @@ class _HooksOfModule:
             hooks.add(module.register_forward_pre_hook(input_hook, with_kwargs=True))
 
 
-def _hookable(layers: Sequence[Layer], layout: Layout) -> Iterator[tuple[nn.Module, int, str]]:
+def _modules_to_hook(layers: Sequence[Layer], layout: Layout) -> Iterator[tuple[nn.Module, int, str]]:
     """The modules to be hooked, with their sites and the kinds of the activations among them."""
     for layer in layers:
         if layer.hookable:
