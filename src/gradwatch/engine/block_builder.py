@@ -132,11 +132,11 @@ class BlockBuilder:
         elif "grad_norm_clipped" in values:
             after = values["grad_norm_clipped"]
             by_norm = self._mode.clip_norm is not None and used is None and step.info.scale is None
-            if not step.changed or (by_norm and step.parameters.clip_checks()):
+            if not step.changed or (by_norm and step.held.clip_checks()):
                 with np.errstate(invalid="ignore"):
                     expected = before * self._clip_factors(before[0]) if step.changed else before
                 unseen = not np.allclose(after, expected, rtol=DISAGREE, atol=TINY, equal_nan=True)
-            self._edited |= unseen and step.parameters.sharded
+            self._edited |= unseen and step.held.sharded
             if (unseen or step.changed) and step.info.scale is None:
                 self._doubt(before, after)
         elif not (step.changed or self._edited):
@@ -162,7 +162,7 @@ class BlockBuilder:
             assert reading.block is not None, "norms are there"
             numbers = reading.block.wait()
             assert numbers.clipped is not None, "norms after the clipping were taken"
-            slots = reading.index["grad_norm"][[step.parameters.indices[member] for member in step.clip_checked]]
+            slots = reading.index["grad_norm"][[step.held.indices[member] for member in step.clip_checked]]
             expected = numbers.slots[reading.row, slots] * factors[row]
             agrees[row] = np.allclose(numbers.clipped[reading.row], expected, rtol=DISAGREE, atol=TINY, equal_nan=True)
         with np.errstate(invalid="ignore"):  # an infinite gradient times 0

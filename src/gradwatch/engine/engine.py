@@ -418,15 +418,13 @@ class Engine:
             self._arm(self._next)
             self.overhead.seconds += perf_counter() - begun
             return
-        rescan, parameters = self._sampling and index >= FIRST_STEPS, reader.current(optimizer)
+        rescan, held = self._sampling and index >= FIRST_STEPS, reader.current(optimizer)
         tapped = reader.tensor_taps.has_new and not self.queue.waits_for_ranks
-        if rescan or parameters is None or reader.waiting or tapped:
+        if rescan or held is None or reader.waiting or tapped:
             self._register((optimizer,), rescan=rescan)
-            parameters = reader.held_by(optimizer)
+            held = reader.held_by(optimizer)
         samples = self._samples if self._sampling else None
-        step = read(
-            parameters, optimizer, number, index, info, loss, reader=reader, samples=samples, source=self.source
-        )
+        step = read(held, optimizer, number, index, info, loss, reader=reader, samples=samples, source=self.source)
         self._open, step.inside = step, self._optimizers.evaluated
         if samples is not None:  # with two optimizers, a backward pass may be another's
             step.own_passes = self._mode.loop == "automatic" and len(self._optimizers) == 1 and not reader.waiting
@@ -490,8 +488,8 @@ class Engine:
             step.maybe_stepped = id(step.optimizer) not in self._optimizers.calling_hooks - self._late
             unseen = step.maybe_stepped and step.sampled and step.info.scale is None
             if look_at_weights and unseen and self._reader.shards is None:
-                step.reading_after = self._reader.measure_after(step.parameters, sampled=True)
-            step.parameters.release()
+                step.reading_after = self._reader.measure_after(step.held, sampled=True)
+            step.held.release()
             if self._mode.loop == "own" and step.info.scale is None and not (step.maybe_stepped or step.effect):
                 self._not_taken += 1
                 if self._not_taken == MANY and self.source.step_count <= 3 * MANY:
@@ -514,7 +512,7 @@ class Engine:
         if shards is not None and isinstance(step.reading.block, ShardBlock):
             shards.expect_clipping(step.reading.block)
         else:
-            step.parameters.recheck = True
+            step.held.recheck = True
 
     @guard
     def _before_step(self, optimizer: Any) -> None:
@@ -558,8 +556,8 @@ class Engine:
         """Whether a backward pass has changed the gradients since `step` was measured; a closure may do so again."""
         if step.inside or self._reader is None:
             return False
-        arrived = self._reader.parameter_hooks.have_arrived(step.parameters.indices)
-        return arrived and (step.changed if step.looked else step.parameters.take_changed(keep=True))
+        arrived = self._reader.parameter_hooks.have_arrived(step.held.indices)
+        return arrived and (step.changed if step.looked else step.held.take_changed(keep=True))
 
     def _check_steps(self) -> None:
         """Note where an optimizer stepped and none of its steps was reported, and where none has stepped."""

@@ -26,8 +26,8 @@ from gradwatch.measure.tensor_taps import TensorTapReading
 class StepState:
     """A step, filled from its measurement to its end; numbers may be on their way to the host."""
 
-    parameters: OptimizerParameters
-    """Those of its optimizer. A step that waits does not keep the optimizer alive."""
+    held: OptimizerParameters
+    """What its optimizer holds. A step that waits does not keep the optimizer alive."""
     optimizer_number: int
     index: int
     """Steps of this optimizer before this one."""
@@ -64,7 +64,7 @@ class StepState:
     used_as_measured: bool = False
     """Whether its optimizer has used the very gradients that were measured, and nothing more is known of it."""
     clip_checked: tuple[int, ...] = ()
-    """Members of `parameters` whose norms were taken again after a clipping: they will show whether the optimizer has
+    """Members of `held` whose norms were taken again after a clipping: they will show whether the optimizer has
     used all gradients times one factor, which follows from their total norm. Empty where all were read again, or none.
     """
     looked: bool = False
@@ -84,7 +84,7 @@ class StepState:
     @property
     def optimizer(self) -> Any:
         """None once it is gone."""
-        return self.parameters.optimizer_ref()
+        return self.held.optimizer_ref()
 
     @property
     def unscales_inside(self) -> bool:
@@ -94,9 +94,9 @@ class StepState:
     def look_inside(self, reader: GradientReader) -> None:
         """Read the gradients again while they still contain the loss scale that the optimizer is about to remove."""
         if is_scaled(self.optimizer):
-            self.looked, self.changed = True, self.parameters.take_changed()
-            if self.changed or self.sampled or self.parameters.recheck:
-                self.changed |= reader.look_again(self.parameters, scale=self.info.scale)
+            self.looked, self.changed = True, self.held.take_changed()
+            if self.changed or self.sampled or self.held.recheck:
+                self.changed |= reader.look_again(self.held, scale=self.info.scale)
 
     @property
     def host_copies(self) -> tuple[HostCopy, ...]:
@@ -139,7 +139,7 @@ class StepState:
 
 
 def read(
-    parameters: OptimizerParameters,
+    held: OptimizerParameters,
     optimizer: Any,
     optimizer_number: int,
     index: int,
@@ -158,9 +158,9 @@ def read(
     if source.passes and scalars.get("accumulate", 1.0) > 1:
         scalars["accumulated"] = float(source.passes)
     # collective operations come first: before them one rank alone cannot fail
-    reading = reader.measure(parameters, info, sampled=samples is not None, loss=loss)
+    reading = reader.measure(held, info, sampled=samples is not None, loss=loss)
     step = StepState(
-        parameters=parameters,
+        held=held,
         optimizer_number=optimizer_number,
         index=index,
         step_count=source.step_count - 1,
@@ -179,7 +179,7 @@ def read(
             step.flow = samples.flow
             if step.signals is not None and step.signals.host_copy.done:
                 step.signal_values = step.signals.values()
-        stale = parameters.stale_gradients.take(sampled=samples is not None)
+        stale = held.stale_gradients.take(sampled=samples is not None)
         if isinstance(stale, Tensor):
             step.numbers["stale"] = HostCopy({"stale": stale})
         elif stale is not None:
@@ -197,19 +197,19 @@ def read_after(step: StepState, *, reader: GradientReader, clipped: bool, by_nor
     """Read what there is after the optimizer step. `clipped`: gradients are known to be clipped, `by_norm`: all of them
     by their common norm.
     """
-    parameters, shards = step.parameters, reader.shards
+    held, shards = step.held, reader.shards
     clipped |= shards is not None and shards.clipped
     if step.evaluations == 1 and not step.looked:
-        step.changed = parameters.take_changed()
-        if by_norm and step.changed and step.norms_only and step.info.scale is None and not parameters.recheck:
-            step.clip_checked = reader.check_clipping(parameters, step.reading)
+        step.changed = held.take_changed()
+        if by_norm and step.changed and step.norms_only and step.info.scale is None and not held.recheck:
+            step.clip_checked = reader.check_clipping(held, step.reading)
         # ranks look again together; a change that only this one sees is reported, not measured
-        wanted = step.sampled or clipped or (shards is None and (step.changed or parameters.recheck))
+        wanted = step.sampled or clipped or (shards is None and (step.changed or held.recheck))
         if wanted and not step.clip_checked:
-            step.changed |= reader.look_again(parameters)
-    if parameters.stale_gradients.hooked or step.changed or step.looked or step.effect or step.evaluations > 1:
-        parameters.stale_gradients.after_step(fused=parameters.is_fused)
-    if step.sampled or parameters.read_again or shards is not None:
-        step.reading_after = reader.measure_after(parameters, sampled=step.sampled, clipped=clipped)
+            step.changed |= reader.look_again(held)
+    if held.stale_gradients.hooked or step.changed or step.looked or step.effect or step.evaluations > 1:
+        held.stale_gradients.after_step(fused=held.is_fused)
+    if step.sampled or held.read_again or shards is not None:
+        step.reading_after = reader.measure_after(held, sampled=step.sampled, clipped=clipped)
     known = step.changed or step.reading_after or step.effect or step.evaluations > 1
     step.used_as_measured = step.norms_only and step.info.scale is None and not known

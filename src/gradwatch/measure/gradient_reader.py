@@ -198,9 +198,9 @@ class GradientReader:
         return self._by_optimizer[id(optimizer)]
 
     def measure(
-        self, parameters: OptimizerParameters, info: StepInfo, *, sampled: bool = False, loss: Tensor | None = None
+        self, held: OptimizerParameters, info: StepInfo, *, sampled: bool = False, loss: Tensor | None = None
     ) -> Reading:
-        """Read the gradients that the optimizer of `parameters` is about to use.
+        """Read the gradients that the optimizer of `held` is about to use.
 
         Of shards, what is read goes into the exchange with all ranks; once this one has errors, it reads nothing more,
         but the others wait for an answer.
@@ -209,80 +209,80 @@ class GradientReader:
             index: dict[str, Indices] = {}
             with self.deferred_errors:
                 if not self.errors:
-                    index = self._reduce(parameters, sampled=sampled, scale=info.scale_in_gradients)
-            self.latest = self._of_ranks(parameters, BEFORE if sampled else BEFORE[:1], index, loss)
+                    index = self._reduce(held, sampled=sampled, scale=info.scale_in_gradients)
+            self.latest = self._of_ranks(held, BEFORE if sampled else BEFORE[:1], index, loss)
             return self.latest
-        index, host_copy = self._reduce(parameters, sampled=sampled, scale=info.scale_in_gradients), None
+        index, host_copy = self._reduce(held, sampled=sampled, scale=info.scale_in_gradients), None
         if sampled:
-            index |= self._arrived(parameters, info.scale)
+            index |= self._arrived(held, info.scale)
             host_copy = self.buffer.send([row for row in index if row != BEFORE[0]])
         if self._block is None or not self._block.open:
             self._block = RowBlock(self.buffer, BEFORE[0])
-        assert parameters.coverage is not None, "they were reduced"
+        assert held.coverage is not None, "they were reduced"
         row, finite = self._block.add(loss)
-        unusual = parameters.unusual or not finite
-        self.latest = Reading(self.layout, parameters.coverage, index, host_copy, self._block, row, unusual)
+        unusual = held.unusual or not finite
+        self.latest = Reading(self.layout, held.coverage, index, host_copy, self._block, row, unusual)
         return self.latest
 
-    def look_again(self, parameters: OptimizerParameters, *, scale: Tensor | None = None) -> bool:
+    def look_again(self, held: OptimizerParameters, *, scale: Tensor | None = None) -> bool:
         """Read again the gradients that the optimizer uses or has just used; whether others are there than before.
 
         `scale`: a loss scale that is in them now.
         """
         with self.deferred_errors:
-            gradients = parameters.gradients()
-            if [gradient is None for gradient in gradients] != parameters.absent:
+            gradients = held.gradients()
+            if [gradient is None for gradient in gradients] != held.absent:
                 return True
-            parameters.read_again["grad_norm_clipped"] = parameters.reduce(self.buffer, "grad_norm_clipped", gradients)
+            held.read_again["grad_norm_clipped"] = held.reduce(self.buffer, "grad_norm_clipped", gradients)
             if scale is not None:
                 self.buffer["grad_norm_clipped"].div_(moved(scale, self.buffer.device))
         return False
 
-    def check_clipping(self, parameters: OptimizerParameters, reading: Reading) -> tuple[int, ...]:
+    def check_clipping(self, held: OptimizerParameters, reading: Reading) -> tuple[int, ...]:
         """Take again, after a clipping of all gradients by their common norm, the norms of a few, in the row of
         `reading`: all others follow from the total. Those few; none where they cannot stand for all, or the row is
         gone.
         """
-        members, block = parameters.clip_checks(), reading.block
+        members, block = held.clip_checks(), reading.block
         if not members or not isinstance(block, RowBlock) or block.host_copy is not None:
             return ()
         for member, slot in zip(members, block.clipped_slots(reading.row), strict=True):
-            gradient = parameters.parameters[member].grad
+            gradient = held.parameters[member].grad
             if gradient is None:
                 return ()
             norm_into(gradient.detach(), slot)
         return members
 
     def measure_after(
-        self, parameters: OptimizerParameters, *, sampled: bool = False, clipped: bool = False
+        self, held: OptimizerParameters, *, sampled: bool = False, clipped: bool = False
     ) -> Reading | None:
         """Right after the step: the gradients that `look_again` read, and the update, if there is anything.
 
         `clipped`: of shards, whether all ranks have looked again.
         """
-        index, parameters.read_again = parameters.read_again, {}
+        index, held.read_again = held.read_again, {}
         if sampled:
             with self.deferred_errors:
-                index |= parameters.update_norms(self.buffer)
+                index |= held.update_norms(self.buffer)
         if self.shards is not None:
             rows = AFTER if sampled else AFTER[:1] if clipped else ()
-            return self._of_ranks(parameters, rows, index) if rows else None
+            return self._of_ranks(held, rows, index) if rows else None
         if not index:
             return None
-        assert parameters.coverage is not None, "they were reduced"
-        return Reading(self.layout, parameters.coverage, index, self.buffer.send(index))
+        assert held.coverage is not None, "they were reduced"
+        return Reading(self.layout, held.coverage, index, self.buffer.send(index))
 
     def steps_unreported(self, optimizer: Any) -> None:
         """`optimizer` has stepped, and the loop has reported none of its steps."""
-        parameters = self._by_optimizer.get(id(optimizer))
-        if parameters is not None and not parameters.steps_unreported:
-            parameters.steps_unreported = True
+        held = self._by_optimizer.get(id(optimizer))
+        if held is not None and not held.steps_unreported:
+            held.steps_unreported = True
             self._forget_coverage()
 
     @property
     def has_unreported(self) -> bool:
         """Whether there is an optimizer that has stepped, and of which no step was measured."""
-        return any(parameters.never_measured for parameters in self._by_optimizer.values())
+        return any(held.never_measured for held in self._by_optimizer.values())
 
     def _disarm_stale_checks(self) -> None:
         for held in self._by_optimizer.values():
@@ -293,31 +293,31 @@ class GradientReader:
         self._by_optimizer.clear()
 
     def _forget_coverage(self) -> None:
-        for parameters in self._by_optimizer.values():
-            parameters.coverage = None
+        for held in self._by_optimizer.values():
+            held.coverage = None
 
-    def _reduce(self, parameters: OptimizerParameters, *, sampled: bool, scale: Tensor | None) -> dict[str, Indices]:
+    def _reduce(self, held: OptimizerParameters, *, sampled: bool, scale: Tensor | None) -> dict[str, Indices]:
         """Fill the rows of the buffer that a step has before its optimizer moves: row -> the slot of each parameter."""
-        buffer, gradients = self.buffer, parameters.read_gradients()
-        if sampled or parameters.coverage is None:
-            found = missing_codes(self.parameters, self._by_optimizer.values(), parameters)
-            if parameters.coverage is None or not np.array_equal(found, parameters.coverage.parameters):
-                parameters.coverage = Coverage(self.layout, found)
-        index = {"grad_norm": parameters.reduce(buffer, "grad_norm", gradients)}
+        buffer, gradients = self.buffer, held.read_gradients()
+        if sampled or held.coverage is None:
+            found = missing_codes(self.parameters, self._by_optimizer.values(), held)
+            if held.coverage is None or not np.array_equal(found, held.coverage.parameters):
+                held.coverage = Coverage(self.layout, found)
+        index = {"grad_norm": held.reduce(buffer, "grad_norm", gradients)}
         if sampled:
             if self._whole_sample:
-                index["zeros"] = parameters.reduce(buffer, "zeros", gradients, reduction=ZEROS)
-            index["weights"] = parameters.reduce(buffer, "weights", parameters.weights())
-            parameters.copy_weights(buffer)
+                index["zeros"] = held.reduce(buffer, "zeros", gradients, reduction=ZEROS)
+            index["weights"] = held.reduce(buffer, "weights", held.weights())
+            held.copy_weights(buffer)
         if scale is not None:
             buffer["grad_norm"].div_(moved(scale, buffer.device))
         return index
 
-    def _arrived(self, parameters: OptimizerParameters, scale: Tensor | None) -> dict[str, Indices]:
-        """Fill the row `arrived`, roots of the sums of squares of what hooks have measured at `parameters`; the slot of
-        each parameter.
+    def _arrived(self, held: OptimizerParameters, scale: Tensor | None) -> dict[str, Indices]:
+        """Fill the row `arrived`, roots of the sums of squares of what hooks have measured at what is `held`; the slot
+        of each parameter.
         """
-        places = parameters.indices
+        places = held.indices
         taken = self.parameter_hooks.take(places, self.buffer.device)
         if taken is None:
             return {}
@@ -330,7 +330,7 @@ class GradientReader:
 
     def _of_ranks(
         self,
-        parameters: OptimizerParameters,
+        held: OptimizerParameters,
         rows: tuple[str, ...],
         index: Mapping[str, Indices],
         loss: Tensor | None = None,
@@ -338,5 +338,5 @@ class GradientReader:
         """What all ranks make of their parts of `rows`, also of those that this one cannot fill."""
         assert self.shards is not None
         block, first, whole = self.shards.add(rows, index, loss)
-        coverage = parameters.coverage or Coverage(self.layout, np.full(len(self.parameters), MEASURED, np.int8))
+        coverage = held.coverage or Coverage(self.layout, np.full(len(self.parameters), MEASURED, np.int8))
         return Reading(self.layout, coverage, whole, block=block, row=first, in_block=rows)

@@ -230,33 +230,33 @@ def _as_written(parameters: list[nn.Parameter]) -> tuple[list[Tensor | None], li
 
 def missing_codes(
     parameters: Sequence[nn.Parameter],
-    all_parameters: Collection[OptimizerParameters],
-    its_parameters: OptimizerParameters,
+    all_held: Collection[OptimizerParameters],
+    held: OptimizerParameters,
 ) -> Codes:
-    """One `Missing` for each of all `parameters` at a step of the optimizer of `its_parameters`."""
+    """One `Missing` for each of all `parameters` at a step of the optimizer of `held`."""
     found = np.full(len(parameters), OTHER_OPTIMIZER, dtype=np.int8)
-    held = [place for other in all_parameters if other.optimizer_ref() is not None for place in other.indices]
-    for place in set(range(len(parameters))).difference(held):
+    places = [place for other in all_held if other.optimizer_ref() is not None for place in other.indices]
+    for place in set(range(len(parameters))).difference(places):
         found[place] = _idle(parameters[place])
-    for other in all_parameters:
+    for other in all_held:
         if other.never_measured:
             found[other.indices] = UNMEASURABLE
-    absent, its_own = its_parameters.absent, its_parameters.parameters
+    absent, own = held.absent, held.parameters
     assert absent is not None, "its gradients were looked at"
-    found[its_parameters.indices] = MEASURED
-    for member, trains in enumerate(map(_TRAINS, its_own)):
+    found[held.indices] = MEASURED
+    for member, trains in enumerate(map(_TRAINS, own)):
         if absent[member] or not trains:
-            found[its_parameters.indices[member]] = _unlike_most(its_own[member], its_parameters)
+            found[held.indices[member]] = _unlike_most(own[member], held)
     return found
 
 
-def _unlike_most(parameter: nn.Parameter, its_parameters: OptimizerParameters) -> int:
+def _unlike_most(parameter: nn.Parameter, held: OptimizerParameters) -> int:
     """What there is of one without a gradient, or frozen."""
     gradient = parameter.grad
     if gradient is None:
         code = NO_GRADIENT if parameter.requires_grad else FROZEN
         return LAZY if is_lazy(parameter) else code
-    if parameter.requires_grad or its_parameters.sharded or gradient.layout is not torch.strided:
+    if parameter.requires_grad or held.sharded or gradient.layout is not torch.strided:
         return MEASURED
     return MEASURED if gradient.any() else FROZEN  # `zero_grad(set_to_none=False)` leaves zeros
 

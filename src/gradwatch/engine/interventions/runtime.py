@@ -153,13 +153,13 @@ class InterventionRuntime:
         if not self.active:
             return None
         assert self.gradient_hooks is not None
-        parameters = reader.held_by(optimizer)
+        held = reader.held_by(optimizer)
         norms = self._norms(reader, reading.index["grad_norm"])
         plan = self._plans.get(id(optimizer))
-        if plan is None or plan.absent is not parameters.absent:
-            plan = self._plans[id(optimizer)] = make_plan(self.active, parameters, len(norms), norms.device)
+        if plan is None or plan.absent is not held.absent:
+            plan = self._plans[id(optimizer)] = make_plan(self.active, held, len(norms), norms.device)
         scale, last = info.scale_in_gradients, self.active[-1]
-        gradients = StepGradients(reader, parameters, plan, norms, step=step, scale=scale, last=last)
+        gradients = StepGradients(reader, held, plan, norms, step=step, scale=scale, last=last)
         decisions: list[GateDecision] = []
         applied, sent = self.signal_hooks.collect(self.active, step + 1)
         for active, present, (indices, within) in zip(tuple(self.active), plan.present, plan.applied, strict=True):
@@ -192,7 +192,7 @@ class InterventionRuntime:
                     )
                     decisions.append(decision)
                     if decision.skips:  # no gradient is left, and what was done to them has no effect
-                        self.gradient_hooks.used(parameters.indices, step + 1)
+                        self.gradient_hooks.used(held.indices, step + 1)
                         applied = [one for one in applied if one.active.on_signals]
                         sent = {str(one.active.number): sent[str(one.active.number)] for one in applied}
                         return StepEffect(applied, HostCopy(sent), decisions)
@@ -207,13 +207,13 @@ class InterventionRuntime:
             if not active.dry and not isinstance(active.action, Editing):
                 gradients.multiply(active, indices, factors)
         gradients.apply_factors()
-        parameters.mark()
+        held.mark()
         self.gates.batchnorm.save()
         if any(one.active.hooked and not one.active.dry for one in applied):
             sent["before"] = self.gradient_hooks.norms_before(self.active, norms, ranks=self._mode.ranks)
         if gradients.edited:
             sent["after"] = gradients.norms
-        self.gradient_hooks.used(parameters.indices, step + 1)
+        self.gradient_hooks.used(held.indices, step + 1)
         return StepEffect(applied, HostCopy(sent), decisions)
 
     def scaled(self, scale: Callable[[], Tensor | None]) -> None:

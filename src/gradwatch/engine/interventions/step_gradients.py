@@ -31,7 +31,7 @@ class StepGradients:
     def __init__(
         self,
         reader: GradientReader,
-        optimizer_parameters: OptimizerParameters,
+        held: OptimizerParameters,
         plan: StepPlan,
         norms: Tensor,
         *,
@@ -47,8 +47,8 @@ class StepGradients:
         """Whether norms were measured again after an edit."""
         self.intact = None if reader.shards is None else reader.shards.latest["failed"] == 0
         """Of shards, bool, 0-d: where it is false, nothing is done: what has failed on one rank is done on none."""
-        self._reader, self._optimizer_parameters, self._step, self._scale = reader, optimizer_parameters, step, scale
-        own = frozenset(optimizer_parameters.indices)
+        self._reader, self._held, self._step, self._scale = reader, held, step, scale
+        own = frozenset(held.indices)
         everything = not own or len(own) == len(reader.parameters)
         others = () if everything else [p.grad for i, p in enumerate(reader.parameters) if i not in own]
         self._other_gradients = [gradient for gradient in others if gradient is not None]
@@ -127,7 +127,7 @@ class StepGradients:
 
     def apply_factors(self) -> None:
         """Multiply the gradients."""
-        optimizer_parameters, known, factors = self._optimizer_parameters, self._constants, self._product
+        held, known, factors = self._held, self._constants, self._product
         if factors is not None:
             numbers = host_view(factors)
             if numbers is not None and not known and (numbers == 1.0).all():
@@ -136,7 +136,7 @@ class StepGradients:
                 factors = factors[self._plan.members]
         if factors is not None or known:
             multiply_gradients(
-                optimizer_parameters.parameters,
+                held.parameters,
                 self._gradients(),
                 factors=factors,
                 constants={self._plan.member_of[index]: factor for index, factor in known.items()},
@@ -159,7 +159,7 @@ class StepGradients:
         groups: dict[tuple[object, ...], tuple[list[int], list[Tensor], list[Tensor]]] = {}
         for index in indices:
             member = self._plan.member_of.get(index)
-            parameter = None if member is None else self._optimizer_parameters.parameters[member]
+            parameter = None if member is None else self._held.parameters[member]
             if parameter is None or parameter.grad is None or member in self._in_shared_memory():
                 continue
             gradient, weight = parameter.grad.detach(), parameter.detach()
@@ -188,7 +188,7 @@ class StepGradients:
         Raises ValueError where the gradient is a sum over ranks that has not been taken yet.
         """
         member = self._plan.member_of.get(index)
-        parameter = None if member is None else self._optimizer_parameters.parameters[member]
+        parameter = None if member is None else self._held.parameters[member]
         if parameter is None or parameter.grad is None:
             return None
         if is_partial(parameter.grad):
@@ -214,8 +214,8 @@ class StepGradients:
         return self._shared_memory
 
     def _gradients(self) -> list[Tensor | None]:
-        gradients = [parameter.grad for parameter in self._optimizer_parameters.parameters]
-        if not self._optimizer_parameters.sharded:
+        gradients = [parameter.grad for parameter in self._held.parameters]
+        if not self._held.sharded:
             return gradients
         return [None if gradient is None else stored_part(gradient) for gradient in gradients]
 

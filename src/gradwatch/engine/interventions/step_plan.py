@@ -41,15 +41,15 @@ class StepPlan:
 
 def make_plan(
     interventions: Sequence[ActiveIntervention],
-    optimizer_parameters: OptimizerParameters,
+    held: OptimizerParameters,
     count: int,
     device: torch.device,
 ) -> StepPlan:
-    """The plan for the gradients that `optimizer_parameters` has now. `count`: number of all parameters."""
-    absent = optimizer_parameters.absent or [True] * len(optimizer_parameters.indices)
-    measured = {index for index, none in zip(optimizer_parameters.indices, absent, strict=True) if not none}
+    """The plan for the gradients that `held` has now. `count`: number of all parameters."""
+    absent = held.absent or [True] * len(held.indices)
+    measured = {index for index, none in zip(held.indices, absent, strict=True) if not none}
     present, applied = [], []
-    keys: list[tuple[int, ...]] = [() for _ in optimizer_parameters.indices]
+    keys: list[tuple[int, ...]] = [() for _ in held.indices]
     for active in interventions:
         has_gradient = np.array([index in measured for index in active.indices.tolist()], dtype=bool)
         within = None if has_gradient.all() else moved(torch.from_numpy(np.flatnonzero(has_gradient)), device)
@@ -57,13 +57,13 @@ def make_plan(
         applied.append((active.indices[has_gradient], within))
         own = active.action.groups if isinstance(active.action, Scaling) else ()
         group = dict(zip(active.indices.tolist(), own, strict=False))
-        keys = [(*key, group.get(index, -1)) for key, index in zip(keys, optimizer_parameters.indices, strict=True)]
+        keys = [(*key, group.get(index, -1)) for key, index in zip(keys, held.indices, strict=True)]
     known: dict[tuple[int, ...], int] = {}
-    in_order = optimizer_parameters.indices == list(range(count))
-    members = None if in_order else moved(torch.tensor(optimizer_parameters.indices, dtype=torch.int64), device)
+    in_order = held.indices == list(range(count))
+    members = None if in_order else moved(torch.tensor(held.indices, dtype=torch.int64), device)
     groups = [known.setdefault(key, len(known)) for key in keys]
-    member_of = {index: member for member, index in enumerate(optimizer_parameters.indices)}
-    return StepPlan(optimizer_parameters.absent, present, applied, groups, members, member_of, CpuScalars(len(groups)))
+    member_of = {index: member for member, index in enumerate(held.indices)}
+    return StepPlan(held.absent, present, applied, groups, members, member_of, CpuScalars(len(groups)))
 
 
 def described(interventions: Sequence[ActiveIntervention], mode: TrainingMode, *, sharded: bool) -> str:
