@@ -33,7 +33,7 @@ from gradwatch.cli import main
 from gradwatch.core.alert import Verdict, alert_to_dict
 from gradwatch.core.history import History
 from gradwatch.core.record import Missing, Run
-from gradwatch.measure.batch import RngState
+from gradwatch.measure.random_states import RngState
 from gradwatch.sinks import incident_file
 from gradwatch.sinks.record.recorder import Recorder
 from gradwatch.sinks.record.tfrecord import framed, frames

@@ -16,7 +16,8 @@ from gradwatch.core.history import NonfiniteOrigin
 from gradwatch.engine.batch_replay import run_again
 from gradwatch.engine.nan_trace.operations import InputSummary, base, forward
 from gradwatch.lightning.model_copy import NoOp, ReadOnlyTrainer
-from gradwatch.measure.batch import Batch, RngState, version_counters
+from gradwatch.measure.batch import Batch, version_counters
+from gradwatch.measure.random_states import RngState
 from training import quiet_trainer
 
 pytestmark = pytest.mark.usefixtures("quiet")

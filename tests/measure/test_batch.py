@@ -17,15 +17,8 @@ from torch.utils.data import DataLoader
 
 import lightning as L
 from gradwatch import GradWatch
-from gradwatch.measure.batch import (
-    BATCHES_APART,
-    FIRST_BATCHES,
-    Batch,
-    BatchRngStates,
-    RngState,
-    tensors_of,
-    version_counters,
-)
+from gradwatch.measure.batch import Batch, tensors_of, version_counters
+from gradwatch.measure.random_states import BATCHES_APART, FIRST_BATCHES, BatchRngStates, RngState
 from training import quiet_trainer
 
 

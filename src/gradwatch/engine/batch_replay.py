@@ -20,8 +20,9 @@ from gradwatch.engine.nan_trace.origin import find_origin, origin_in_batch
 from gradwatch.engine.nan_trace.values import finiteness_of
 from gradwatch.engine.step import StepState
 from gradwatch.hooks.hook_set import disable_hooks
-from gradwatch.measure.batch import Batch, BatchRngStates, version_counters
+from gradwatch.measure.batch import Batch, version_counters
 from gradwatch.measure.device_buffer import on_host
+from gradwatch.measure.random_states import BatchRngStates
 
 logger = logging.getLogger("gradwatch")
 

@@ -31,7 +31,6 @@ from gradwatch.core.record import (
 )
 from gradwatch.core.training_loop import LoopKind
 from gradwatch.engine.history_state import packed, unpacked
-from gradwatch.engine.options import OnAlert
 from gradwatch.measure.modules.sampled_step import LayerFlow
 from gradwatch.rules import Rule
 from gradwatch.rules.evidence.recent_rows import RecentRows
@@ -356,37 +355,6 @@ class Diagnosis:
                     reason = "although others of its module are"
             reasons[layout.sites[place].name] = reason
         return reasons
-
-
-class AlertReaction:
-    """What an alert does to the training, as the user chose with `on_alert`.
-
-    Stores that the training is to end, or calls the user's function; an error in that function does not end it.
-    """
-
-    def __init__(self, on_alert: OnAlert) -> None:
-        self._on_alert = on_alert
-        self.stopped: Alert | str | None = None
-        """Why the training is to end: the first alert, with `on_alert="stop"`, or an intervention's reason."""
-        self.raised: Alert | None = None
-        """`on_alert="raise"`: the first alert."""
-
-    def end(self, why: str) -> None:
-        """An intervention ends the training."""
-        self.stopped = self.stopped or why
-
-    def __call__(self, alert: Alert) -> None:
-        if self._on_alert == "raise":
-            self.raised = self.raised or alert
-        elif self._on_alert == "stop":
-            self.stopped = self.stopped or alert
-        elif callable(self._on_alert):
-            try:
-                self._on_alert(alert)
-            except Exception as error:
-                with preserve_bars(logger):
-                    logger.warning("on_alert failed: %s: %s", type(error).__name__, error)
-                logger.debug("traceback of on_alert", exc_info=error)
 
 
 def _onset(history: History, finding: Finding) -> int:

@@ -17,9 +17,10 @@ from gradwatch.core.overhead import Overhead
 from gradwatch.core.record import Run
 from gradwatch.core.schedule import FIRST_STEPS, SamplingSchedule
 from gradwatch.core.training_loop import TrainingMode, TrainingState
+from gradwatch.engine.alert_reaction import AlertReaction
 from gradwatch.engine.batch_replay import STEPS_UNTIL_ON_HOST, BatchReplay
 from gradwatch.engine.block_builder import BlockBuilder
-from gradwatch.engine.diagnosis import AlertReaction, Diagnosis
+from gradwatch.engine.diagnosis import Diagnosis
 from gradwatch.engine.interventions.runtime import InterventionRuntime
 from gradwatch.engine.options import Options
 from gradwatch.engine.step import StepState, read, read_after

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gradwatch.core.arguments import check_path
-from gradwatch.measure.batch import RngState
+from gradwatch.measure.random_states import RngState
 from gradwatch.sinks.incident_file import CHECKPOINT_SUFFIX, read_incident
 
 
