@@ -45,7 +45,7 @@ def kernels_of(intervention: Any, model: nn.Module, *, without: int | None = Non
         TrainingMode(),
         end=lambda why: None,
         alive=lambda: True,
-        batches=False,
+        reports_batches=False,
     )
     runtime.open(reader)
     for step in range(3):

@@ -217,7 +217,7 @@ def test_a_factor_that_the_host_knows_does_not_make_it_wait(dtype: torch.dtype) 
     halved = ActiveIntervention(0, Scale(0.5)), Scaling(lambda norms, present, step: 0.5, groups=(0,), constant=True)
     hooks = GradientHooks(1, 1, HERE, lambda: True)
     diagnosis = Diagnosis((), (), on_alert=lambda alert: None)
-    signals = SignalHooks(1, diagnosis, lambda: True, batches=False)
+    signals = SignalHooks(1, diagnosis, lambda: True, reports_batches=False)
     signals._factors = torch.ones((1, 2), device=HERE)
     with Kernels() as kernels, torch.no_grad():
         assert hooks._hook(0, weakref.ref(model.weight), [halved])(gradient) is not None
@@ -232,7 +232,7 @@ def test_nothing_is_done_in_hooks_while_a_graph_is_captured(monkeypatch: pytest.
     halved = ActiveIntervention(0, Scale(0.5)), Scaling(lambda norms, present, step: 0.5, groups=(0,), constant=True)
     hooks = GradientHooks(1, 1, HERE, lambda: True)
     diagnosis = Diagnosis((), (), on_alert=lambda alert: None)
-    signals = SignalHooks(1, diagnosis, lambda: True, batches=False)
+    signals = SignalHooks(1, diagnosis, lambda: True, reports_batches=False)
     signals._factors = torch.ones((1, 2), device=HERE)
     for module in (gradient_hooks, signal_hooks):
         monkeypatch.setattr(module, "is_capturing", lambda: True)

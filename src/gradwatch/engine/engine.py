@@ -98,7 +98,7 @@ class Engine:
         Raises ValueError for a pattern that matches no layer, an intervention's too.
         """
         self.options, self.failed = options, False
-        self._mode, self._batches, self._training = mode, replay is not None, training
+        self._mode, self._reports_batches, self._training = mode, replay is not None, training
         interventions, rules = tuple(options.interventions), options.chosen_rules()
         # without patterns, nothing can be wrong before they are attached
         layers = find_layers(model, options.patterns) if interventions or options.layers is not None else ()
@@ -113,7 +113,7 @@ class Engine:
             mode,
             end=self.alert_reaction.end,
             alive=lambda: training() == "running",
-            batches=self._batches,
+            reports_batches=self._reports_batches,
         )
         self._run = Run(self.diagnosis.history.layout, "")
         self.source = NonfiniteSource(mode)
@@ -168,7 +168,7 @@ class Engine:
         self._run = run or self._run
         self._reader = GradientReader(self._model, self.options.patterns)
         self._reader.tensor_taps.listen()
-        if self._batches:
+        if self._reports_batches:
             self._close_after_training()
         urgent = self._mode.monitored or self.options.on_alert != "log" or bool(self.interventions.given)
         urgent |= self.replay.keeps_data  # or the batches of all steps that wait would stay in memory
@@ -442,7 +442,7 @@ class Engine:
         if not step.norms_only:
             self.overhead.seconds += reader.take_seconds()
         self.queue.measured(step)
-        if not self._batches and self._optimizers.ends_unseen(optimizer):
+        if not self._reports_batches and self._optimizers.ends_unseen(optimizer):
             self._arm(self._next)
         self.overhead.seconds += perf_counter() - begun
 
@@ -596,16 +596,16 @@ class Engine:
             self._reader.disarm()
             self.source.disarm()
         taps = self._reader.tensor_taps
-        if not self._batches:
+        if not self._reports_batches:
             taps.in_batch = True
         # another optimizer may step in the same batch
-        if self._sampling and taps.in_batch and (not self._batches or self._optimizers.next_is_another()):
+        if self._sampling and taps.in_batch and (not self._reports_batches or self._optimizers.next_is_another()):
             self._hook_modules()
 
     def _hook_modules(self) -> None:
         assert self._reader is not None
         self._samples.hook_modules(
-            self._reader.layers, self._reader.layout, whole_sample=self._whole_sample, whole_batch=self._batches
+            self._reader.layers, self._reader.layout, whole_sample=self._whole_sample, whole_batch=self._reports_batches
         )
 
     def _register(self, optimizers: Iterable[Any], *, rescan: bool = False, first: bool = False) -> None:

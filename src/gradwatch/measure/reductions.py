@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from math import inf, sqrt
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -313,6 +313,21 @@ NORM = Reduction(norm_into, _norm_rows, _norm_many, alike=8, listed=100)  # meas
 ZEROS = Reduction(zeros_into, _zero_rows, _zeros_many, alike=2, listed=2)
 
 
+class _Stack(NamedTuple):
+    """Small tensors of one shape, which are reduced together."""
+
+    first: int
+    """The slot of the first of them."""
+    choose: Callable[[Any], tuple[Tensor, ...]]
+    """Gives them, from the list of all tensors."""
+    copies: Tensor
+    """Shape [k, *shape of one]."""
+    rows: Tensor
+    """The same memory, shape [k, elements]."""
+    reduce: Callable[[], object]
+    """Writes the number of each row into its slot."""
+
+
 class Plan:
     """How a list of tensors is reduced in few kernels: small ones of one shape stacked, the others one by one.
 
@@ -326,9 +341,7 @@ class Plan:
         self._out = out
         self._reduction = reduction
         # every view is made once: per step, making them would cost more than reducing small tensors
-        self._stacked: list[tuple[Callable[[Any], tuple[Tensor, ...]], Tensor, Tensor, Callable[[], object]]] = []
-        self._stacked_from: list[int] = []
-        """The first slot of each of these."""
+        self._stacks: list[_Stack] = []
         self._many: list[tuple[Callable[[Any], tuple[Tensor, ...]], Tensor]] = []
         self._single: list[tuple[int, Tensor]] = []
         self._plain: list[tuple[int, Tensor]] = []
@@ -358,12 +371,12 @@ class Plan:
 
     def run(self, tensors: Sequence[Any]) -> None:
         """Reduce `tensors` into the first `len(positions)` slots."""
-        for members, stack, _, reduce_rows in self._stacked:
-            chosen = members(tensors)
-            if chosen[0].shape != stack.shape[1:]:
+        for _, choose, copies, _, reduce in self._stacks:
+            chosen = choose(tensors)
+            if chosen[0].shape != copies.shape[1:]:
                 raise RuntimeError("the tensors have another shape than planned for")
-            torch.stack(chosen, out=stack)
-            reduce_rows()
+            torch.stack(chosen, out=copies)
+            reduce()
         for members, out in self._many:
             self._reduction.many(members(tensors), out)
         for i, slot in self._plain:
@@ -394,11 +407,11 @@ class Plan:
         found = np.empty(len(self.positions))
         wanted = np.zeros(len(self.positions), dtype=bool)
         wanted[slots] = True
-        for first, (members, stack, rows, _) in zip(self._stacked_from, self._stacked, strict=True):
-            end = first + len(stack)
-            if wanted[first:end].any() and stack.dtype in (torch.float32, torch.bfloat16):
-                torch.stack(members(tensors), out=stack)
-                stack.mul_(ENLARGED)
+        for first, choose, copies, rows, _ in self._stacks:
+            end = first + len(copies)
+            if wanted[first:end].any() and copies.dtype in (torch.float32, torch.bfloat16):
+                torch.stack(choose(tensors), out=copies)
+                copies.mul_(ENLARGED)
                 found[first:end] = on_host(torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32)) / ENLARGED
                 wanted[first:end] = False
         for slot in np.flatnonzero(wanted).tolist():
@@ -418,13 +431,12 @@ class Plan:
             if len(part) == 1:
                 self._single.append((part[0], self._take(part)[0]))
             else:
-                stack = buffer[: len(part)]
-                self._stacked_from.append(len(self.positions))
-                rows, out = stack.view(len(part), -1), self._take(part)
-                reduce_rows: Callable[[], object] = partial(self._reduction.rows, rows, out)
+                first, copies, out = len(self.positions), buffer[: len(part)], self._take(part)
+                rows = copies.view(len(part), -1)
+                reduce: Callable[[], object] = partial(self._reduction.rows, rows, out)
                 if self._reduction is NORM and rows.dtype is out.dtype is torch.float32:
-                    reduce_rows = partial(torch.linalg.vector_norm, rows, dim=1, out=out)
-                self._stacked.append((itemgetter(*part), stack, rows, reduce_rows))
+                    reduce = partial(torch.linalg.vector_norm, rows, dim=1, out=out)
+                self._stacks.append(_Stack(first, itemgetter(*part), copies, rows, reduce))
 
 
 def _is_plain(tensor: Tensor | None, out: Tensor) -> bool:

@@ -44,10 +44,10 @@ class InterventionRuntime:
         *,
         end: Callable[[str], None],
         alive: Callable[[], bool],
-        batches: bool,
+        reports_batches: bool,
     ) -> None:
         """`layers`: the names of the watched layers; `end`: ends the training, for a reason in words; `alive`: whether
-        it goes on; `batches`: as of `SignalHooks`.
+        it goes on; `reports_batches`: as of `SignalHooks`.
 
         Raises NoSuchLayer for a pattern that matches none of them, and for patterns that together leave none.
         """
@@ -71,7 +71,7 @@ class InterventionRuntime:
         self._last: dict[int, int] = {}
         """Optimizer -> the number of its last step at which interventions acted."""
         self._alive = alive
-        self.signal_hooks = SignalHooks(len(self._all), diagnosis, alive, batches=batches)
+        self.signal_hooks = SignalHooks(len(self._all), diagnosis, alive, reports_batches=reports_batches)
         self.pending = False
         """Whether there are gradients on which the interventions have not yet acted."""
 

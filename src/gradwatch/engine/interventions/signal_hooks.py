@@ -28,12 +28,12 @@ class SignalHooks:
     itself, on each rank its own.
     """
 
-    def __init__(self, numbers: int, diagnosis: Diagnosis, alive: Callable[[], bool], *, batches: bool) -> None:
+    def __init__(self, numbers: int, diagnosis: Diagnosis, alive: Callable[[], bool], *, reports_batches: bool) -> None:
         """`numbers`: number of interventions of all kinds. `alive`: whether the training goes on: hooks that are left
-        after its end do nothing. `batches`: whether `begin_batch` and `end_batch` are called for every batch; otherwise
-        the hooks stay attached.
+        after its end do nothing. `reports_batches`: whether `begin_batch` and `end_batch` are called for every batch;
+        otherwise the hooks stay attached.
         """
-        self._alive, self._batches = alive, batches
+        self._alive, self._reports_batches = alive, reports_batches
         self.errors: list[tuple[ActiveIntervention, Exception]] = []
         """What the hooks have raised."""
         self._numbers, self._diagnosis = numbers, diagnosis
@@ -82,7 +82,7 @@ class SignalHooks:
         attached = len(self._hooks) > 0
         self._hooks.remove()
         self._layers, self._factors = actions, factors
-        if attached or not self._batches:
+        if attached or not self._reports_batches:
             self.begin_batch()
 
     def begin_batch(self) -> None:
@@ -95,7 +95,7 @@ class SignalHooks:
 
     def end_batch(self) -> None:
         """Remove the hooks, unless there is no caller of `begin_batch`."""
-        if self._batches:
+        if self._reports_batches:
             self._hooks.remove()
 
     def detach(self) -> None:
