@@ -105,7 +105,7 @@ class BatchReplay:
         `scaled`: there is a loss scale, under which such gradients are expected.
         """
         if alarmed and not scaled and self._early is None and self.batch is not None:
-            self._early = self._run(self.batch, 1.0)
+            self._early = self._origin_of(self.batch, 1.0)
         if self.batch is not None and not self.keeps_data:
             self.batch.data = None
         self.batch = self.loss = None
@@ -119,13 +119,13 @@ class BatchReplay:
         if step.info.scalars.get("batch") != batch.index:
             return None  # its numbers arrived late, and the batch is another one
         scale = step.info.scale
-        return self._run(batch, 1.0 if scale is None else float(on_host(scale)))
+        return self._origin_of(batch, 1.0 if scale is None else float(on_host(scale)))
 
-    def _run(self, batch: Batch, factor: float) -> NonfiniteOrigin | None:
+    def _origin_of(self, batch: Batch, factor: float) -> NonfiniteOrigin | None:
         if self._runs >= MOST_REPLAYS or not batch.unchanged:
             return None
         self._runs += 1
-        if (found := self._run_again(batch, factor)) is not None:
+        if (found := self._origin_on_copy(batch, factor)) is not None:
             return found
         try:
             lost = self.loss is not None and not np.isfinite(on_host(self.loss)).all()
@@ -134,7 +134,7 @@ class BatchReplay:
             logger.debug("the batch cannot be looked at: %s", error, exc_info=error)
             return None
 
-    def _run_again(self, batch: Batch, factor: float) -> NonfiniteOrigin | None:
+    def _origin_on_copy(self, batch: Batch, factor: float) -> NonfiniteOrigin | None:
         if self._copy is None:
             return None
         try:
