@@ -141,7 +141,7 @@ class BlockBuilder:
                 self._doubt(before, after)
         elif not (step.changed or self._edited):
             values["grad_norm_clipped"] = before
-        refused = step.effect is not None and self._interventions.gates.refused
+        refused = step.effect is not None and step.effect.refused
         if refused or (step.info.scale is not None and step.unscales_inside and not np.isfinite(grad_norm[0])):
             scalars["skipped"] = 1.0  # by the optimizer itself, although it was called
         return values, scalars, unseen
@@ -178,6 +178,8 @@ class BlockBuilder:
         if step.effect is not None:
             self._interventions.landed(step.effect, reading.layout)
             scalars |= self._interventions.gates.scalars()
+            if step.effect.refused:
+                scalars["refused"] = 1.0
         if "loss" in scalars and np.isnan(scalars["loss"]):
             scalars["loss_nan"] = 1.0  # NaN also stands for a number that is missing
         if step.sentinels is not None:

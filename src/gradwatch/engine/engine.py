@@ -425,7 +425,7 @@ class Engine:
             self._register((optimizer,), rescan=rescan)
             held = reader.held_by(optimizer)
         samples = self._samples if self._sampling else None
-        step = read(held, optimizer, number, index, info, loss, reader=reader, samples=samples, source=self.source)
+        step = read(held, number, index, info, loss, reader=reader, samples=samples, source=self.source)
         self._open, step.inside = step, self._optimizers.evaluated
         if samples is not None:  # with two optimizers, a backward pass may be another's
             step.own_passes = self._mode.loop == "automatic" and len(self._optimizers) == 1 and not reader.waiting

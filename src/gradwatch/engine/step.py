@@ -140,7 +140,6 @@ class StepState:
 
 def read(
     held: OptimizerParameters,
-    optimizer: Any,
     optimizer_number: int,
     index: int,
     info: StepInfo,
@@ -154,7 +153,7 @@ def read(
 
     `index`: the optimizer's steps before this one; `loss`: of this rank, 0-d.
     """
-    scalars = {**learning_rate(optimizer), **info.scalars}
+    scalars = {**learning_rate(held.optimizer_ref()), **info.scalars}
     if source.passes and scalars.get("accumulate", 1.0) > 1:
         scalars["accumulated"] = float(source.passes)
     # collective operations come first: before them one rank alone cannot fail

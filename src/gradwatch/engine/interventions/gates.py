@@ -43,8 +43,13 @@ class GateDecision:
 
     @property
     def decided(self) -> bool:
-        """Whether the step was refused; valid once `host_copy` is done."""
+        """Whether the gate has refused the step; valid once `host_copy` is done."""
         return self.host_copy is not None and bool(self.host_copy.wait()["refused"][0])
+
+    @property
+    def refused(self) -> bool:
+        """Whether the step was not taken because of that."""
+        return self.decided and not self.active.dry and not self.by_scaler
 
 
 class Gates:
@@ -55,8 +60,6 @@ class Gates:
         self._diagnosis, self._end = diagnosis, end
         self._gates: list[ActiveIntervention] = []
         self._stops: list[ActiveIntervention] = []
-        self.refused = False
-        """Whether a gate refused the step that was reported last."""
         self._optimizers: dict[int, int] = {}
         self.batchnorm = BatchNormBuffers()
         self.skipped_step = SkippedStep()
@@ -124,7 +127,6 @@ class Gates:
 
     def landed(self, decisions: Sequence[GateDecision]) -> None:
         """The decisions on a step are on the host: count them, log them, and end the training if a gate asks for it."""
-        self.refused = False
         for decision in decisions:
             self._on_decision(decision)
 
@@ -134,18 +136,14 @@ class Gates:
 
     def scalars(self) -> dict[str, float]:
         """Numbers for the record of the step that was reported last."""
-        if not self._gates:
-            return {}
-        numbers = {"skipped_steps": float(sum(active.refused for active in self._gates))}
-        return numbers | {"refused": 1.0} if self.refused else numbers
+        return {"skipped_steps": float(sum(active.refused for active in self._gates))} if self._gates else {}
 
     def _on_decision(self, decision: GateDecision) -> None:
-        decided, active = decision.decided, decision.active
-        self.refused |= decided and not active.dry and not decision.by_scaler
+        active, host_copy = decision.active, decision.host_copy
         if decision.by_scaler:
             active.by_scaler = True
             return
-        norms = decision.host_copy.wait()["norms"].tolist() if decided and decision.host_copy else None
+        norms = host_copy.wait()["norms"].tolist() if decision.decided and host_copy else None
         refusal = _gate(active).report(norms, decision.step, decision.optimizer)
         active.judged += 1
         if norms is None:

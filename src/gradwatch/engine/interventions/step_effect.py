@@ -46,6 +46,11 @@ class StepEffect:
         return any(decision.skips for decision in self.decisions)
 
     @property
+    def refused(self) -> bool:
+        """Whether a gate has refused the step; valid once `host_copies` are done."""
+        return any(decision.refused for decision in self.decisions)
+
+    @property
     def host_copies(self) -> tuple[HostCopy, ...]:
         """The copies that must be done before the factors and decisions can be read."""
         return self.host_copy, *(decision.host_copy for decision in self.decisions if decision.host_copy is not None)
