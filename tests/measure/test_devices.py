@@ -32,7 +32,7 @@ from gradwatch.measure.device_buffer import DeviceBuffer, RowBlock
 from gradwatch.measure.devices import has_float64, is_asynchronous, moved
 from gradwatch.measure.gradient_reader import GradientReader
 from gradwatch.measure.loss_scale import scale_for
-from gradwatch.measure.reductions import exact_norm, gathered, joined, norm, norm_into, zeros_into
+from gradwatch.measure.reductions import exact_norm, joined, norm, norm_into, zeros_into
 from gradwatch.measure.step_info import StepInfo
 from gradwatch.measure.tensor_taps import TensorTaps
 
@@ -90,7 +90,7 @@ class NoFloat64(TorchDispatchMode):
         lambda tensor: norm_into(tensor.half(), torch.zeros(())),
         lambda tensor: norm_into(tensor.expand(10**5, 3), torch.zeros(())),
         lambda tensor: zeros_into(tensor, torch.zeros(())),
-        lambda tensor: gathered([torch.zeros(()), tensor.sum()]),
+        lambda tensor: joined([torch.zeros(()), tensor.sum()]),
         lambda tensor: joined([torch.zeros(2), tensor]),
     ],
 )
@@ -140,7 +140,7 @@ def test_which_devices_have_float64(monkeypatch: pytest.MonkeyPatch) -> None:
         lambda t: exact_norm(t),
         lambda t: exact_norm(t[:0]),
         lambda t: norm_into(t.expand(10**5, 3), torch.zeros((), device="mps")),
-        lambda t: gathered([t.sum(), torch.zeros((), dtype=torch.float64)]),
+        lambda t: joined([t.sum(), torch.zeros((), dtype=torch.float64)]),
         lambda t: moved(torch.zeros(3, dtype=torch.float64), t.device),
         lambda t: DeviceBuffer(t.device, 3, ("row",), doubles=True),
         lambda t: RowBlock(DeviceBuffer(t.device, 3, ("row",)), "row"),

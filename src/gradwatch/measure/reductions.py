@@ -86,23 +86,14 @@ def wide_type(tensor: Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype is torch.float64 else torch.float32
 
 
-def gathered(numbers: Sequence[Tensor]) -> Tensor:
-    """0-d tensors, one at least, as one of shape [k] on the device of the first: in their own type where all have the
-    same, else in the widest.
+def joined(tensors: Sequence[Tensor]) -> Tensor:
+    """0-d and 1-d tensors, one at least, one after the other as one of shape [k] on the device of the first: in their
+    own type where all have the same, else in the widest.
     """
-    return torch.stack(_on_one_device(numbers))
-
-
-def joined(pieces: Sequence[Tensor]) -> Tensor:
-    """The same of 1-d tensors, one after the other."""
-    return torch.cat(_on_one_device(pieces))
-
-
-def _on_one_device(tensors: Sequence[Tensor]) -> list[Tensor]:
     device, dtype = tensors[0].device, tensors[0].dtype
     if {(tensor.device, tensor.dtype) for tensor in tensors} != {(device, dtype)}:
-        return [moved(tensor, device, widest_type(device)) for tensor in tensors]
-    return list(tensors)
+        tensors = [moved(tensor, device, widest_type(device)) for tensor in tensors]
+    return torch.hstack(list(tensors))
 
 
 def dense_real(tensor: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from gradwatch.hooks.hook_set import HookSet, is_capturing
 from gradwatch.measure.dtensor import is_dtensor
 from gradwatch.measure.layers import is_lazy
-from gradwatch.measure.reductions import dense_real, gathered, is_vmapped, version_of, wide_norm
+from gradwatch.measure.reductions import dense_real, is_vmapped, joined, version_of, wide_norm
 
 STALE_CHECKS = 4
 """Parameters that show for all of an optimizer: clearing knows no exceptions. Judgement."""
@@ -154,7 +154,7 @@ class StaleGradientCheck:
         if seen and 2 * len(uncleared) <= len(seen):
             answer = 0.0
         elif seen and moved:
-            old, new = (wide_norm(gathered(norms)) for norms in zip(*uncleared, strict=True))
+            old, new = (wide_norm(joined(norms)) for norms in zip(*uncleared, strict=True))
             answer = (old / new).reshape(1)
         self._clean = self._clean + 1 if seen and all(checked.gone for checked in seen) else 0
         for checked in self._checked:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from gradwatch.core.record import Floats, Layout
 from gradwatch.measure.modules import ModuleReading, ModuleStatistic, OutputCallback
-from gradwatch.measure.reductions import gathered, is_dense_real, wide_norm
+from gradwatch.measure.reductions import is_dense_real, joined, wide_norm
 
 MAX_ELEMENTS = 2**24
 """Elements of a parameter that are read at most: larger ones are no new heads. Judgement."""
@@ -58,7 +58,7 @@ class FrozenWeights(ModuleStatistic):
             return None
         norms, largest, parameters = zip(*self._read, strict=True)
         self._read = []
-        tensors = {"frozen_norms": gathered(norms), "frozen_largest": gathered(largest)}
+        tensors = {"frozen_norms": joined(norms), "frozen_largest": joined(largest)}
         return ModuleReading(tensors, partial(_by_parameter, layout, parameters))
 
 

@@ -20,7 +20,7 @@ from gradwatch.core.record import Floats, Layout
 from gradwatch.hooks.graph_release import LEAF, MAX_UNPREPARED, release_in_a_loop
 from gradwatch.measure.modules import ModuleReading, ModuleStatistic
 from gradwatch.measure.modules.autograd_graph import VIEWS, kind_of, leaf_of, parents, skip_views
-from gradwatch.measure.reductions import gathered
+from gradwatch.measure.reductions import joined
 
 MAX_LOSS_NODES = 512
 """Nodes visited from the loss on: a loss of a few terms has ten, one summed over a hundred time steps three hundred.
@@ -127,7 +127,7 @@ class LossHead(ModuleStatistic):
         (found, self._found), (bounded, self._bounded) = (self._found, None), (self._bounded, [])
         if found is None:
             return None
-        tensors = {"bounded_losses": gathered([share for share, _ in bounded])} if bounded else {}
+        tensors = {"bounded_losses": joined([share for share, _ in bounded])} if bounded else {}
         return ModuleReading(tensors, partial(_values, len(layout), found, [sites for _, sites in bounded]))
 
     def _owners(self, parameters: frozenset[int]) -> set[int]:

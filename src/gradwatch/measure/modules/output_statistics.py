@@ -94,8 +94,8 @@ COUNTS = ("idle", "dead")
 
 
 Row = list[tuple[Tensor, Sequence[int], int]]
-"""Numbers of one kind on the device, shape [k], in one with the site of each and the elements that each is of: replicas
-of a model may run in threads.
+"""Numbers of one kind on the device, one, 0-d, or shape [k]; in one with the site of each and the elements that each is
+of: replicas of a model may run in threads.
 """
 
 
@@ -174,7 +174,8 @@ class OutputStatistics(ModuleStatistic):
         self.step = _StepOutputs(unsafe=step.unsafe)
         if not step.rows:
             return None
-        numbers = {"outputs": joined([piece for row in step.rows.values() for piece, _, _ in row])}
+        # row by row: the numbers of a row are mostly of one type
+        numbers = {"outputs": joined([joined([piece for piece, _, _ in row]) for row in step.rows.values()])}
         exact = frozenset(step.unsafe)
         return ModuleReading(numbers, partial(_values, len(layout), step.rows, step.unsafe, exact, step.unmeasured))
 
@@ -314,19 +315,19 @@ def _reduce_one(step: _StepOutputs, tensor: Tensor, site: int, tensor_kind: Tens
     """Add the numbers of one output to `step`, each by one kernel where that is possible."""
     rows, size = step.rows, tensor.numel()
     own = (site,)
-    rows[tensor_kind.row].append(((exact_norm if site in step.unsafe else norm)(tensor).view(1), own, size))
+    rows[tensor_kind.row].append(((exact_norm if site in step.unsafe else norm)(tensor), own, size))
     units = _units(tensor, 0, channels=step.channels) if tensor_kind.rectifies else None
     if units is not None:
         dims = [dim for dim in range(tensor.ndim) if dim != units]
         step.unit_peaks.append((own, tensor.amax(dims).unsqueeze(0)))
     elif tensor_kind.rectifies:
-        rows[tensor_kind.peak].append((tensor.amax().view(1), own, size))
+        rows[tensor_kind.peak].append((tensor.amax(), own, size))
     else:
-        rows[tensor_kind.peak] += [(number.view(1), own, size) for number in torch.aminmax(tensor)]
+        rows[tensor_kind.peak] += [(number, own, size) for number in torch.aminmax(tensor)]
     if tensor_kind.rectifies or tensor_kind.reach:
         some = tensor if size <= MAX_COUNTED else tensor[: max(1, MAX_COUNTED * len(tensor) // size)]
         name, ones = _ones(some, tensor_kind)
-        rows[name].append((norm(ones).view(1), own, some.numel()))
+        rows[name].append((norm(ones), own, some.numel()))
 
 
 def _reduce_stack(step: _StepOutputs, waiting: _OutputStack) -> None:

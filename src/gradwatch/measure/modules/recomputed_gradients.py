@@ -22,7 +22,7 @@ from gradwatch.measure.dtensor import is_dtensor
 from gradwatch.measure.layers import is_lazy
 from gradwatch.measure.modules import ModuleReading, ModuleStatistic, OutputCallback
 from gradwatch.measure.modules.autograd_graph import kind_of, leaf_of, parents, register_node_hook, skip_views
-from gradwatch.measure.reductions import gathered, is_dense_real, joined, wide_type
+from gradwatch.measure.reductions import is_dense_real, joined, wide_type
 
 MIN_SHARE = 0.05
 """Norm of an expected gradient, as a share of the norm for signals without a pattern, under which it is rounding error:
@@ -171,11 +171,11 @@ class RecomputedGradients(ModuleStatistic):
         sums.index_add_(1, where, torch.stack([s * g, s * s, g * g]))
         tensors = {
             "expected": sums.flatten(),
-            "usual": gathered([norm for one in compared for norm in one.usual_norms]),
+            "usual": joined([norm for one in compared for norm in one.usual_norms]),
         }
         even = [place for place, one in enumerate(compared) if one.evenness is not None]
         if even:
-            tensors["evenness"] = gathered([one.evenness for one in compared if one.evenness is not None])
+            tensors["evenness"] = joined([one.evenness for one in compared if one.evenness is not None])
         owners = [place for place, one in enumerate(compared) for _ in one.usual_norms]
         sites, hooks = [one.site for one in compared], [one.hooks for one in compared]
         return ModuleReading(tensors, partial(_values, len(layout), sites, hooks, owners, even))

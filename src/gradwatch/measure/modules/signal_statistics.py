@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from gradwatch.core.record import Floats, Layout
 from gradwatch.measure.dtensor import local_tensor
 from gradwatch.measure.modules import MAX_TENSORS, GradOutputCallback, ModuleReading, ModuleStatistic
-from gradwatch.measure.reductions import SAFE_SQUARE, dense_real, exact_norm, gathered, is_dense_real, wide_norm
+from gradwatch.measure.reductions import SAFE_SQUARE, dense_real, exact_norm, is_dense_real, joined, wide_norm
 
 Measured = list[tuple[Tensor, int, int]]
 """Number, site and elements of each signal, in one: autograd has a thread for each device."""
@@ -42,7 +42,7 @@ class SignalStatistics(ModuleStatistic):
     def collect(self, layout: Layout) -> ModuleReading | None:
         step, self.step = self.step, _StepSignals(unsafe=self.step.unsafe)
         rows = {"signals": step.norms, "half_nonzero": step.nonzero}
-        tensors = {name: gathered([number for number, _, _ in row]) for name, row in rows.items() if row}
+        tensors = {name: joined([number for number, _, _ in row]) for name, row in rows.items() if row}
         if not tensors:
             return None
         return ModuleReading(tensors, partial(_values, len(layout), step, frozenset(step.unsafe)))
