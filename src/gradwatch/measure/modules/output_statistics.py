@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -216,15 +217,15 @@ def _values(
     `unmeasured`, an input of zeros is not said.
     """
     rows, each = {name: line for line, name in enumerate(rows_of)}, numbers["outputs"]
-    lengths = [sum(len(own) for _, own, _ in row) for row in rows_of.values()]
-    pieces = [piece for row in rows_of.values() for piece in row]
-    sites = np.array([site for _, own, _ in pieces for site in own])
-    places, shape = sites + n * np.repeat(np.arange(len(rows)), lengths), (len(rows), n)
-    sizes = [size for _, own, size in pieces for _ in own]
+    pieces = [(line, own, size) for line, row in enumerate(rows_of.values()) for _, own, size in row]
+    line_of_piece, sites_of_piece, size_of_piece = zip(*pieces, strict=True)
+    lengths = [*map(len, sites_of_piece)]
+    lines, sizes = np.repeat(line_of_piece, lengths), np.repeat(size_of_piece, lengths)
+    places, shape = np.array([*chain.from_iterable(sites_of_piece)]) + n * lines, (len(rows), n)
     found: dict[str, Floats] = {}
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         # the square of a norm of ones is their number
-        amounts = np.where(np.repeat([row in COUNTS for row in rows], lengths), each, each**2)
+        amounts = np.where(np.array([row in COUNTS for row in rows])[lines], each, each**2)
         sums = np.bincount(places, amounts, n * len(rows)).astype(np.float64, copy=False).reshape(shape)
         elements = np.bincount(places, sizes, n * len(rows)).astype(np.float64, copy=False).reshape(shape)
         largest = np.full(shape, -1.0)
