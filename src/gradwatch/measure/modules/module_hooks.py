@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -74,7 +74,7 @@ class ModuleHooks:
         if len(self.hooks):
             return
         self._costs.unprepared_calls = unprepared_calls()
-        modules = list(_modules_to_hook(layers, layout))
+        modules = _modules_to_hook(layers, layout)
         trains = [
             parameter.requires_grad
             for module, _, _ in modules
@@ -144,14 +144,16 @@ class _HooksOfModule:
             hooks.add(module.register_forward_pre_hook(input_hook, with_kwargs=True))
 
 
-def _modules_to_hook(layers: Sequence[Layer], layout: Layout) -> Iterator[tuple[nn.Module, int, str]]:
+def _modules_to_hook(layers: Sequence[Layer], layout: Layout) -> list[tuple[nn.Module, int, str]]:
     """The modules to be hooked, with their sites and the kinds of the activations among them."""
+    found: list[tuple[nn.Module, int, str]] = []
     for layer in layers:
         if layer.hookable:
-            yield layer.module, layout.index[layer.name], ""
+            found.append((layer.module, layout.index[layer.name], ""))
         for activation in layer.activations:
             if (site := layout.index.get(activation.name)) is not None:
-                yield activation.module, site, activation.kind
+                found.append((activation.module, site, activation.kind))
+    return found
 
 
 def _call_all(callbacks: Sequence[GradOutputCallback], sample: _Sample, gradient: Tensor | None) -> None:
