@@ -550,6 +550,15 @@ def test_a_shallow_net_whose_weights_start_too_large(loss_of: Callable[[Tensor, 
     assert not found(Scaled(30.0, normalized=True))
 
 
+@pytest.mark.parametrize("part", ["weight", "bias"])
+def test_a_head_that_starts_too_large_multiplies_nothing(part: str) -> None:
+    torch.manual_seed(0)
+    model = mlp(depth=5)
+    model[-1].get_parameter(part).data.mul_(1e6)
+    found = incidents_of(model, torch.optim.SGD(model.parameters(), lr=1e-18), rules=[Exploding()])
+    assert not any("not large" in alert.message for alert in found.values())
+
+
 @pytest.mark.parametrize("mean", [False, True])
 def test_sums_over_neighbours_make_outputs_too_large(mean: bool) -> None:
     """A graph convolution over 100 nodes, all of which are neighbours; a normalized adjacency matrix takes the mean."""

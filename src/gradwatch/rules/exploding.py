@@ -26,6 +26,7 @@ from gradwatch.rules.evidence.depth import (
 )
 from gradwatch.rules.evidence.layer_levels import (
     LARGE_RATIO,
+    bias_text,
     factor_text,
     median_over_usual,
     median_weight_change,
@@ -296,8 +297,10 @@ class Exploding(CheckedRule):
             return None
         made = layout.without_class(ran, "Embedding")
         sizes = np.array([weights_over_usual(history, int(site)) for site in made])
-        if not len(made) or not np.median(sizes) >= LARGE_RATIO:
+        if not (sizes >= LARGE_RATIO).any():
             return self._multiplied(history, ran, inputs, backs, losses[-1])
+        if not np.median(sizes) >= LARGE_RATIO:
+            return None
         names, value = layout.names(np.sort(made[sizes >= LARGE_RATIO])), float(np.log10(outputs[-1] / inputs[-1]))
         largest, last = layout.names([made[sizes.argmax()], ran[-1]])
         size, loss = number_text(sizes.max()), number_text(losses[-1], 3)
@@ -312,9 +315,11 @@ class Exploding(CheckedRule):
         return Finding(self.name, Severity.WARNING, largest, names, value, limit, message, remedy, onset, headline)
 
     def _multiplied(self, history: History, ran: Sites, inputs: Floats, backs: Sites, loss: float) -> Finding | None:
-        """The same where the weights are usual: what stands between layers multiplies, most often a sum over many."""
+        """The same where all weights are usual, and no biases make the outputs: what stands between layers multiplies,
+        most often a sum over many.
+        """
         layout, outputs = history.layout, history.row("output_rms")
-        pairs = [pair for pair in layout.edges or pairwise(ran.tolist()) if pair[1]]
+        pairs = [pair for pair in layout.edges or pairwise(ran.tolist()) if pair[1] and not bias_text(history, pair[1])]
         with np.errstate(divide="ignore", invalid="ignore"):
             ratios = np.array([outputs[after] / outputs[before] for before, after in pairs])
         far = np.flatnonzero(ratios >= MULTIPLIED_RATIO)
