@@ -171,6 +171,19 @@ def test_weights_that_began_at_zero_are_named() -> None:
     assert found.remedy == "nn.init.kaiming_normal_ for the weights of layers model.2, model.4."
 
 
+def test_a_norm_that_began_at_zero_gets_ones() -> None:
+    learner = Normed(nn.Linear(32, 32))
+    learner.model[2] = nn.LayerNorm(32)
+    for layer in (learner.model[2], learner.model[4]):
+        nn.init.zeros_(layer.weight)
+    nn.init.ones_(learner.model[2].bias)
+    found = incidents_of(learner)["vanishing"]
+    assert found.message.endswith("The weights of layers model.2, model.4 began at 0, and pass on little.")
+    assert found.remedy == (
+        "nn.init.ones_ for the weights of layer model.2; nn.init.kaiming_normal_ for the weights of layer model.4."
+    )
+
+
 class Attention(Learner):
     """One attention over 16 places, with zeros for its inputs beside places, as the first of a DETR decoder."""
 

@@ -239,7 +239,12 @@ class Vanishing(CheckedRule):
         if edge in zeros if change.abrupt else 2 * len(zeros) >= len(passing):
             them = name_text(layout.names(zeros))
             cause = f"The weights of {them} began at 0, and pass on little."
-            remedy = f"nn.init.kaiming_normal_ for the weights of {them}."
+            others = layout.without_class(zeros, "Norm")
+            fills = (("ones_", np.setdiff1d(zeros, others)), ("kaiming_normal_", others))
+            texts = [
+                f"nn.init.{fill} for the weights of {name_text(layout.names(own))}" for fill, own in fills if len(own)
+            ]
+            remedy = f"{'; '.join(texts)}."
         elif not change.abrupt:
             seen = int((now.values[way] > 0).argmax())  # before it float32 holds nothing
             rate = float(logs[peak] - logs[seen]) / (peak - seen)
