@@ -631,6 +631,30 @@ def test_a_weight_and_a_bias(gradients: list[float], inputs: float | None, found
     assert bool(outcome[-1]) == found
 
 
+class Gated(nn.Module):
+    """Adds a product with its weight, times a factor for each output that begins as zero, as LayerScale does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.gamma = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + x @ self.weight * self.gamma
+
+
+def test_a_factor_beside_a_weight_is_no_bias() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), Gated(), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with Watch(model, rules=[Disconnected()], sinks=()) as watch:
+        for _ in range(30):
+            optimizer.zero_grad()
+            model(torch.randn(16, 8)).square().mean().backward()
+            watch.step(optimizer)
+            optimizer.step()
+    assert watch.alerts == ()
+
+
 class LowRank(nn.Module):
     """Adds a product of two factors, both of which begin as zeros."""
 

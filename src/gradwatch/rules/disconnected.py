@@ -533,7 +533,8 @@ def _weights_beside_biases(layout: Layout) -> tuple[Sites, Sites]:
     found = []
     for layer in layout.layers:
         own = sorted(layout.parameters_of(layer).tolist(), key=lambda site: len(layout.sites[site].shape))
-        if [min(2, len(layout.sites[site].shape)) for site in own] == [1, 2]:
+        dims = [min(2, len(layout.sites[site].shape)) for site in own]
+        if dims == [1, 2] and layout.sites[own[0]].name.endswith("bias"):
             found.append((own[1], own[0]))
     weights, biases = np.array(found, dtype=np.intp).reshape(-1, 2).T
     return weights, biases
