@@ -221,12 +221,13 @@ def scaled_incidents(
     clip: float | None = 1.0,
     rate: float = 0.05,
     bad_batch: int = -1,
+    scale: float = 2.0**16,
     interventions: Sequence[Intervention] = (),
 ) -> dict[str, Alert]:
     """Of a training whose loss is scaled; gradients are clipped before the scaler steps. `given`: the scaler, to the
     watch.
     """
-    model, scaler = mlp(), torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    model, scaler = mlp(), torch.amp.GradScaler("cpu", init_scale=scale)
     optimizer, rules = sgd(rate)(model), (Stalled(), Divergence(), Spike())
     with Watch(
         model, rules=rules, sinks=(), budget=None, scaler=scaler if given else None, interventions=interventions
@@ -261,6 +262,8 @@ def test_steps_on_scaled_gradients() -> None:
     assert "The optimizer used gradients that still had the loss scale, 65536 times those measured." in alert.message
     assert alert.remedy == "scaler.step(optimizer), which divides by the loss scale, in place of optimizer.step()."
     assert scaled_incidents(unscales=True, by_scaler=False) == {}
+    alert = scaled_incidents(by_scaler=False, scale=5e4)["divergence"]
+    assert "The optimizer used gradients that still had the loss scale, 50000 times those measured." in alert.message
 
 
 def test_a_loss_scale_that_the_watch_does_not_have_is_no_clipping() -> None:

@@ -215,8 +215,10 @@ def scale_in_use(history: History, *, back: int) -> float:
     """The loss scale that gradients still had as the optimizer used them, at the record `back` from the end; 0 without
     one.
     """
+    if history.number("scaled", back=back) != 1:
+        return 0.0
     intended, used = _gradients(history, back)
-    return remaining_scale(used, intended) if history.number("scaled", back=back) == 1 else 0.0
+    return remaining_scale(used, intended, has_scaler=True)
 
 
 def removed_scale(history: History, *, back: int) -> float:
