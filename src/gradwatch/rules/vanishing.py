@@ -239,12 +239,7 @@ class Vanishing(CheckedRule):
         if edge in zeros if change.abrupt else 2 * len(zeros) >= len(passing):
             them = name_text(layout.names(zeros))
             cause = f"The weights of {them} began at 0, and pass on little."
-            others = layout.without_class(zeros, "Norm")
-            fills = (("ones_", np.setdiff1d(zeros, others)), ("kaiming_normal_", others))
-            texts = [
-                f"nn.init.{fill} for the weights of {name_text(layout.names(own))}" for fill, own in fills if len(own)
-            ]
-            remedy = f"{'; '.join(texts)}."
+            remedy = _init_text(layout, zeros)
         elif not change.abrupt:
             seen = int((now.values[way] > 0).argmax())  # before it float32 holds nothing
             rate = float(logs[peak] - logs[seen]) / (peak - seen)
@@ -346,6 +341,14 @@ def _abrupt(history: History, layer: str, after: str, *, ends: bool) -> tuple[st
     what = "a factor makes what passes small" if factor else "saturation, a factor or a bottleneck"
     cause = f"Most is lost between layers {after} and {layer}: {what}."
     return cause, factor or f"a normalisation layer between {layer} and {after}, and no constant factor there."
+
+
+def _init_text(layout: Layout, layers: Sites) -> str:
+    """What gives `layers` weights other than 0. `kaiming_normal_` refuses those of one dimension, as a norm has."""
+    flat = np.array([all(len(layout.sites[own].shape) < 2 for own in layout.parameters_of(site)) for site in layers])
+    fills = (("ones_", layers[flat]), ("kaiming_normal_", layers[~flat]))
+    texts = [f"nn.init.{fill} for the weights of {name_text(layout.names(own))}" for fill, own in fills if len(own)]
+    return f"{'; '.join(texts)}."
 
 
 def _gradual(
