@@ -547,7 +547,8 @@ def zero_gradients_of(model: nn.Sequential, loss_of: Any = lambda y: y.square().
     """The alert of a training in which some have no gradient above 0."""
     watch = Watch(model, rules=[Disconnected()], sinks=())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    train(optimizer, lambda step: loss_of(model(torch.randn(16, 8))), watch, steps=30)
+    dtype = next(model.parameters()).dtype
+    train(optimizer, lambda step: loss_of(model(torch.randn(16, 8, dtype=dtype))), watch, steps=30)
     (alert,) = watch.alerts
     return alert
 
@@ -746,6 +747,15 @@ def test_a_norm_whose_squares_overflow_comes_first_among_the_causes() -> None:
     assert " was exactly 0 at each of 20 steps: a norm of the outputs of layer 2, which reach " in alert.message
     assert ": float32 does not hold their squares; or a loss weight of 0" in alert.message
     assert alert.remedy.startswith("smaller weights or inputs of layer 2; or a weight above 0 for")
+
+
+def test_squares_that_float64_holds_are_no_cause() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
+    with torch.no_grad():
+        model[2].weight *= 1e22
+    alert = zero_gradients_of(model, lambda y: 1 + 0 * y.sum())
+    assert " was exactly 0 at each of 20 steps: a loss weight of 0" in alert.message
 
 
 def test_outputs_that_are_clamped() -> None:

@@ -622,11 +622,13 @@ def _overflowing_squares(history: History, layers: Sites, records: int) -> tuple
     back = history.newest("output_max")
     if back > records:
         return "", ""
-    largest = history.row("output_max", back=back)
-    found = in_run_order(history, layers[(largest[layers] >= LARGEST_SQUARED) & (largest[layers] < np.inf)], back=back)
+    layout, largest = history.layout, history.row("output_max", back=back)
+    too_large = layers[(largest[layers] >= LARGEST_SQUARED) & (largest[layers] < np.inf)]
+    wide = [any(layout.sites[own].dtype == "float64" for own in layout.parameters_of(layer)) for layer in too_large]
+    found = in_run_order(history, too_large[~np.array(wide, dtype=bool)], back=back)
     if not len(found):
         return "", ""
-    name, reached = history.layout.sites[found[-1]].name, number_text(largest[found[-1]])
+    name, reached = layout.sites[found[-1]].name, number_text(largest[found[-1]])
     cause = f"a norm of the outputs of layer {name}, which reach {reached}: float32 does not hold their squares; or "
     return cause, f"smaller weights or inputs of layer {name}; or "
 
