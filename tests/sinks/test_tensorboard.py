@@ -47,6 +47,11 @@ def writer(tmp_path: Path) -> Any:
     writer.close()
 
 
+def test_a_sink_that_was_never_opened_is_closed_and_says_nothing(writer: Any, capsys: Any) -> None:
+    TensorBoard(writer=writer).close(HEALTHY)
+    assert capsys.readouterr().out == ""
+
+
 def test_vectors_come_back_bit_by_bit(writer: Any, tmp_path: Path) -> None:
     layout = layout_of(*AWKWARD)
     rng = np.random.default_rng(0)

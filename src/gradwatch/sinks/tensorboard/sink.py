@@ -114,15 +114,16 @@ class TensorBoard:
         self._record.alert(alert)
 
     def close(self, verdict: Verdict) -> None:
+        if self._run is None:
+            return
         alerts = self._record.alerts | {alert.key: alert for alert in verdict.incidents}
         known = replace(verdict, incidents=(*alerts.values(),))
         try:
             if self._said or known.incidents:
                 self._write_text(known)
-            if self._run is not None:
-                if self._tabs:
-                    self._tabs.close(known)
-                self._record.close(verdict)
+            if self._tabs:
+                self._tabs.close(known)
+            self._record.close(verdict)
             if self._said:
                 self._say_where()
         finally:
