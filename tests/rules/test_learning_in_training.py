@@ -62,6 +62,62 @@ def incidents_of(
     return {alert.rule: alert for alert in watch.alerts}
 
 
+class Weighted(L.LightningModule):
+    """Two losses weighed by parameters of the module itself, whose `forward` is not called (Kendall et al. 2018)."""
+
+    def __init__(self, *, held: bool, used: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net, self.log_vars, self.held, self.used = (
+            nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)),
+            nn.Parameter(torch.zeros(2)),
+            held,
+            used,
+        )
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        outputs = self.net(batch[0])
+        losses = torch.stack([nn.functional.mse_loss(outputs, batch[1]), outputs.square().mean()])
+        log_vars = self.log_vars if self.used else self.log_vars.detach()
+        return (losses * torch.exp(-log_vars) + log_vars).sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam((self if self.held else self.net).parameters(), lr=1e-2)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("held", "used"), [(False, True), (False, False), (True, True)])
+def test_a_parameter_of_a_module_that_does_not_run_is_in_no_optimizer(held: bool, used: bool) -> None:
+    data = [pair for inputs, targets in points(8) for pair in zip(inputs, targets, strict=True)]
+    watch = GradWatch(rules=[Frozen()], sinks=[])
+    quiet_trainer(watch, max_epochs=3, limit_train_batches=20).fit(
+        Weighted(held=held, used=used), DataLoader(data * 10, batch_size=16)
+    )
+    said = [(alert.severity, alert.sites, alert.step, alert.noticed) for alert in watch.alerts]
+    assert said == [(Severity.WARNING, ("log_vars",), 0, 9)] * (used and not held)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_part_is_in_no_optimizer() -> None:
+    class Compiled(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 1)
+            self.part = torch.compile(nn.Sequential(nn.Linear(16, 16), nn.Tanh()), backend="aot_eager")
+
+        def training_step(self, batch: Any, index: int) -> Tensor:
+            return nn.functional.mse_loss(self.last(self.part(self.first(batch[0]))), batch[1])
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adam([*self.first.parameters(), *self.last.parameters()], lr=1e-2)
+
+    watch = GradWatch(rules=[Frozen()], sinks=[])
+    data = [pair for inputs, targets in points(8) for pair in zip(inputs, targets, strict=True)]
+    quiet_trainer(watch, limit_train_batches=20).fit(Compiled(), DataLoader(data * 10, batch_size=16))
+    assert [(alert.severity, alert.sites) for alert in watch.alerts] == [(Severity.WARNING, ("part.0",))]
+
+
 class ByHand(L.LightningModule):
     """Two optimizers, of which the second steps where `steps` of the global step says so."""
 

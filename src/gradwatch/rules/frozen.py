@@ -20,6 +20,7 @@ from gradwatch.core.record import (
     NO_GRADIENT,
     NO_OPTIMIZER,
     OTHER_OPTIMIZER,
+    ROOT,
     UNMEASURABLE,
     Floats,
     Layout,
@@ -326,11 +327,15 @@ def _stood_at_a_sample(history: History) -> bool:
 
 
 def _reached(history: History, chosen: Mask) -> tuple[Sites, bool]:
-    """Those of the `chosen` parameters of the layout whose layers the backward signal reaches, and whether that is
-    known: where it is not, all of them.
+    """Those of the `chosen` parameters of the layout whose layers the backward signal reaches, or that the loss depends
+    on although their layers do not run; and whether that is known: where it is not, all of them.
     """
-    parameters, known = history.layout.parameters[chosen], history.has("signal_norm")
-    return (parameters[_is_reached(history, history.layout.owners[chosen])] if known else parameters), known
+    layout, known = history.layout, history.has("signal_norm")
+    parameters, owners = layout.parameters[chosen], layout.owners[chosen]
+    if not known or not len(parameters):
+        return parameters, known
+    without_forward = ~np.isin(owners, layout.order) & np.isin(layout.names(parameters), [*layout.reached])
+    return parameters[_is_reached(history, owners) | without_forward], True
 
 
 def _has_one_rate(history: History) -> bool:
@@ -431,12 +436,13 @@ def _unchanged_text(parameters: str, what: str, *, one: bool) -> str:
 
 
 def _named(layout: Layout, parameters: Sites) -> tuple[tuple[str, ...], str, str]:
-    """Names for `parameters`, by layer where all of a layer's are there; all of them with what they are, 'layers a, b
-    and parameter c.weight'; and the first likewise.
+    """Names for `parameters`, by layer where all of a layer's are there, and those of the model itself singly; all of
+    them with what they are, 'layers a, b and parameter c.weight'; and the first likewise.
     """
     there = np.isin(layout.parameters, parameters)
     owners = layout.owners[there]
-    whole = np.isin(owners, np.setdiff1d(owners, layout.owners[~there]))
+    singly = {*layout.owners[~there].tolist(), layout.index.get(ROOT)}
+    whole = np.array([owner not in singly for owner in owners.tolist()], dtype=bool)
     names = layout.names(dict.fromkeys(np.where(whole, owners, layout.parameters[there]).tolist()))
     layers, others = layout.names(dict.fromkeys(owners[whole].tolist())), layout.names(layout.parameters[there][~whole])
     kinds = (layers, "layer"), (others, "parameter")

@@ -19,12 +19,12 @@ from gradwatch.measure.modules.data_flow import DataFlow
 from gradwatch.measure.modules.frozen_weights import FrozenWeights
 from gradwatch.measure.modules.logit_misfit import LogitMisfit
 from gradwatch.measure.modules.loss_head import LossHead
+from gradwatch.measure.modules.loss_parameters import LossParameters
 from gradwatch.measure.modules.module_hooks import ModuleHooks, ModuleHooksReading
 from gradwatch.measure.modules.output_statistics import OutputStatistics
 from gradwatch.measure.modules.recomputed_gradients import RecomputedGradients
 from gradwatch.measure.modules.signal_statistics import SignalStatistics
 from gradwatch.measure.modules.time_step_gradients import TimeStepGradients
-from gradwatch.measure.modules.unowned_parameters import UnownedParameters
 
 FULL_HOOKS_REFUSED = (
     "signals='full': inside torch.func and in forward-mode AD, where torch's own full backward hooks raise, those of "
@@ -39,6 +39,7 @@ class LayerFlow:
     order: tuple[int, ...]
     edges: tuple[Edge, ...] | None = None
     unowned: tuple[str, ...] = ()
+    reached: frozenset[str] = frozenset()
 
 
 class SampledStep:
@@ -62,7 +63,7 @@ class SampledStep:
         self._module_hooks = ModuleHooks(statistics, self.costs)
         self.pause: ExitStack | None = None
         """Within which Python's garbage collector is paused; None while it is not."""
-        self._unowned = UnownedParameters()
+        self._parameters = LossParameters()
 
     @property
     def hooks_modules(self) -> bool:
@@ -97,7 +98,7 @@ class SampledStep:
         self._head.divisor = divisor
         self._module_hooks.on_loss(loss)
         if self.hooks_modules and model is not None:
-            self._unowned.look(loss, model)
+            self._parameters.look(loss, model)
 
     def collect(self, layout: Layout) -> ModuleHooksReading | None:
         """The statistics of the modules."""
@@ -109,7 +110,8 @@ class SampledStep:
     def flow(self) -> LayerFlow | None:
         """What is known since the last `collect`; None where no layer has run."""
         order = tuple(self._module_hooks.order)
-        return LayerFlow(order, self._data_flow.edges, self._unowned.names) if order else None
+        parameters = self._parameters
+        return LayerFlow(order, self._data_flow.edges, parameters.unowned, parameters.reached) if order else None
 
     def _resume(self) -> None:
         if self.pause is not None:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradwatch.measure.modules.unowned_parameters import LOOKS, UnownedParameters
+from gradwatch.core.record import clean_name
+from gradwatch.measure.modules.loss_parameters import LOOKS, LossParameters
 
 
 class Net(nn.Module):
@@ -26,14 +27,14 @@ class Net(nn.Module):
 
 
 def looked_at(net: nn.Module, *, step: Any = None) -> tuple[str, ...]:
-    unowned = UnownedParameters()
+    parameters = LossParameters()
     for _ in range(LOOKS):
         loss = net(torch.randn(2, 3))
-        unowned.look(loss, net)
+        parameters.look(loss, net)
         loss.backward()
         if step is not None:
             step()
-    return unowned.names
+    return parameters.unowned
 
 
 def test_layers_in_a_list_a_dict_and_in_each_other() -> None:
@@ -69,3 +70,16 @@ def test_frozen_ones_and_inputs_that_need_a_gradient_are_none() -> None:
 def test_copies_made_at_each_step_are_none() -> None:
     inner = nn.Linear(3, 3)
     assert looked_at(Net([lambda x: deepcopy(inner)(x)])) == ()
+
+
+def test_what_the_loss_depends_on_is_named_as_in_the_model() -> None:
+    net, parameters = Net(nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3).requires_grad_(False)])), LossParameters()
+    nn.utils.parametrizations.weight_norm(net.first)
+    unused = nn.Module()
+    unused.register_parameter("weight", nn.Parameter(torch.ones(3)))
+    net.add_module("unused", unused)
+    parameters.look(net(torch.randn(2, 3)), net)
+    weights = {f"first.parametrizations.weight.original{i}" for i in (0, 1)}
+    assert parameters.reached == {"first.bias", "more.0.weight", "more.0.bias"} | {
+        clean_name(weight) for weight in weights
+    }

@@ -1,4 +1,4 @@
-"""Parameters that the loss depends on, that no module of the model owns, and that no optimizer changes."""
+"""Parameters that the loss depends on: those of the model, and those that no module of the model owns."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from gradwatch.core.record import clean_name
 from gradwatch.hooks.graph_release import LEAF, MAX_UNPREPARED, release_in_a_loop
 from gradwatch.measure.modules.autograd_graph import kind_of, parents
 
@@ -22,17 +23,21 @@ MAX_DEPTH = 3
 """Containers inside containers that are searched for the name of such a parameter. Judgement."""
 
 
-class UnownedParameters:
+class LossParameters:
     """Walks the graphs of the first sampled steps from the loss to its leaves; keeps weak references only.
 
-    A copy of a model that is made anew at each step, as in meta-learning, is none; nor is a parameter that an optimizer
-    changes of which GradWatch does not know, nor one of a module in evaluation mode, such as the network of a
+    A copy of a model that is made anew at each step, as in meta-learning, is not unowned; nor is a parameter that an
+    optimizer changes of which GradWatch does not know, nor one of a module in evaluation mode, such as the network of a
     perceptual loss.
     """
 
     def __init__(self) -> None:
-        self.names: tuple[str, ...] = ()
-        """Names of their layers where they were found, "net.hidden[0]", or else their shapes: in model order."""
+        self.reached: frozenset[str] = frozenset()
+        """Names of the model's parameters in the graph of the first sampled step."""
+        self.unowned: tuple[str, ...] = ()
+        """Layers of parameters that no module owns and no optimizer changes, by where they were found,
+        "net.hidden[0]", or else the shapes of these: in model order.
+        """
         self._looks = 0
         self._versions: dict[int, tuple[weakref.ref[nn.Parameter], int]] = {}
 
@@ -40,10 +45,12 @@ class UnownedParameters:
         """A backward pass begins at `loss`, or has ended; its graph still exists."""
         if self._looks >= LOOKS or loss.grad_fn is None:
             return
-        owned = {id(parameter) for parameter in model.parameters()}
-        there = {id(leaf): leaf for leaf in _leaves(loss.grad_fn) if id(leaf) not in owned}
+        owned = {id(parameter): name for name, parameter in model.named_parameters()}
+        leaves = {id(leaf): leaf for leaf in _leaves(loss.grad_fn)}
+        there = {key: leaf for key, leaf in leaves.items() if key not in owned}
         if not self._looks:
-            # `_version` is not a public name of torch: tests/measure/test_unowned_parameters.py fails if it moves
+            self.reached = frozenset(clean_name(owned[key]) for key in leaves if key in owned)
+            # `_version` is not a public name of torch: tests/measure/test_loss_parameters.py fails if it moves
             self._versions = {key: (weakref.ref(leaf), leaf._version) for key, leaf in there.items()}
         kept = {}
         for key, (reference, version) in self._versions.items():
@@ -54,7 +61,7 @@ class UnownedParameters:
         if self._looks == LOOKS or not kept:
             self._looks = LOOKS
             found = [leaf for reference, _ in kept.values() if (leaf := reference()) is not None]
-            self.names = _names(found, model) if found else ()
+            self.unowned = _names(found, model) if found else ()
             self._versions = {}
 
 
