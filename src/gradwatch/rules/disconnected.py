@@ -29,7 +29,7 @@ from gradwatch.core.record import (
 )
 from gradwatch.rules.evidence.attention import makers_of_scores
 from gradwatch.rules.evidence.depth import FADED, faded
-from gradwatch.rules.evidence.layer_levels import bias_text, biases_of, latest
+from gradwatch.rules.evidence.layer_levels import bias_text, biases_of, latest, parameters_of_kind
 from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.records import is_alone, own_losses
 from gradwatch.rules.evidence.samples import forward_order, in_run_order, layer_before, own_sample_backs
@@ -356,12 +356,13 @@ class Disconnected(CheckedRule):
         if unhealthy.any():
             unhealthy &= ~np.isin(layers, faded(history, self.rare_records))
         layers, zeros = layers[unhealthy], zeros[unhealthy]
-        cleared = self._arrived(history, layers)
-        return [
-            self._zero(history, layers[kind], int(zeros[kind].min()), cleared=bool(cleared[kind].any()))
-            for kind in (cleared, ~cleared)
-            if kind.any()
-        ]
+        cleared, found = self._arrived(history, layers), []
+        for kind in (cleared, ~cleared):
+            if kind.any():
+                own, records = layers[kind], int(zeros[kind].min())
+                text, more = ("cleared", {}) if cleared[kind].any() else self._why_zero(history, own, records)
+                found.append(self._zero(history, own, records, text, **more))
+        return found
 
     def _weights_always_zero(self, history: History, weights: Sites, biases: Sites) -> list[Finding]:
         """Of layers whose `weights` have no gradient but 0 and whose `biases` have one; but for those to which zeros
@@ -377,27 +378,22 @@ class Disconnected(CheckedRule):
         chosen = (zeros >= self.zero_records) & ~(norms[:, weights] > 0).any(axis=0)
         if not chosen.any():
             return []
-        weights, records = weights[chosen], int(zeros[chosen].min())
-        names, n = history.layout.names(_as_they_run(history.layout, weights)), len(history)
-        wording = _worded("no_slope_of_weight", names, steps_text(history, records), "parameter")
-        norms = history.window("grad_norm", n)[:, weights]
-        onset = _onset(norms > 0, norms == 0, history.codes(n)[:, weights])
-        return [self._finding(names, records, self.zero_records, wording, onset)]
+        return [self._zero(history, weights[chosen], int(zeros[chosen].min()), "no_slope_of_weight", kind="parameter")]
 
-    def _zero(self, history: History, layers: Sites, records: int, *, cleared: bool) -> Finding:
-        """`layers`: with a gradient of exactly zero at `records` at least; `cleared`: after one had arrived."""
-        names, n = history.layout.names(_as_they_run(history.layout, layers)), len(history)
-        norms, codes = history.window("grad_norm", n)[:, layers], history.codes(n)[:, layers]
-        text, more = ("cleared", {}) if cleared else self._why_zero(history, layers, names[-1], records)
+    def _zero(self, history: History, sites: Sites, records: int, text: str, **more: str) -> Finding:
+        """`sites`: with a gradient of exactly zero at `records` at least; `text`, `more`: which of `TEXTS` says
+        why, and what is to be put in there.
+        """
+        names, n = history.layout.names(_as_they_run(history.layout, sites)), len(history)
+        norms, codes = history.window("grad_norm", n)[:, sites], history.codes(n)[:, sites]
         wording = _worded(text, names, steps_text(history, records), **more)
         onset, severity = _onset(norms > 0, norms == 0, codes), _severity(history, text, names)
         return self._finding(names, records, self.zero_records, wording, onset, severity)
 
-    def _why_zero(self, history: History, layers: Sites, last: str, records: int) -> tuple[str, dict[str, str]]:
-        """Which of `TEXTS` says why the gradient of `layers`, of which `last` is nearest the loss, is zero, and what is
-        to be put in there.
-        """
+    def _why_zero(self, history: History, layers: Sites, records: int) -> tuple[str, dict[str, str]]:
+        """Which of `TEXTS` says why the gradient of `layers` is zero, and what is to be put in there."""
         layout = history.layout
+        last = layout.names(_as_they_run(layout, layers))[-1]
         reached, zero = _has_signal(history, layers, records), _has_zero_weights(history, layers)
         if reached.all():
             several = zero.all() and all((layout.owners == site).sum() > 1 for site in layers)
@@ -531,13 +527,12 @@ def _without_parts(layout: Layout, sites: Sites) -> tuple[Sites, Sites]:
 def _weights_beside_biases(layout: Layout) -> tuple[Sites, Sites]:
     """The weights of two dimensions or more, and the biases, of layers that own one of each and nothing else."""
     found = []
-    for layer in layout.layers:
-        own = sorted(layout.parameters_of(layer).tolist(), key=lambda site: len(layout.sites[site].shape))
-        dims = [min(2, len(layout.sites[site].shape)) for site in own]
-        if dims == [1, 2] and layout.sites[own[0]].name.endswith("bias"):
-            found.append((own[1], own[0]))
-    weights, biases = np.array(found, dtype=np.intp).reshape(-1, 2).T
-    return weights, biases
+    for layer in layout.layers.tolist():
+        weights, biases = (parameters_of_kind(layout, layer, bias=bias) for bias in (False, True))
+        if len(weights) == len(biases) == 1 and len(layout.sites[weights[0]].shape) > 1:
+            found.append((weights[0], biases[0]))
+    pairs = np.array(found, dtype=np.intp).reshape(-1, 2)
+    return pairs[:, 0], pairs[:, 1]
 
 
 def _onset(gradients: Mask, absent: Mask, codes: Codes) -> int:

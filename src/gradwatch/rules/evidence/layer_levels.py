@@ -35,7 +35,7 @@ def series_of(history: History, statistic: str, site: int) -> Floats:
 
 def weights_of(history: History, layer: int) -> Floats:
     """The norm of the parameters of `layer` but for its bias, likewise."""
-    return _norm(history, _parameters(history, layer, bias=False))
+    return _norm(history, parameters_of_kind(history.layout, layer, bias=False))
 
 
 def began_at_zero(history: History, layers: Sites) -> Sites:
@@ -56,7 +56,7 @@ def biases_of(history: History, layer: int) -> Floats:
 def weights_over_usual(history: History, layer: int) -> float:
     """The norm of the weights of `layer` over the usual one, the fourth root of their number; NaN where not known."""
     sites = history.layout.sites
-    count = sum(sites[site].numel for site in _parameters(history, layer, bias=False))
+    count = sum(sites[site].numel for site in parameters_of_kind(history.layout, layer, bias=False))
     return latest(weights_of(history, layer)) / float(max(count, 1) ** 0.25)
 
 
@@ -135,14 +135,14 @@ def latest(series: Floats) -> float:
     return float(known[-1]) if len(known) else float("nan")
 
 
-def _parameters(history: History, layer: int, *, bias: bool) -> list[int]:
-    layout = history.layout
+def parameters_of_kind(layout: Layout, layer: int, *, bias: bool) -> list[int]:
+    """The biases of `layer`, or all its other parameters."""
     mine = layout.parameters_of(layer).tolist()
     return [site for site in mine if (layout.sites[site].name.rpartition(".")[2] == "bias") is bias]
 
 
 def _root_mean_square(history: History, layer: int, *, bias: bool) -> Floats:
-    mine, sites = _parameters(history, layer, bias=bias), history.layout.sites
+    mine, sites = parameters_of_kind(history.layout, layer, bias=bias), history.layout.sites
     levels: Floats = _norm(history, mine) / np.sqrt(sum(sites[site].numel for site in mine) or 1)
     return levels
 
