@@ -16,6 +16,9 @@ from gradwatch.core.guard import UserFacingError
 from gradwatch.core.loss_levels import loss_text, stuck_text
 from gradwatch.core.record import TOTAL
 
+CLOSE_AFTER = 20
+"""Measured steps without a finding after which an incident is over. Judgement."""
+
 MAX_NAMES = 4
 """Names that a line lists in full; of a longer list it has three names and the count. Judgement."""
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from gradwatch.core.alert import CONSEQUENCES, Alert, Effect, Finding, Severity, alert_to_dict
+from gradwatch.core.alert import CLOSE_AFTER, CONSEQUENCES, Alert, Effect, Finding, Severity, alert_to_dict
 from gradwatch.core.typed_values import typed
 
 OVER_AT_ONCE = ("nonfinite", "spike")
@@ -52,7 +52,7 @@ class IncidentTracker:
     found it first, where it began later. The incident is as severe as the worst of its effects.
     """
 
-    def __init__(self, *, close_after: int = 20, reopen_within: int = 200, effects_within: int = 50) -> None:
+    def __init__(self, *, close_after: int = CLOSE_AFTER, reopen_within: int = 200, effects_within: int = 50) -> None:
         self.close_after = close_after
         """Steps without a finding that close an incident, if its rule has been evaluated often enough. Judgement."""
         self.reopen_within = reopen_within

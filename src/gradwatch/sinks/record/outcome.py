@@ -8,17 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from gradwatch.core.alert import Alert, Verdict, ranked
+from gradwatch.core.alert import CLOSE_AFTER, Alert, Verdict, ranked
 from gradwatch.core.block import Block
 from gradwatch.core.loss_levels import LossLevels
 from gradwatch.sinks.record.incident_spans import Key, Span
 
 CUT_OFF = "the record has no end: the run was cut off, or is still under way"
-
-
-QUIET_STEPS = 20
-"""Measured steps of a later session after which an incident that it does not know is over. As `IncidentTracker` has it
-for one that it knows."""
 
 
 def end_of(began: float, sessions: Mapping[float, int]) -> float:
@@ -67,7 +62,7 @@ class Outcome:
                 if span.begin is None:  # an earlier session may know
                     span = span._replace(begin=self.spans.get(alert.key, span).begin)
                 self.alerts[alert.key], self.spans[alert.key], self._ends[alert.key] = alert, span, end
-        if kind == "verdict" and self._last_verdict.steps >= QUIET_STEPS:
+        if kind == "verdict" and self._last_verdict.steps >= CLOSE_AFTER:
             known = {alert.key for alert, _ in fields["alerts"]}
             for key, alert in self.alerts.items():
                 last = self._ends[key] - 1
