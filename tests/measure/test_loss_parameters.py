@@ -80,6 +80,6 @@ def test_what_the_loss_depends_on_is_named_as_in_the_model() -> None:
     net.add_module("unused", unused)
     parameters.look(net(torch.randn(2, 3)), net)
     weights = {f"first.parametrizations.weight.original{i}" for i in (0, 1)}
-    assert parameters.reached == {"first.bias", "more.0.weight", "more.0.bias"} | {
+    assert parameters.owned == {"first.bias", "more.0.weight", "more.0.bias"} | {
         clean_name(weight) for weight in weights
     }

@@ -145,7 +145,7 @@ class Layout:
     is 0 for the loss. There are no cycles. None while unknown: then the layers count as a chain in `order`."""
     unowned: tuple[str, ...] = ()
     """Layers that the loss depends on and the model does not know, by where they were found; no sites."""
-    reached: frozenset[str] = frozenset()
+    loss_parameters: frozenset[str] = frozenset()
     """Parameters that the loss of the first sampled step depends on; empty while unknown."""
     partial: bool = False
     """Whether the model has layers that are not watched."""

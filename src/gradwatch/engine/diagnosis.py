@@ -100,7 +100,7 @@ class Diagnosis:
         if len(self.history):
             known = self.history.layout
             more = replace(run.layout, order=known.order, edges=known.edges) if known.order else run.layout
-            self.history.relayout(replace(more, unowned=known.unowned, reached=known.reached))
+            self.history.relayout(replace(more, unowned=known.unowned, loss_parameters=known.loss_parameters))
         else:
             self.history = History(run.layout)
         self._judged, self._loop = None, loop
@@ -159,9 +159,10 @@ class Diagnosis:
         if new or edges != layout.edges:
             ran = (*layout.order, *(site for site in flow.order if site in new))
             layout = replace(layout, order=topological_order(ran, edges or ()), edges=edges)
-        unowned, reached = flow.unowned or layout.unowned, flow.reached or layout.reached
-        if (unowned, reached) != (layout.unowned, layout.reached):
-            layout = replace(layout, unowned=unowned, reached=reached)
+        if flow.unowned and flow.unowned != layout.unowned:
+            layout = replace(layout, unowned=flow.unowned)
+        if flow.loss_parameters and flow.loss_parameters != layout.loss_parameters:
+            layout = replace(layout, loss_parameters=flow.loss_parameters)
         if layout is not self.history.layout:
             self.history.relayout(layout)
 

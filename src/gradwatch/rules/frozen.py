@@ -334,7 +334,7 @@ def _reached(history: History, chosen: Mask) -> tuple[Sites, bool]:
     parameters, owners = layout.parameters[chosen], layout.owners[chosen]
     if not known or not len(parameters):
         return parameters, known
-    without_forward = ~np.isin(owners, layout.order) & np.isin(layout.names(parameters), [*layout.reached])
+    without_forward = ~np.isin(owners, layout.order) & np.isin(layout.names(parameters), [*layout.loss_parameters])
     return parameters[_is_reached(history, owners) | without_forward], True
 
 

@@ -32,7 +32,7 @@ class LossParameters:
     """
 
     def __init__(self) -> None:
-        self.reached: frozenset[str] = frozenset()
+        self.owned: frozenset[str] = frozenset()
         """Names of the model's parameters in the graph of the first sampled step."""
         self.unowned: tuple[str, ...] = ()
         """Layers of parameters that no module owns and no optimizer changes, by where they were found,
@@ -45,11 +45,11 @@ class LossParameters:
         """A backward pass begins at `loss`, or has ended; its graph still exists."""
         if self._looks >= LOOKS or loss.grad_fn is None:
             return
-        owned = {id(parameter): name for name, parameter in model.named_parameters()}
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
         leaves = {id(leaf): leaf for leaf in _leaves(loss.grad_fn)}
-        there = {key: leaf for key, leaf in leaves.items() if key not in owned}
+        there = {key: leaf for key, leaf in leaves.items() if key not in names}
         if not self._looks:
-            self.reached = frozenset(clean_name(owned[key]) for key in leaves if key in owned)
+            self.owned = frozenset(clean_name(names[key]) for key in leaves if key in names)
             # `_version` is not a public name of torch: tests/measure/test_loss_parameters.py fails if it moves
             self._versions = {key: (weakref.ref(leaf), leaf._version) for key, leaf in there.items()}
         kept = {}

@@ -39,7 +39,7 @@ class LayerFlow:
     order: tuple[int, ...]
     edges: tuple[Edge, ...] | None = None
     unowned: tuple[str, ...] = ()
-    reached: frozenset[str] = frozenset()
+    loss_parameters: frozenset[str] = frozenset()
 
 
 class SampledStep:
@@ -111,7 +111,7 @@ class SampledStep:
         """What is known since the last `collect`; None where no layer has run."""
         order = tuple(self._module_hooks.order)
         parameters = self._parameters
-        return LayerFlow(order, self._data_flow.edges, parameters.unowned, parameters.reached) if order else None
+        return LayerFlow(order, self._data_flow.edges, parameters.unowned, parameters.owned) if order else None
 
     def _resume(self) -> None:
         if self.pause is not None:
