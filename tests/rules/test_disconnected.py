@@ -582,13 +582,8 @@ def test_a_weight_that_is_rounded(straight: bool) -> None:
 
     model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), Quantized(16, 8), nn.Tanh(), nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with Watch(model, sinks=()) as watch:
-        for _ in range(30):
-            loss = model(torch.randn(16, 4)).square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            watch.step(optimizer, loss=loss)
-            optimizer.step()
+    watch = Watch(model, sinks=())
+    train(optimizer, lambda step: model(torch.randn(16, 4)).square().mean(), watch, steps=30)
     assert bool(watch.alerts) != straight
     for alert in watch.alerts:
         assert (alert.rule, alert.severity, alert.step, alert.noticed) == ("disconnected", "warning", 0, 19)

@@ -35,6 +35,12 @@ def points(steps: int, *, scale: float = 1.0) -> Iterator[tuple[Tensor, Tensor]]
         yield inputs, scale * torch.sin(inputs.sum(1, keepdim=True))
 
 
+def points_loader() -> DataLoader[Any]:
+    """The points of 8 batches ten times, in batches of 16."""
+    pairs = [pair for inputs, targets in points(8) for pair in zip(inputs, targets, strict=True)]
+    return DataLoader(pairs * 10, batch_size=16)  # type: ignore[arg-type]
+
+
 def incidents_of(
     model: nn.Module,
     optimizer: Any,
@@ -68,12 +74,8 @@ class Weighted(L.LightningModule):
     def __init__(self, *, held: bool, used: bool) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.net, self.log_vars, self.held, self.used = (
-            nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)),
-            nn.Parameter(torch.zeros(2)),
-            held,
-            used,
-        )
+        self.held, self.used, self.log_vars = held, used, nn.Parameter(torch.zeros(2))
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
 
     def training_step(self, batch: Any, index: int) -> Tensor:
         outputs = self.net(batch[0])
@@ -88,11 +90,9 @@ class Weighted(L.LightningModule):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("held", "used"), [(False, True), (False, False), (True, True)])
 def test_a_parameter_of_a_module_that_does_not_run_is_in_no_optimizer(held: bool, used: bool) -> None:
-    data = [pair for inputs, targets in points(8) for pair in zip(inputs, targets, strict=True)]
     watch = GradWatch(rules=[Frozen()], sinks=[])
-    quiet_trainer(watch, max_epochs=3, limit_train_batches=20).fit(
-        Weighted(held=held, used=used), DataLoader(data * 10, batch_size=16)
-    )
+    trainer = quiet_trainer(watch, max_epochs=3, limit_train_batches=20)
+    trainer.fit(Weighted(held=held, used=used), points_loader())
     said = [(alert.severity, alert.sites, alert.step, alert.noticed) for alert in watch.alerts]
     assert said == [(Severity.WARNING, ("log_vars",), 0, 9)] * (used and not held)
 
@@ -113,8 +113,7 @@ def test_a_compiled_part_is_in_no_optimizer() -> None:
             return torch.optim.Adam([*self.first.parameters(), *self.last.parameters()], lr=1e-2)
 
     watch = GradWatch(rules=[Frozen()], sinks=[])
-    data = [pair for inputs, targets in points(8) for pair in zip(inputs, targets, strict=True)]
-    quiet_trainer(watch, limit_train_batches=20).fit(Compiled(), DataLoader(data * 10, batch_size=16))
+    quiet_trainer(watch, limit_train_batches=20).fit(Compiled(), points_loader())
     assert [(alert.severity, alert.sites) for alert in watch.alerts] == [(Severity.WARNING, ("part.0",))]
 
 
@@ -154,10 +153,9 @@ class ByHand(L.LightningModule):
     ],
 )
 def test_an_optimizer_that_never_steps(steps: Callable[[int], bool], options: Any, found: bool) -> None:
-    data = [pair for inputs, targets in points(8) for pair in zip(inputs, targets, strict=True)]
     watch = GradWatch(rules=[Frozen()], sinks=[], **options)
     trainer = quiet_trainer(watch, max_epochs=3, limit_train_batches=120)
-    trainer.fit(ByHand(steps, detached=False), DataLoader(data * 10, batch_size=16))
+    trainer.fit(ByHand(steps, detached=False), points_loader())
     assert [alert.severity for alert in watch.alerts] == [Severity.NOTICE] * found
     if not found:
         assert watch.verdict.untrained == {}
@@ -179,10 +177,9 @@ def test_an_optimizer_whose_steps_lightning_does_not_report_is_not_said_to_be_id
         def optimizers(self, use_pl_optimizer: bool = True) -> Any:
             return [super().optimizers()[0], super().optimizers(use_pl_optimizer=False)[1]]  # type: ignore[index]
 
-    data = [pair for inputs, targets in points(8) for pair in zip(inputs, targets, strict=True)]
     watch = GradWatch(rules=[Frozen()], sinks=[])
     trainer = quiet_trainer(watch, max_epochs=3, limit_train_batches=120)
-    trainer.fit(Raw(lambda batch: True, detached=False), DataLoader(data * 10, batch_size=16))
+    trainer.fit(Raw(lambda batch: True, detached=False), points_loader())
     assert watch.alerts == ()
     assert watch.verdict.untrained == {}
     assert "use_pl_optimizer=False" in watch.verdict.notes[0]
@@ -190,10 +187,9 @@ def test_an_optimizer_whose_steps_lightning_does_not_report_is_not_said_to_be_id
 
 @pytest.mark.filterwarnings("ignore")
 def test_an_optimizer_that_has_nothing_to_do_need_not_step() -> None:
-    data = [pair for inputs, targets in points(8) for pair in zip(inputs, targets, strict=True)]
     watch = GradWatch(rules=[Frozen()], sinks=[])
     trainer = quiet_trainer(watch, max_epochs=3, limit_train_batches=120)
-    trainer.fit(ByHand(lambda batch: False, detached=True), DataLoader(data * 10, batch_size=16))
+    trainer.fit(ByHand(lambda batch: False, detached=True), points_loader())
     assert watch.alerts == ()
 
 
@@ -626,16 +622,15 @@ def test_sums_over_neighbours_make_outputs_too_large(mean: bool) -> None:
     adjacency = torch.ones(100, 100) / (100 if mean else 1)
     layers = nn.ModuleList([nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 4)])
     optimizer = torch.optim.Adam(layers.parameters(), lr=1e-2)
-    with Watch(layers, rules=[Exploding()], sinks=(), budget=None) as watch:
-        for _ in range(20):
-            hidden = nodes
-            for layer in layers:
-                hidden = adjacency @ layer(hidden.relu() if layer is not layers[0] else hidden)
-            loss = nn.functional.cross_entropy(hidden, kinds)
-            optimizer.zero_grad()
-            loss.backward()
-            watch.step(optimizer, loss=loss)
-            optimizer.step()
+
+    def loss_of(step: int) -> Tensor:
+        hidden = nodes
+        for layer in layers:
+            hidden = adjacency @ layer(hidden.relu() if layer is not layers[0] else hidden)
+        return nn.functional.cross_entropy(hidden, kinds)
+
+    watch = Watch(layers, rules=[Exploding()], sinks=(), budget=None)
+    train(optimizer, loss_of, watch, steps=20)
     assert bool(watch.alerts) != mean
     for alert in watch.alerts:
         assert (alert.severity, alert.step, alert.noticed) == (Severity.WARNING, 0, 2)
