@@ -12,7 +12,7 @@ import nox
 
 VERSIONS = {
     # the floors of pyproject.toml; numpy 2 and setuptools 81 are younger than that tensorboard
-    "oldest": ("torch==2.6.0", "lightning==2.4.0", "tensorboard==2.16.0", "numpy<2", "setuptools<81"),
+    "oldest": ("torch==2.6.0", "lightning==2.4.0", "tensorboard==2.16.2", "numpy<2", "setuptools<81"),
     "development": ("-c", "constraints.txt"),
     "newest": (),
 }
