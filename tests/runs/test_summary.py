@@ -356,4 +356,6 @@ def test_without_pyarrow_and_pandas_it_is_said(tmp_path: Path, capsys: Any, monk
     for name in ("pyarrow", "pyarrow.parquet", "pandas"):
         monkeypatch.setitem(sys.modules, name, None)
     assert main(["export", str(tmp_path / "run"), "--to", str(tmp_path / "x.parquet")]) == 2
-    assert "Parquet needs pyarrow or pandas" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "Parquet needs pyarrow or pandas" in said
+    assert "(import of pandas halted; None in sys.modules)" in said

@@ -47,8 +47,9 @@ def run(options: argparse.Namespace) -> int:
         found = read(options.path, progress=progress)
     try:
         (write_csv if out.suffix.lower() == ".csv" else write_parquet)(found, options.statistic, out)
-    except ImportError:
-        return complain("export", "Parquet needs pyarrow or pandas with an engine for it; --to FILE.csv needs neither")
+    except ImportError as error:
+        needs = "Parquet needs pyarrow or pandas with an engine for it; --to FILE.csv needs neither"
+        return complain("export", f"{needs} ({error})")
     series = found.values[options.statistic]
     thinned = f", one of every {series.every} of a long run" if series.every > 1 else ""
     print(f"{counted(len(series.steps), 'step')} x {len(found.names):,} columns{thinned}")
