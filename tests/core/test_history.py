@@ -202,6 +202,11 @@ def test_wrong_names_name_the_nearest() -> None:
             history.series("grad_norm", no_name)  # type: ignore[arg-type]
 
 
+def test_before_the_first_fit_every_series_is_empty() -> None:
+    assert History(Layout(())).series("grad_norm").shape == (0,)
+    assert History(Layout(())).series("grad_norm", "l1").shape == (0,)
+
+
 def test_every_reason_has_words() -> None:
     reasons = [code.reason for code in Missing]
     assert len(set(reasons)) == len(reasons)

@@ -155,6 +155,8 @@ class History:
         NaN where it was not measured. Numbers of the whole step, such as "loss", have no site. Raises KeyError for an
         unknown statistic or site; the error names similar ones.
         """
+        if not len(self.layout):  # before the first fit
+            return np.empty(0)
         place = 0 if site is None else self.layout.find(site)
         if self._end and statistic not in self._scalars and not self.has(statistic):
             raise KeyError(f"no statistic named {statistic!r} was measured; there are {', '.join(self.statistics())}")
