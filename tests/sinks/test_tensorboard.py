@@ -231,8 +231,8 @@ def test_the_alerts_are_one_table_that_grows(writer: Any, tmp_path: Path) -> Non
     sink.close(HEALTHY)
     rows = text_in(tmp_path).splitlines()[6:]
     assert [row.split(" | ")[0] for row in rows] == [
-        "| warning: vanishing, since step 3, until 8",
-        "| error: exploding, since step 5, still open",
+        "| warning: vanishing in a\\|b, since step 3, until 8",
+        "| error: exploding in blocks\\[0\\], since step 5, still open",
     ]
 
 
@@ -244,7 +244,7 @@ def test_the_last_table_is_the_verdicts(writer: Any, tmp_path: Path) -> None:
     sink.alert(alert_of("vanishing", "a"))
     sink.close(Verdict((alert_of("vanishing", "a", "b", closed_step=6),), 10, 2, 0.0, {}))
     (row,) = text_in(tmp_path).splitlines()[6:]
-    assert row.startswith("| warning: vanishing, since step 3, until 6 | a, b |")
+    assert row.startswith("| warning: vanishing in a, b, since step 3, until 6 |")
 
 
 def test_names_mean_nothing_to_markdown_and_html() -> None:
@@ -253,8 +253,8 @@ def test_names_mean_nothing_to_markdown_and_html() -> None:
     message = f"See {AWKWARD[4]} & `code`\n~~x~~ [link](http://x)."
     alert = alert_of("vanishing", *AWKWARD[:4], message=message, remedy=r"a\b")
     html = markdown_to_safe_html(alerts_table([alert]))
-    assert html.count("<td>") == 4
-    assert "<td>blocks[0], a|b, __init__, x_*y*_z</td>" in html
+    assert html.count("<td>") == 3
+    assert "<td>warning: vanishing in blocks[0], a|b, __init__, x_*y*_z, since step 3" in html
     assert "<td>See &lt;b&gt;bold&lt;/b&gt; &amp; `code` ~~x~~ [link](http://x).</td>" in html
     assert r"<td>a\b</td>" in html
     assert "<a " not in html

@@ -32,11 +32,11 @@ def verdict_markdown(verdict: Verdict, folder: str) -> str:
 
 def alerts_table(alerts: Iterable[Alert]) -> str:
     """The alerts as a Markdown table, oldest first; few columns, because TensorBoard breaks words in narrow ones."""
-    lines = ["| alert | layers | evidence | try |", "|---|---|---|---|"]
+    lines = ["| alert | evidence | try |", "|---|---|---|"]
     for alert in sorted(alerts, key=lambda alert: alert.step):
         until = "still open" if alert.closed_step is None else f"until {alert.closed_step}"
-        what = f"{alert.severity}: {alert.rule}, {alert.since}, {until}"
-        cells = map(escaped, (what, alert.where, alert.message, alert.remedy))
+        what = f"{alert.severity}: {alert.rule} in {alert.where}, {alert.since}, {until}"
+        cells = map(escaped, (what, alert.message, alert.remedy))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
