@@ -312,11 +312,16 @@ def test_a_jump_of_the_gradient_that_is_known_to_do_no_more_is_not_blamed() -> N
             steps(5, gradients=2.0, clipped=0.1) + steps(1, updates=30.0),
             "a smaller lr in configure_optimizers: gradients are clipped to a norm of 0.1 already.",
         ),
+        (
+            steps(5, updates=0.5, momentum=0.9) + steps(1, updates=30.0, momentum=0.9),
+            "lr=0.0006 in configure_optimizers: step 0 would have moved the weights by up to 0.003 of their size, and "
+            "momentum=0.9 adds up 10 such steps.",
+        ),
         (steps(5, momentum=0.99) + steps(1, updates=30.0, momentum=0.99), "momentum=0.9 in configure_optimizers."),
     ],
 )
 def test_remedies_go_by_what_was_measured(rows: list[dict[str, Any]], remedy: str) -> None:
-    last = {"loss": 7.0, "lr": 0.1, **({"momentum": 0.99} if "momentum" in rows[-1] else {})}
+    last = {"loss": 7.0, "lr": 0.1} | {name: rows[-1][name] for name in ("momentum",) if name in rows[-1]}
     assert only(judge_steps(Divergence(), net(3), [*rows, last])[-1]).remedy == remedy
 
 

@@ -173,9 +173,13 @@ def measured_remedy(history: History, back: int) -> str:
     if not len(at_this_rate) or not moved[at_this_rate[0]] > SANE_SHARE:
         return ""
     first = int(at_this_rate[0])
-    rate = rates[-back] * GOOD_SHARE / moved[first]
-    then = f"step {history.steps[-backs[first]]} would have moved the weights by up to {GOOD_SHARE:g} of their size"
-    return f"lr={number_text(rate, 1)} in configure_optimizers: {then}."
+    share, step, momentum = GOOD_SHARE, history.steps[-backs[first]], history.number("momentum", back=back)
+    summed = ""
+    if momentum > 0 and step == 0:  # later steps have its sum in them
+        share *= 1 - momentum
+        summed = f", and momentum={number_text(momentum, 2)} adds up {1 / (1 - momentum):.0f} such steps"
+    then = f"step {step} would have moved the weights by up to {number_text(share, 1)} of their size{summed}"
+    return f"lr={number_text(rates[-back] * share / moved[first], 1)} in configure_optimizers: {then}."
 
 
 def _smaller_rate(history: History, back: int) -> str:
