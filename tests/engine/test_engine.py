@@ -350,18 +350,33 @@ def test_zeros_that_are_left_where_a_layer_was_frozen_are_no_gradient() -> None:
     assert watch.history[20].missing["0.weight"] == Missing.FROZEN.reason
 
 
+def assigned(layer: nn.Module) -> nn.Module:
+    layer.load_state_dict({name: 2 * tensor for name, tensor in layer.state_dict().items()}, assign=True)
+    return layer
+
+
 @pytest.mark.parametrize(
-    ("bias", "words"),
-    [(True, "2 new or replaced parameters: 2.weight, 2.bias"), (False, "1 new or replaced parameter: 2.weight")],
+    ("replaced", "words"),
+    [
+        (lambda layer: nn.Linear(WIDE, 3), "2 new or replaced parameters: 2.weight, 2.bias"),
+        (lambda layer: nn.Linear(WIDE, 3, bias=False), "1 new or replaced parameter: 2.weight"),
+        (assigned, "2 new or replaced parameters: 2.weight, 2.bias"),
+        (
+            nn.utils.parametrizations.weight_norm,
+            "2 new or replaced parameters: 2.weight.original0, 2.weight.original1",
+        ),
+    ],
 )
-def test_replaced_parameter_is_adopted(bias: bool, words: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_replaced_parameter_is_adopted(
+    replaced: Callable[[nn.Module], nn.Module], words: str, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("INFO", logger="gradwatch")
     model = wide_net()
 
     def replace_layer(step: int, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         if step != 3:
             return optimizer
-        model[2] = nn.Linear(WIDE, 3, bias=bias)
+        model[2] = replaced(model[2])
         return torch.optim.SGD(model.parameters(), lr=0.1)
 
     run(model, steps=6, change=replace_layer)
