@@ -220,25 +220,26 @@ class InParts(torch.autograd.Function):
     """Gives its input its gradient, and a second one by a backward pass inside its own."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.weight = weight
+    def forward(ctx: Any, x: Tensor, module: nn.ParameterList) -> Tensor:
+        ctx.module = module  # no input: a part that comes from elsewhere does not wait for this one
         return x * 1
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         with torch.enable_grad():
-            (2 * ctx.weight).sum().backward()
+            (2 * ctx.module[0]).sum().backward()
         return gradients[0], None
 
 
 @pytest.mark.parametrize("first", [True, False])
 def test_a_gradient_that_comes_in_parts(first: bool) -> None:
-    """As under a reentrant checkpoint: each part is one arrival."""
+    """As under a reentrant checkpoint: each part is one arrival. `first`: that of the pass inside comes first."""
     weight, x = nn.Parameter(torch.ones(3)), torch.ones(3, requires_grad=True)
     norms = hooks_for([weight])
     norms.arm()
-    inside = InParts.apply(x, weight).sum()
-    ((weight * 3).sum() + inside if first else inside + (weight * 3).sum()).backward()
+    makes = [lambda: (weight * 3).sum(), lambda: InParts.apply(x, nn.ParameterList([weight])).sum()]
+    parts = [make() for make in (makes if first else makes[::-1])]  # what is made last goes back first
+    torch.stack(parts).sum().backward()
     assert weight.grad is not None
     assert weight.grad.tolist() == [5.0] * 3
     assert value_of(taken_from(norms)) == pytest.approx(3 * 4.0 + 3 * 9.0)
@@ -250,7 +251,7 @@ def test_a_gradient_that_came_before_a_pass_inside_of_the_pass() -> None:
     weight, head, x = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3)), torch.ones(3, requires_grad=True)
     norms = hooks_for([weight, head])
     norms.arm()
-    (InParts.apply(x, weight) * head).sum().backward()
+    (InParts.apply(x, nn.ParameterList([weight])) * head).sum().backward()
     assert head.grad is not None
     assert head.grad.tolist() == [1.0] * 3
     assert value_of(taken_from(norms)) == pytest.approx(3 * 4.0 + 3 * 1.0)
