@@ -88,7 +88,7 @@ class GradientHooks:
         def act(gradient: Tensor | None) -> Tensor | None:
             owner, weight = this(), parameter()
             # a gradient that is differentiated again is a user's result, not what an optimizer uses
-            if gradient is None or gradient.requires_grad or owner is None or weight is None:
+            if gradient is None or torch.is_grad_enabled() or owner is None or weight is None:
                 return None
             if not owner._alive() or is_capturing():
                 return None
