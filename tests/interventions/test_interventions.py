@@ -188,6 +188,27 @@ def test_in_hooks_siblings_are_untouched() -> None:
     assert watch.verdict.notes == ()
 
 
+class WithoutGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
+def test_in_hooks_a_gradient_that_is_not_there() -> None:
+    """A custom Function may give a parameter none: torch calls its hooks with None."""
+    model, x = nn.Linear(3, 3), torch.ones(3, requires_grad=True)
+    with Watch(model, interventions=[Scale(0.5, at="hook")], sinks=()) as watch:
+        (WithoutGradient.apply(x, model.weight) + model.bias).sum().backward()
+        assert model.weight.grad is None
+        assert model.bias.grad.tolist() == [0.5] * 3
+        watch.step(torch.optim.SGD(model.parameters()))
+    assert watch.verdict.notes == ()
+
+
 def test_what_needs_several_gradients_cannot_be_in_a_hook() -> None:
     with pytest.raises(ValueError, match="at='hook': it needs the gradients of several parameters at once"):
         train_with([Clip(1.0, at="hook")])
