@@ -602,6 +602,7 @@ def test_hooks_are_gone_after_a_failure(error: type[BaseException]) -> None:
         with pytest.raises(error), backward_hook(model[0], nothing, how=how), backward_hook(model[1], nothing, how=how):
             model(torch.ones(1, 2, requires_grad=True))
         assert hooks_on(model) == []
+        assert all(layer._is_full_backward_hook is None for layer in model), "torch would refuse other hooks"
 
 
 def test_a_call_that_failed_does_not_confuse_the_next() -> None:
