@@ -900,6 +900,15 @@ def test_where_the_host_cannot_see_the_slots(monkeypatch: pytest.MonkeyPatch) ->
     run(wide_net(), steps=12, rules=())
 
 
+def test_modules_are_hooked_at_sampled_steps_alone() -> None:
+    hooked: list[bool] = []
+    records = run(
+        wide_net(), steps=30, edit=lambda model, step: hooked.append(any(m._forward_hooks for m in model.modules()))
+    )
+    assert hooked == ["signal_norm" in record.fresh for record in records]
+    assert {*hooked} == {False, True}
+
+
 def test_the_time_in_module_hooks_is_counted() -> None:
     """It is what the budget is about: a tap that takes long makes the sampled steps dear."""
     model = wide_net()
