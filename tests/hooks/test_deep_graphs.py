@@ -25,7 +25,7 @@ TRAININGS: dict[str, tuple[str, dict[str, Any]]] = {
     "auto, deeper": ("residual nodes tapped", {"size": 4_000, **SMALL}),
     "full": ("cell", {"size": 2_200, "signals": "full", **SMALL}),
     "off": ("cell nodes", {"size": 2_200, "signals": "off", **SMALL}),
-    "clipped signals": ("calls", {"size": 2_200, "signals": "off", "clipped": True, **SMALL}),
+    "clipped signals": ("calls", {"size": 5_000, "signals": "off", "clipped": True, **SMALL}),
     "toolbox": ("calls summed", {"size": 2_200, "act": "tools", **SMALL}),
     "gradcam": ("images", {"size": 2_200, "act": "maps", **SMALL}),
 }
