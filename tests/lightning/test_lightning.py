@@ -195,11 +195,13 @@ def test_hooks_go_when_training_fails(place: str, package: str) -> None:
 @pytest.mark.parametrize("package", quick.cases(PACKAGES, PACKAGES[:1]))
 @pytest.mark.parametrize("bar", [False, True])
 def test_watch_outlives_the_model(bar: bool, package: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """After the fit the callback holds numbers only."""
+    """After the fit, and after an evaluation that follows it, the callback holds numbers only."""
     watch = GradWatch(sinks=(Memory(),))
     module = architecture_module(package, "mlp")
     bars = [import_module(f"{package}.callbacks").TQDMProgressBar()] if bar else []
     trainer = fit_architecture(package, module, watch, *bars, enable_progress_bar=bar)
+    module.validation_step = lambda batch, batch_idx: None
+    trainer.validate(module, DataLoader(torch.zeros(1)), verbose=False)  # type: ignore[arg-type]
     gone = weakref.ref(module)
     del module, trainer, bars
     gc.collect()
