@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 import quick
 from architectures import CATALOGUE
 from gradwatch import GradWatch, Watch
+from gradwatch.core.alert import AlertRaised
 from gradwatch.sinks.memory import Memory
 from reference import bits, gradient_norms, hooks_on
 from training import quiet_trainer
@@ -249,6 +250,16 @@ def test_engine_failure_at_the_start_leaves_the_fit_alone(
     alone = architecture_module("lightning.pytorch", "mlp")
     fit_architecture("lightning.pytorch", alone)
     assert bits(module) == bits(alone)
+
+
+def test_a_fit_that_an_alert_ends_keeps_its_weights() -> None:
+    module = architecture_module("lightning.pytorch", "mlp")
+    loss = CATALOGUE["mlp"].loss
+    module.training_step = lambda _, batch_idx: loss(module.model, batch_idx) * (np.nan if batch_idx == 3 else 1.0)
+    with pytest.raises(AlertRaised):
+        fit_architecture("lightning.pytorch", module, GradWatch(sinks=(), on_alert="raise"))
+    assert len(module.before) == 3, "the step itself is not taken"
+    assert all(parameter.isfinite().all() for parameter in module.parameters())
 
 
 def test_no_match_is_said_at_fit_start() -> None:
