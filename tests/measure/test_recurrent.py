@@ -502,10 +502,10 @@ def test_an_activation_in_a_loop_has_no_time_steps() -> None:
 # the rules
 
 
-def history_of(growths_: Any, losses: Any, *, jump: float = 0.3) -> History:
+def history_of(growths_: Any, losses: Any, *, jump: float = 0.3, input_rms: float = NAN) -> History:
     history = History(layout(["rnn", "head"]))
     for step, (grown, loss) in enumerate(zip(growths_, losses, strict=True)):
-        numbers = {"time_growth": grown, "time_jump": jump, "time_steps": 40.0}
+        numbers = {"time_growth": grown, "time_jump": jump, "time_steps": 40.0, "input_rms": input_rms}
         values = {"grad_norm": np.ones(len(history.layout))}
         for name, number in numbers.items() if grown is not None else ():
             values[name] = np.full(len(history.layout), NAN)
@@ -564,6 +564,13 @@ def test_fading_is_judged_between_samples_too() -> None:
     assert faded(history_of([-9.0] * 3 + [None] * 98, [2.0] * 101)) is None
     assert faded(history_of([-9.0] * 2 + [None] * 98, [2.0] * 100)) is None
     assert faded(history_of([-5.0] * 3 + [None] * 97, [2.0] * 100)) is None
+
+
+def test_a_layer_with_large_inputs_forgets_because_of_them() -> None:
+    found = faded(history_of([-9.0] * 100, [2.0] * 100, input_rms=400.0))
+    assert found
+    assert found.message.endswith("Its inputs have a root mean square of 400, where sigmoids and tanh are flat.")
+    assert found.remedy == "(x - mean) / std of the training data before layer rnn."
 
 
 def incidents_of(

@@ -78,7 +78,7 @@ class Vanishing(CheckedRule):
     """The layers on the input side get next to nothing of what layers after them get; or no layer gets anything."""
 
     name: ClassVar[str] = "vanishing"
-    needs: ClassVar[frozenset[str]] = frozenset({"grad_norm", "signal_norm", "time_growth", "weight_norm"})
+    needs: ClassVar[frozenset[str]] = frozenset({"grad_norm", "signal_norm", "time_growth", "weight_norm", "input_rms"})
 
     signal_dex: float = 3.5
     """Decades by which the signals of a layer and of all before it are below the strongest after it. Prototype."""

@@ -13,6 +13,7 @@ from gradwatch.core.number_text import number_text
 from gradwatch.core.record import Floats, Layout, Mask, Sites
 from gradwatch.rules.evidence.baseline import first_and_last_loss, median_and_spread
 from gradwatch.rules.evidence.depth import ABRUPT_SHARE, ONSET_SAMPLES
+from gradwatch.rules.evidence.layer_levels import UNSCALED_INPUT_RMS, latest, series_of
 from gradwatch.rules.evidence.records import own_losses
 from gradwatch.rules.evidence.samples import RECENT_RECORDS, onset_of, own_sample_backs
 from gradwatch.rules.evidence.wording import ratio_text
@@ -95,7 +96,7 @@ def faded_through_time(history: History, *, dex: float, records: int) -> Finding
         f"for {records} samples; up to {ratio_text(dex)} is normal. The loss has not improved since the start "
         f"({number_text(loss[0], 3)}, now {number_text(loss[1], 3)}): what came {lost} in a sequence cannot be learnt."
     )
-    cause, remedy = _forgetting(layout, worst)
+    cause, remedy = _forgetting(history, worst)
     names, layer = layout.names(sites), layout.sites[worst].name
     text, backs = f"{message} {cause}", _samples(history, ONSET_SAMPLES)
     onset = int(onset_of(np.asarray((history.at("time_growth", backs)[:, sites] <= -dex).any(axis=1)), backs))
@@ -149,9 +150,15 @@ def _recurrent_weight(layout: Layout, site: int) -> str:
     return names[0]
 
 
-def _forgetting(layout: Layout, site: int) -> tuple[str, str]:
+def _forgetting(history: History, site: int) -> tuple[str, str]:
     """Why a layer forgets over its time steps, and what to change."""
-    kind, weight = layout.sites[site].module, _recurrent_weight(layout, site)
+    layout = history.layout
+    layer, kind = layout.sites[site].name, layout.sites[site].module
+    rms = latest(series_of(history, "input_rms", site))
+    if rms > UNSCALED_INPUT_RMS:
+        cause = f"Its inputs have a root mean square of {number_text(rms, 3)}, where sigmoids and tanh are flat."
+        return cause, f"(x - mean) / std of the training data before layer {layer}."
+    weight = _recurrent_weight(layout, site)
     bias = weight.replace("weight_hh", "bias_hh")
     if kind in GATED and bias in layout.index:
         gate = "forget" if kind.startswith("LSTM") else "update"
