@@ -624,6 +624,29 @@ def test_an_embedding_that_runs_next_is_no_norm() -> None:
     assert alert.sites == ("first",)
 
 
+class OwnsAToken(nn.Module):
+    """A parameter of its own beside the layers inside, of which the first gets its input."""
+
+    def __init__(self, second: nn.Module) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.patch, self.token, self.second = nn.Linear(8, 8), nn.Parameter(torch.zeros(8)), second
+        self.last = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.last(torch.relu(self.second(self.patch(x) + self.token)))
+        return output
+
+
+@pytest.mark.parametrize("around", [False, True])
+def test_the_input_of_a_module_around_others_is_for_its_first_layer_to_weigh(around: bool) -> None:
+    sites = ("0.patch" if around else "patch",)
+    for second, expected in ((nn.Identity(), [sites]), (nn.LayerNorm(8), [])):
+        model = OwnsAToken(second)
+        alerts = incidents_of(nn.Sequential(model) if around else model, scale=5000.0, lr=1e-9)
+        assert [alert.sites for alert in alerts if alert.rule == "input_scale"] == expected
+
+
 class AtTheBoundary(nn.Module):
     """A layer that is called with the input, of which derivatives are taken, and with zeros: u'' and u(0)."""
 

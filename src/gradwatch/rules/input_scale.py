@@ -11,7 +11,7 @@ import numpy as np
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import OPENING, History
 from gradwatch.core.number_text import number_text
-from gradwatch.core.record import Floats, Mask, Sites
+from gradwatch.core.record import Floats, Mask, Sites, module_of, modules_around
 from gradwatch.rules.evidence.baseline import is_stuck
 from gradwatch.rules.evidence.recent_rows import ROUNDING, RecentRows
 from gradwatch.rules.evidence.samples import RECENT_RECORDS, in_run_order, lasted, onset_of, samples, throughout
@@ -202,8 +202,12 @@ class InputScale(CheckedRule):
 
 
 def _sensitive(history: History, sites: Sites) -> Sites:
-    """Those of `sites` that are no norm and no embedding, and that no norm follows at once."""
+    """Those of `sites` that are no norm and no embedding, and that no norm follows at once; none that is a module around
+    other layers, whose input is theirs.
+    """
     layout, ran = history.layout, in_run_order(history, history.layout.layers)
+    around = {part for name in layout.names(ran) for part in modules_around(name)}
+    ran = ran[[module_of(name) not in around for name in layout.names(ran)]]
     no_norm = np.isin(ran, layout.without_class(ran, "Norm"))
     weighing = np.isin(ran, layout.without_class(ran[np.isin(ran, sites)], "Norm", "Embedding"))
     return np.asarray(ran[weighing & np.append(no_norm[1:], True)])
