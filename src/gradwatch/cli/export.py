@@ -52,6 +52,6 @@ def run(options: argparse.Namespace) -> int:
         return complain("export", f"{needs} ({error})")
     series = found.values[options.statistic]
     thinned = f", one of every {series.every} of a long run" if series.every > 1 else ""
-    print(f"{counted(len(series.steps), 'step')} x {len(found.names):,} columns{thinned}")
+    print(f"{counted(len(series.steps), 'step')} x {len(found.table(options.statistic)):,} columns{thinned}")
     print(printable(out))
     return OK
