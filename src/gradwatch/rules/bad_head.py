@@ -147,8 +147,7 @@ class BadHead(CheckedRule):
         taken = throughout(misfits[:, sites] < self.misfit, self.records)
         if not taken.any():
             return None
-        ran = in_run_order(history, sites[taken])
-        site = int(ran[-1]) if len(ran) else int(sites[taken][0])
+        site = int(in_run_order(history, sites[taken])[-1])
         activation = history.layout.sites[site]
         squash = "sigmoid" if activation.module == "Sigmoid" else "softmax"
         what = f"the {activation.module} {activation.name}"

@@ -253,9 +253,9 @@ class Dead(CheckedRule):
 
 
 def _passed_by(flow: Paths, going: Mask, place: int) -> int | None:
-    """A layer with a gradient (`going`) that reaches the loss through the one at `place` alone, the nearest if any."""
+    """A layer with a gradient (`going`) that reaches the loss through the one at `place` alone, which has none."""
     own = np.arange(len(flow)) == place
-    found = np.flatnonzero(flow.only_through(own) & going & ~own)
+    found = np.flatnonzero(flow.only_through(own) & going)
     return int(found[-1]) if len(found) else None
 
 

@@ -94,8 +94,7 @@ class Underflow(CheckedRule):
         if rounded or (zeros < 1).any():
             return rounded
         # nothing but zeros since the start: rounding, if there is a loss whose gradient they should be
-        last = history.scalar("loss", self.samples)
-        return bool(np.all(np.isfinite(last) & (last > 0)))
+        return bool(np.all(history.scalar("loss", self.samples) > 0))
 
     def _finding(
         self, history: History, zeros: Floats, rms: Floats, bottom: Mask, onset: int, under_scaler: bool
@@ -104,7 +103,7 @@ class Underflow(CheckedRule):
         sites = layout.names(layout.layers[bottom])
         share = float(np.nanmean(zeros[:, bottom]))
         rest, part = rms[:, bottom], 1 - zeros[:, bottom]
-        there = (part > 0) & (rest > 0)
+        there = part > 0
         what = f"In {len(sites)} of {np.count_nonzero(~np.isnan(zeros[-1]))} layers with float16 signals"
         if there.any():
             usual = float(np.median(rest[there] / np.sqrt(part[there])))
