@@ -281,6 +281,7 @@ def test_what_was_learnt_had_lowered_the_loss() -> None:
     assert was_learnt(played(*({"loss": 2.0 - 0.05 * k} for k in range(20))))
     assert not was_learnt(played((20, {"loss": 2.0})))
     assert not was_learnt(played(*({"loss": 2.0 - 0.005 * k} for k in range(20)))), "by less than a tenth"
+    assert not was_learnt(played(*({"loss": 2.0 - 0.05 * k + 2 * (k == 18)} for k in range(20)))), "less than it varies"
 
 
 def test_the_loss_is_as_high_as_at_the_start_where_it_is() -> None:

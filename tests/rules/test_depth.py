@@ -122,6 +122,10 @@ def test_a_factor_between_two_layers_is_told_by_their_outputs(outputs: float, fa
     remedy = found.remedy
     assert ("a factor makes what passes small" in found.message) == bool(factor)
     assert remedy.startswith(f"x * {factor} before layer fc3: its outputs are 10000 times as " if factor else "a norm")
+    record(history, signals=[2e6, 1e6, 3e6, 0.5, 1.0, 0.8])
+    found = only(Exploding()(history))
+    assert found.message.endswith(f"between layers fc3 and fc2: a factor{', or large weights' * (not factor)}.")
+    assert found.remedy.startswith(f"x * {factor} before layer fc3: " if factor else "nn.init.kaiming_normal_ for the")
 
 
 def test_vanishing_abrupt_names_the_edge() -> None:

@@ -42,6 +42,7 @@ def alert_of_training(
     loss_of: Callable[[Tensor], Tensor] = lambda y: y.square().mean(),
     before: Callable[[int], object] = lambda step: None,
     rate_before: float = 1e-3,
+    dtype: torch.dtype = torch.float32,
 ) -> Alert:
     """The one incident of a training whose batch `bad` holds a NaN; `before` is called before each step; the one before
     that batch has the rate `rate_before`.
@@ -51,7 +52,7 @@ def alert_of_training(
 
     def loss(step: int) -> Tensor:
         optimizer.param_groups[0]["lr"] = rate_before if step == bad - 1 else 1e-3
-        x = torch.randn(16, 4)
+        x = torch.randn(16, 4, dtype=dtype)
         if step == bad:
             x[3, 2] = NAN
         return loss_of(model(x))
@@ -93,6 +94,16 @@ def test_the_first_that_runs() -> None:
     alert = alert_of_training(model)
     assert alert.layer == "0"
     assert "is that of layer 0, the first to run, and what comes into it is finite: it overflows" in alert.message
+
+
+def test_float16_overflows() -> None:
+    model = mlp().half()
+    model[2].weight.data.fill_(65504.0)
+    model[0].weight.data.fill_(4.0)
+    alert = alert_of_training(model, dtype=torch.float16)
+    assert alert.layer == "2"
+    assert alert.message.endswith(" float16 holds 65,504 at most.")
+    assert alert.remedy == "torch.autocast(device_type, torch.bfloat16): bfloat16 has the range of float32."
 
 
 def test_an_activation() -> None:
@@ -172,21 +183,24 @@ def test_the_backward_pass_between_two_layers() -> None:
     assert "it was made in the backward pass between layer 3, whose gradient is finite, and layer 0" in alert.message
 
 
-def test_the_step_of_an_optimizer() -> None:
-    model = mlp()
+@pytest.mark.parametrize("half", [False, True])
+def test_the_step_of_an_optimizer(half: bool) -> None:
+    model = mlp().half() if half else mlp()
 
     def spoil(step: int) -> None:
         if step == 1:
             model[2].weight.grad = torch.full_like(model[2].weight, INF)  # as 0 / 0 in an optimizer of half precision
 
-    alert = alert_of_training(model, before=spoil)
+    alert = alert_of_training(model, before=spoil, dtype=model[0].weight.dtype)
     assert (alert.layer, alert.step) == ("2", 2)
     assert alert.message == (
         "No layer has a finite gradient; the weights of layer 2 are not finite since the step before, whose gradients "
         "were: the optimizer's own step made them so, by a division of 0 by 0 or an overflow, or code that wrote to "
-        "the weights after it."
+        "the weights after it." + " The weights are in float16, in which Adam's eps=1e-8 is 0." * half
     )
-    assert alert.remedy == ("a finite lr and an eps above 0, and a look at what else writes to the weights.")
+    scaled = "float32 weights, torch.autocast and torch.amp.GradScaler, or eps=1e-4 for Adam."
+    anew = "a finite lr and an eps above 0, and a look at what else writes to the weights."
+    assert alert.remedy == (scaled if half else anew)
 
 
 def test_weights_that_never_were() -> None:
