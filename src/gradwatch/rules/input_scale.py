@@ -201,8 +201,8 @@ class InputScale(CheckedRule):
 
 
 def _sensitive(history: History, sites: Sites) -> Sites:
-    """Those of `sites` that are no norm and no embedding, and that no norm follows at once; none that is a module around
-    other layers, whose input is theirs.
+    """Those of `sites` that are no norm and no embedding, and that no norm follows at once; no module around other
+    layers, whose input is theirs.
     """
     layout, ran = history.layout, in_run_order(history, history.layout.layers)
     around = {part for name in layout.names(ran) for part in modules_around(name)}
