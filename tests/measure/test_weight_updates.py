@@ -31,7 +31,8 @@ def test_against_float64() -> None:
     shapes = [(8, 8)] * 20 + [(8,)] * 3 + [(5,), (70, 70), (300, 300), (300, 300), (0,), ()]
     kinds = [torch.float32, torch.float32, torch.float32, torch.bfloat16, torch.float64]
     weights = [torch.randn(shape).to(kinds[i % len(kinds)]) for i, shape in enumerate(shapes)]
-    weights[1] *= 1e-25  # at the edge of float32: had again in float64
+    for i, scale in ((1, 1e-25), (2, 1e25), (8, 1e25)):  # at the edges of float32: had again in float64
+        weights[i] *= scale
     room, updates = buffer(len(weights)), UpdateNorms(sizes(weights))
     for _ in range(3):
         old = [weight.clone() for weight in weights]
