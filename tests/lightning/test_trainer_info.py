@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections import UserDict
+from dataclasses import make_dataclass
 from typing import Any
 
 import lightning.pytorch as pl
@@ -87,6 +88,7 @@ def test_a_model_without_parameters_is_left_alone(caplog: pytest.LogCaptureFixtu
         ({"text": ["a", "b"], "ids": torch.zeros(2, 7)}, 2),
         (UserDict(ids=torch.zeros(3, 7)), 3),
         ((0, {"x": (None, torch.zeros(6))}), 6),
+        (make_dataclass("Graphs", ["name", "nodes"])("a", torch.zeros(8, 2)), 8),
         (torch.zeros(()), 0),
         (["a", 1, None], 0),
         ([[[[[torch.zeros(3)]]]]], 0),
