@@ -1,4 +1,4 @@
-"""The diagnosis takes a state before or after its run is opened, and one that does not fit leaves it as it was."""
+"""The diagnosis goes on from a state, and one that does not fit leaves it as it was."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ from synthetic_history import net, noise, record
 from synthetic_records import block_of
 
 
-def diagnosis(layout: Layout | None) -> Diagnosis:
+def diagnosis(layout: Layout) -> Diagnosis:
     made = Diagnosis(default_rules(), (), on_alert=lambda alert: None)
-    if layout is not None:
-        made.open(Run(layout, ""))
+    made.open(Run(layout, ""))
     return made
 
 
@@ -32,18 +31,6 @@ def saved(records: int = 30) -> tuple[Layout, dict[str, Any]]:
     return net(3).layout, made.state_dict()
 
 
-def test_a_state_may_come_before_the_run_is_opened() -> None:
-    layout, state = saved()
-    early, late = diagnosis(None), diagnosis(layout)
-    early.load_state_dict(state)
-    assert len(early.history) == 0
-    early.open(Run(layout, ""))
-    late.load_state_dict(state)
-    for made in (early, late):
-        assert made.history.steps == list(range(30))
-        assert made.verdict(0.0).steps == 30
-
-
 def test_a_run_that_grows_keeps_what_it_was_given() -> None:
     layout, state = saved()
     made = diagnosis(layout)
@@ -53,20 +40,16 @@ def test_a_run_that_grows_keeps_what_it_was_given() -> None:
     assert made.history.steps == list(range(30))
     assert made.history.layout.sites is grown.sites
     assert made.history.layout.order == layout.order
+    assert made.verdict(0.0).steps == 30
 
 
-def test_a_state_that_does_not_fit_leaves_the_run_open() -> None:
+def test_a_state_of_another_model_changes_nothing() -> None:
     _, state = saved()
-    early, other = diagnosis(None), net(9).layout
-    early.load_state_dict(state)
+    made = diagnosis(net(9).layout)
     with pytest.raises(ValueError, match="another model"):
-        early.open(Run(other, ""))
-    assert early.history.layout is other
-    late = diagnosis(other)
-    with pytest.raises(ValueError, match="another model"):
-        late.load_state_dict(state)
-    assert len(late.history) == 0
-    assert late.verdict(0.0).steps == 0
+        made.load_state_dict(state)
+    assert len(made.history) == 0
+    assert made.verdict(0.0).steps == 0
 
 
 def test_a_state_that_lacks_a_part_changes_nothing() -> None:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from gradwatch import Clip, GradWatch, SkipNonFinite, Stop, Watch, Zero
 from gradwatch.engine.interventions import gates
-from gradwatch.engine.interventions.active_intervention import ActiveIntervention
 from gradwatch.interventions import Intervention
 
 BAD = (3, 4, 9)
@@ -466,13 +465,3 @@ def test_fused_sgd_whose_first_step_is_refused_on_the_device_begins_at_the_next(
     finally:
         torch.use_deterministic_algorithms(deterministic)
     assert same(skipped[-1], expected[-1])
-
-
-def test_counts_that_were_loaded_are_kept_until_the_first_step() -> None:
-    """A checkpoint may be saved before it, as by `trainer.save_checkpoint` in `on_train_start`."""
-    resumed = ActiveIntervention(0, SkipNonFinite())
-    fresh, state = resumed.state_dict(), resumed.state_dict() | {"gate": [9, 3], "memory": {"level": 2.0}}
-    resumed.load_state_dict(state)
-    assert resumed.state_dict() == state
-    resumed.load_state_dict(fresh)
-    assert resumed.state_dict() == fresh

@@ -87,16 +87,11 @@ class Diagnosis:
         """The latest records as a block; None where something has changed them."""
         self._reached: NDArray[np.bool_] = np.zeros(0, dtype=bool)
         """Sites that got a gradient at least once."""
-        self._waiting: Mapping[str, Any] | None = None
-        """A state that was loaded before its run was opened."""
         self._inherited: frozenset[tuple[str, int]] = frozenset()
         """Incidents from a loaded state, by rule and step; they were reported before the run was interrupted."""
 
     def open(self, run: Run, loop: LoopKind = "automatic") -> None:
-        """Begin a run, or go on with one whose layout has grown. `loop`: in whose terms alerts are written.
-
-        Raises ValueError where a state was loaded before that does not fit it; the run is open all the same.
-        """
+        """Begin a run, or go on with one whose layout has grown. `loop`: in whose terms alerts are written."""
         if len(self.history):
             known = self.history.layout
             more = replace(run.layout, order=known.order, edges=known.edges) if known.order else run.layout
@@ -106,9 +101,6 @@ class Diagnosis:
         self._judged, self._loop = None, loop
         self.dispatcher.open(run)
         self._open = True
-        state, self._waiting = self._waiting, None
-        if state is not None:
-            self.load_state_dict(state)
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to raise the alerts of an uninterrupted one: tensors, numbers and text.
@@ -126,16 +118,13 @@ class Diagnosis:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state: at once if the run is open, otherwise when it is opened; before the first record.
+        """Go on from a state, when the run is open and before its first record.
 
         Raises ValueError, and changes nothing, where the state is of another version or model, or damaged.
         """
         version = state.get("version") if isinstance(state, Mapping) else None
         if version != STATE_VERSION:
             raise ValueError(f"the state is of version {version!r}, this GradWatch knows version {STATE_VERSION}")
-        if not self._open:
-            self._waiting = state
-            return
         if self._recorded:
             raise ValueError(f"the run has {self._recorded} records of its own already")
         history, incidents, losses = History(self.history.layout), IncidentTracker(), LossLevels()

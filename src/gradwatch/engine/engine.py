@@ -257,8 +257,9 @@ class Engine:
 
     @guard
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`, before the first step. One that does not fit is declined with one line in the log, and
-        changes nothing; one that is loaded later, as after a search for a learning rate in mid-fit, is ignored.
+        """Continue from `state`, after `attach` and before the first step. One that does not fit is declined with one
+        line in the log, and changes nothing; one that is loaded later, as after a search for a learning rate in
+        mid-fit, is ignored.
         """
         if self.source.step_count:
             return
@@ -281,8 +282,8 @@ class Engine:
         except Exception as error:
             why = damage(error)
             logger.warning("GradWatch's interventions declined the state in the checkpoint and start anew: %s", why)
-        if self._reader is not None:
-            self._reader.follow(self.diagnosis.history.layout)  # the checkpoint may have more tapped tensors
+        assert self._reader is not None
+        self._reader.follow(self.diagnosis.history.layout)  # the checkpoint may have more tapped tensors
         self._next = self._optimizers.next_index()
         self._arm(self._next)
 

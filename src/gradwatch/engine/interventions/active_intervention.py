@@ -49,21 +49,19 @@ class ActiveIntervention:
         """Whether it has left steps to the fp16 scaler, which skips them itself."""
         self.ended: str | None = None
         """Why it has ended the training, or would have; None where it has not."""
-        self._waiting: Mapping[str, Any] | None = None
-        """A memory that was loaded before the action was created."""
 
     def __str__(self) -> str:
         return str(self.intervention)
 
     def begin(self, scope: ParameterScope, *, sharded: bool) -> None:
-        """Create the action; its memory is one that was loaded, or that of the action before it. `sharded`: whether
-        parameters are, whose hooks are never called.
+        """Create the action; its memory is that of the action before it. `sharded`: whether parameters are, whose hooks
+        are never called.
 
         Raises CannotAct where `at="hook"` cannot be.
         """
         before = self._memory_state()
         self.action = self.intervention.begin(scope)
-        self._load_memory(self._waiting or before)
+        self._load_memory(before)
         self.hooked = not sharded and self._acts_in_hooks()
 
     def summary(self) -> str:
@@ -90,13 +88,9 @@ class ActiveIntervention:
         self._load_memory(state["memory"])
 
     def _memory_state(self) -> dict[str, Any] | None:
-        if self.action is None:
-            return None if self._waiting is None else dict(self._waiting)
-        return self.action.memory.state_dict() if self.action.memory else None
+        return self.action.memory.state_dict() if self.action and self.action.memory else None
 
     def _load_memory(self, state: Mapping[str, Any] | None) -> None:
-        """Load the memory of the action; if there is no action yet, when it begins."""
-        self._waiting = None if self.action else state
         if self.action and self.action.memory and state is not None:
             self.action.memory.load_state_dict(state)
 
