@@ -240,7 +240,7 @@ def test_clipping_by_value_clips_both_signs_under_a_loss_scale_too(scale: float)
 def test_norms_before_constant_factors_in_hooks_are_known_of_several_passes() -> None:
     model = nn.Linear(3, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    interventions = [Scale(0.5, at="hook"), Zero(until=1, at="hook")]
+    interventions = [Scale(0.5, at="hook"), Zero(until=1, at="hook"), Scale(4.0, at="hook", dry_run=True)]
     assert str(interventions[1]) == "Zero for 1 steps"
     with Watch(model, interventions=interventions, sinks=()) as watch:
         for _ in range(2):
