@@ -171,5 +171,4 @@ def norm_ratio(before: Tensor, after: Tensor, changed: Tensor) -> Tensor:
     ratio = torch.where(
         (before > 0) & (before < inf), after / before, torch.nan
     )  # norms: one kernel less than isfinite
-    ratio = torch.where(before == after, 1.0, ratio)
     return torch.where(changed & (after < inf), ratio, 1.0)
