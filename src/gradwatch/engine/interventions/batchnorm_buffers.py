@@ -54,7 +54,6 @@ class BatchNormBuffers:
             self._hooks.add(norm.register_load_state_dict_post_hook(UncopiedHook(loaded)))
         if not self._saved:
             self.save()
-            self.end_batch()
 
     def detach(self) -> None:
         """Release the model."""
