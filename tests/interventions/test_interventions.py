@@ -253,6 +253,18 @@ def test_norms_before_constant_factors_in_hooks_are_known_of_several_passes() ->
     assert watch.history.series("grad_norm_clipped")[1] == pytest.approx(5.0)
 
 
+def test_schedules_in_hooks_count_steps_that_were_skipped() -> None:
+    model = nn.Linear(3, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Watch(model, interventions=[Scale(lambda step: 10.0**step, at="hook"), SkipNonFinite()], sinks=()) as watch:
+        for value in (1.0, math.nan, 1.0):
+            optimizer.zero_grad()
+            model(torch.full((3,), value)).sum().backward()
+            watch.step(optimizer)
+            optimizer.step()
+    assert model.weight.grad.tolist() == [[100.0] * 3]
+
+
 def test_scale_and_zero_follow_their_schedules() -> None:
     interventions = [Scale(lambda step: 0.5**step, layers="0"), Scale(-2.0, layers="2"), Zero(layers="4", until=2)]
     _, watch, pairs = train_with(interventions, steps=4)
