@@ -228,6 +228,7 @@ def test_two_fits_and_validation_double_nothing() -> None:
         trainer.fit(module, loader, loader)
         assert len(memory.records) == 4 * fits
         assert len(watch.history) == 4
+        assert all("signal_norm" in record.fresh for record in memory.records)
         assert hooks_on(module, *trainer.optimizers) == []
     compare(memory.records, module.before, "grad_norm", 1e-5)
     assert attached
