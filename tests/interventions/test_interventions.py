@@ -235,6 +235,7 @@ def test_clipping_by_value_clips_both_signs_under_a_loss_scale_too(scale: float)
         watch.step(optimizer)
         scaler.step(optimizer)
     torch.testing.assert_close(before - model.weight.detach(), torch.tensor([[-0.5, 0.25, 0.5]]))
+    assert watch.history.series("clip_factor")[0] == pytest.approx(0.75 / 4.25)
 
 
 def test_norms_before_constant_factors_in_hooks_are_known_of_several_passes() -> None:
