@@ -13,16 +13,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
-from gradwatch import Watch
+from gradwatch import GradWatch, Watch
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
 from gradwatch.core.record import Missing
 from gradwatch.rules import Collapse, Divergence, Frozen, Rule, Stalled
 from gradwatch.rules.collapse import _codes_of
+from models import module_of
 from quick import examples
 from synthetic_history import INF, NAN, USUAL, findings, judge_steps, jump, layout, net, only, silent, steps, still
-from training import train
+from training import quiet_trainer, train
 
 # ---- collapse
 
@@ -451,6 +453,25 @@ def test_a_layer_of_whose_output_nothing_is_made_is_off_on_purpose(used: bool, f
     frozen = [alert.layer for alert in watch.alerts if alert.rule == "frozen"]
     assert frozen == ["blocks.3.rest.0"] * used
     assert len(watch.alerts) == used + (not finite)
+
+
+class InAList(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.head = [nn.Linear(8, 8)], nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layers[0](x))
+
+
+@pytest.mark.usefixtures("quiet")
+def test_layers_in_a_list_are_found_in_a_training() -> None:
+    watch = GradWatch(sinks=[])
+    module = module_of(InAList(), lambda net, batch, step: net(batch).square().mean(), lr=1e-3)
+    quiet_trainer(watch).fit(module, DataLoader(torch.randn(12, 4, 8), batch_size=None))  # type: ignore[arg-type]
+    (alert,) = [alert for alert in watch.alerts if alert.rule == "frozen"]
+    assert "which no module of the model owns" in alert.message
+    assert "layers[0]" in alert.message
 
 
 def behind_what_trains(head: nn.Linear) -> list[tuple[str, str]]:
