@@ -79,6 +79,15 @@ def test_every_gradient_is_the_references(dtype: torch.dtype, exact: float) -> N
     assert watch.history.series("clip_rate", "first").tolist() == [1.0] * 4
 
 
+def test_a_gradient_of_zeros_counts_as_unchanged() -> None:
+    model = nn.Linear(3, 1)
+    with Watch(model, interventions=[AdaptiveClip(1e-6)], sinks=()) as watch:
+        model(torch.zeros(1, 3)).sum().backward()
+        watch.step(torch.optim.SGD(model.parameters()))
+    assert watch.history.series("clip_factor", "weight")[0] == 1.0
+    assert watch.history.series("clip_factor", "bias")[0] < 1e-4
+
+
 def test_of_sparse_gradients_the_rows_that_are_there() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 2))
