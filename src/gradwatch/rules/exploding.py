@@ -267,7 +267,7 @@ class Exploding(CheckedRule):
             remedy = f"nn.init.orthogonal_ for the weight_hh of layer {after}, and gradient clipping."
         elif change.abrupt:
             large = weights_over_usual(history, layout.index[after]) >= LARGE_RATIO
-            factor = factor_text(history, layer, after)  # empty where they are
+            factor = factor_text(history, layer, after)  # empty where the weights are large
             what = "the weights are large" if large else "a factor" if factor else "a factor, or large weights"
             cause = f"Most is gained between layers {after} and {layer}: {what}."
             remedy = f"nn.init.kaiming_normal_ for the weights of layer {after}, and no constant factor before it."

@@ -106,10 +106,11 @@ class InputScale(CheckedRule):
         """Whether one of the first losses was far over the first, or the layer that runs first has no gradient now."""
         first = in_run_order(history, history.layout.layers)[:1]
         norms, losses = history.window("grad_norm", 3), history.scalar("loss", len(history))
-        if len(norms) == 3 and (norms[:, first] == 0).all():
+        if len(first) and len(norms) == 3 and (norms[:, first] == 0).all():
             return True
-        highest = np.fmax.reduce(np.abs(losses[:OPENING]))
-        return history.whole and bool(highest >= self.loss_jump * abs(losses[0]) > 0)
+        if not history.whole or not np.isfinite(losses[:OPENING]).any():
+            return False
+        return bool(np.nanmax(np.abs(losses[:OPENING])) >= self.loss_jump * abs(losses[0]) > 0)
 
     def _zeros(self, history: History, levels: Floats, backs: Sites) -> Sequence[Finding]:
         """All that comes from outside is zero, as far as it was measured, and so what the first layer gets."""

@@ -94,7 +94,8 @@ class Underflow(CheckedRule):
         if rounded or (zeros < 1).any():
             return rounded
         # nothing but zeros since the start: rounding, if there is a loss whose gradient they should be
-        return bool(np.all(history.scalar("loss", self.samples) > 0))
+        last = history.scalar("loss", self.samples)
+        return bool(np.all(np.isfinite(last) & (last > 0)))
 
     def _finding(
         self, history: History, zeros: Floats, rms: Floats, bottom: Mask, onset: int, under_scaler: bool
