@@ -189,7 +189,7 @@ def test_rows_are_sent_on_as_a_block() -> None:
     rows = block(diagnosis, [{"gradients": float(step), "loss": 1.0} for step in range(8)])
     diagnosis.judge(rows)
     diagnosis.amend({}, {"skipped": 1.0})
-    diagnosis.emit(8)
+    diagnosis.dispatcher.block(diagnosis.history.block(8))
     (sent,) = got
     np.testing.assert_array_equal(sent.values["grad_norm"], rows.values["grad_norm"])
     assert sent.steps.tolist() == list(range(8))

@@ -383,6 +383,27 @@ def test_ctrl_c_in_the_middle_of_it_lays_nothing_to_another_step(calm: tuple[Tra
     assert all("skipped" not in record.scalars for record in late.records)
 
 
+@pytest.mark.parametrize("extended", [False, True])
+def test_ctrl_c_while_a_block_joins_the_history_sends_no_row_twice(
+    calm: tuple[Training, Late], monkeypatch: pytest.MonkeyPatch, extended: bool
+) -> None:
+    training, late = calm
+    extend = History.extend
+
+    def interrupted(history: History, block: Block) -> None:
+        if extended:
+            extend(history, block)
+        raise KeyboardInterrupt
+
+    for _ in range(ROWS - 1):
+        training.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(History, "extend", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            training.step()
+    assert [record.step for record in late.records] == [*range(CALM + ROWS)]
+
+
 def test_the_graph_of_a_loss_is_freed(calm: tuple[Training, Late]) -> None:
     training, _ = calm
     x = torch.ones(3, requires_grad=True)

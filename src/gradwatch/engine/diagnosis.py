@@ -83,8 +83,6 @@ class Diagnosis:
         self.judged_step = 0
         """`Record.step` of the record that is being judged, or was last."""
         self._losses = LossLevels()
-        self._judged: Block | None = None
-        """The latest records as a block; None where something has changed them."""
         self._reached: NDArray[np.bool_] = np.zeros(0, dtype=bool)
         """Sites that got a gradient at least once."""
         self._inherited: frozenset[tuple[str, int]] = frozenset()
@@ -98,7 +96,7 @@ class Diagnosis:
             self.history.relayout(replace(more, unowned=known.unowned, loss_parameters=known.loss_parameters))
         else:
             self.history = History(run.layout)
-        self._judged, self._loop = None, loop
+        self._loop = loop
         self.dispatcher.open(run)
         self._open = True
 
@@ -159,7 +157,6 @@ class Diagnosis:
         """Add the rows of `block` to the history, and judge them in their order."""
         self.history.extend(block)
         self._losses.add(block.scalars, block.optimizers)
-        self._judged = block
         measured = (block.codes == MEASURED).any(axis=0)
         more = len(measured) - len(self._reached)
         self._reached = (np.pad(self._reached, (0, more)) if more else self._reached) | measured
@@ -186,18 +183,6 @@ class Diagnosis:
     def amend(self, values: Mapping[str, Floats], scalars: Mapping[str, float]) -> None:
         """Complete the record with what was measured after the step."""
         self.history.amend(values, scalars)
-        self._judged = None
-
-    def emit(self, n: int, *, before: int = 0) -> None:
-        """`n` records are complete: send them on. They are the latest, but for the last `before` of them."""
-        if not self.dispatcher:
-            return
-        block, layout = self._judged, self.history.layout
-        if block is None or len(block) != n + before:
-            block = self.history.block(n + before)
-        elif block.layout is not layout:
-            block = replace(block, layout=layout)
-        self.dispatcher.block(block.rows(0, n) if before else block)
 
     def close(self, overhead: float) -> None:
         """The run is over: the verdict to the sinks, once."""

@@ -210,7 +210,7 @@ class StepQueue:
             self._diagnosis.judge(block)
         finally:  # also where Ctrl-C ends the judging
             if ended:
-                self._diagnosis.emit(ended, before=len(steps) - ended)
+                self._diagnosis.dispatcher.block(block.rows(0, ended) if ended < len(steps) else block)
         for step in unseen:
             self._unseen(step)
 
@@ -221,6 +221,7 @@ class StepQueue:
         (norms,) = self._diagnosis.history.window("grad_norm", 1)
         values, scalars, unseen = self._builder.after(step, norms, self._overhead.share)
         self._diagnosis.amend(values, scalars)
-        self._diagnosis.emit(1)
+        if self._diagnosis.dispatcher:
+            self._diagnosis.dispatcher.block(self._diagnosis.history.block(1))
         if unseen:
             self._unseen(step)
