@@ -103,18 +103,19 @@ def test_quiet_steps_are_worked_on_together(calm: tuple[Training, Late]) -> None
 
 
 def test_a_run_begins_with_its_first_step_and_goes_on_with_one_block() -> None:
-    """What is known of the layers since that step ends no block."""
-    sizes: list[int] = []
+    """What is known of the layers since that step ends no block, and each says it."""
+    blocks: list[Block] = []
 
     class Blocks(Memory):
         def block(self, block: Block) -> None:
-            sizes.append(len(block))
+            blocks.append(block)
 
     training = Training(sinks=(Blocks(),), signals="auto", activations="auto")
     with training.watch:
         for _ in range(20):
             training.step()
-    assert sizes == [1, 19]
+    assert [len(block) for block in blocks] == [1, 19]
+    assert [block.layout.names(block.layout.order) for block in blocks] == [("0", "2")] * 2
 
 
 def test_slow_steps_wait_for_nothing(calm: tuple[Training, Late], timeless: list[float]) -> None:

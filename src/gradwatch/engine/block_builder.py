@@ -99,7 +99,7 @@ class BlockBuilder:
         measured = (codes == MEASURED).any(axis=1)
         names = dict.fromkeys([name for step in steps for name in step.scalars])
         block = Block(
-            steps[-1].reading.layout,
+            self._diagnosis.history.layout,
             np.array([step.info.step for step in steps], dtype=np.int64),
             np.array([step.info.axis for step in steps], dtype=np.int64),
             np.array([step.optimizer_number for step in steps], dtype=np.int64),
