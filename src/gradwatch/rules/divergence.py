@@ -44,7 +44,7 @@ from gradwatch.rules.evidence.wording import capitalized, distance_text, name_te
 from gradwatch.rules.rule import CheckedRule
 
 LOSSES_AFTER_STEP = 4
-"""Losses in a row, all but one of which are raised after a large step whose effect lasts. Measured: tiny weights before
+"""Latest losses, all but one of which are raised after a large step whose effect lasts. Measured: tiny weights before
 a norm recover in two, and the loss of a transformer that diverges may dip once."""
 
 STEP_RISE_SHARE = 0.3
@@ -338,9 +338,8 @@ def _worse(before: Floats, after: Floats, *, passing: bool) -> bool:
     highest, size = before.max(), float(np.median(np.abs(before)))
     if not passing:
         return bool(after.max() > highest + RISE_SHARE * size)
-    late = after[-LOSSES_AFTER_STEP:]
-    risen = int(np.count_nonzero(late > highest + STEP_RISE_SHARE * size))
-    return len(late) == LOSSES_AFTER_STEP and risen >= LOSSES_AFTER_STEP - 1
+    risen = after[-LOSSES_AFTER_STEP:] > highest + STEP_RISE_SHARE * size
+    return bool(np.count_nonzero(risen) >= LOSSES_AFTER_STEP - 1)
 
 
 def _why_long(history: History, back: int, *, records: int) -> tuple[str, str, str, int]:
