@@ -381,6 +381,7 @@ def test_an_effect_of_an_effect_belongs_to_the_first_cause() -> None:
     assert [effect.rule for effect in alert.effects] == ["exploding", "vanishing"]
 
 
+    assert len(tracker.open_faults) == len(tracker.state_dict()["alerts"]) == 2, "one, however often it returns"
 def test_what_a_finding_says_follows_from_it_is_an_effect() -> None:
     tracker = IncidentTracker()
     run(tracker, range(1), replace(VANISHING, effects=(Effect("starved", ("a",)),)))

@@ -172,7 +172,7 @@ class IncidentTracker:
             place = self._recent(rule, step, found)
             if place is None:
                 return False
-            if place in self._cause and (found[0].independent or not self._explained(place, step)):
+            if place in self._cause and (found[0].independent or not self._explained(place)):
                 return False
             if self._is_louder(found[0], place) or not self._belong(found, place):
                 return False
@@ -222,13 +222,11 @@ class IncidentTracker:
         quiet = place not in self._cause and self._faults[place].severity is Severity.NOTICE
         return quiet and finding.severity is not Severity.NOTICE
 
-    def _explained(self, effect: int, step: int) -> bool:
-        """Whether the closed effect, found again at `step`, still follows from its cause. A spike is over at once, and
-        the next one needs its cause to be there.
+    def _explained(self, effect: int) -> bool:
+        """Whether the closed effect, found again, still follows from its cause. A spike is over at once, and the next
+        one needs its cause to be there.
         """
-        cause = self._faults[self._cause[effect]]
-        over = cause.closed_step is not None and step - cause.closed_step > self.effects_within
-        return not over or self._faults[effect].rule != "spike"
+        return self._faults[self._cause[effect]].closed_step is None or self._faults[effect].rule != "spike"
 
     def _open_fault(self, rule: str, step: int, found: Sequence[Finding], onset: int) -> None:
         """Open an incident, or an effect where its cause is open or recent. `onset`: its step."""
