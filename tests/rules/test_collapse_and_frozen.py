@@ -67,6 +67,12 @@ def test_decay_that_halves_the_weights() -> None:
     decayed = [{**row, "weight_decay": 0.9} for row in shrinking(7, 10)]
     assert findings(judge_steps(Collapse(), net(4), decayed))[0].remedy == (
         f"weight_decay=0.0007 in configure_optimizers: {then}"
+def test_a_decay_begins_where_weights_that_drifted_fall_fast() -> None:
+    sizes = np.concatenate([0.999 ** np.arange(20), 0.98 * 0.5 ** (np.arange(1, 10) / 7)])
+    outcome = judge_steps(Collapse(), net(4), [{"weights": USUAL * size, "lr": 0.1} for size in sizes])
+    assert only(outcome[-1]).onset == 9
+
+
     )
     little = [{**row, "weight_decay": 0.1} for row in shrinking(7, 10)]
     assert "the penalty" in findings(judge_steps(Collapse(), net(4), little))[0].remedy

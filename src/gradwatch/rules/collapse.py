@@ -186,13 +186,13 @@ class Collapse(CheckedRule):
         return [Finding(self.name, Severity.WARNING, names[0], names, half_life, limit, text, remedy, onset, headline)]
 
     def _falls_since(self, norms: Floats, backs: Sites, own: Sites, *, known: int) -> int:
-        """The first sample with fallen weights, of those since which they fall at every sample and at half the limit's
-        rate at least; the sample after `known`, since which they fall in all, or an earlier one.
+        """The first sample with fallen weights, of those since which they fall at half the limit's rate at least; the
+        sample after `known`, since which they fall in all, or an earlier one.
         `norms`: shape [samples, layers]; `own`: steps up to each sample.
         """
         with np.errstate(divide="ignore", invalid="ignore"):
             halvings = np.median(np.log2(norms[:-1] / norms[1:]), axis=1)
-        fast = (np.diff(norms, axis=0) < 0).all(axis=1) & ~(halvings < SLOWEST_SHARE * np.diff(own) / self.half_life)
+        fast = ~(halvings < SLOWEST_SHARE * np.diff(own) / self.half_life)
         fast[known:] = True
         return int(backs[len(backs) - in_a_row(fast)])
 
