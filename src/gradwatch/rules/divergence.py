@@ -370,7 +370,7 @@ def _why_high(history: History, onset: int) -> tuple[str, str, str, int] | None:
     """
     passes, jump = summed_passes(history), last_jump(history, rate=onset, gradient=1)
     if not maximizes(history):
-        if not isinstance(jump, RateJump) and (shift := _shift(history, onset)):
+        if shift := _shift(history, onset):
             if _learns_anew(history, onset):
                 return None
             jump = shift
@@ -383,7 +383,7 @@ def _why_high(history: History, onset: int) -> tuple[str, str, str, int] | None:
             return cause, better_rate(history, back=onset), "", onset
         return cause, jump.remedy, jump.text, jump.back
     cause, remedy = jump.cause, jump.remedy
-    if not jump.threw and grew_alike(history, jump.back):
+    if grew_alike(history, jump.back):
         cause = (
             f"{cause.rstrip('.')}, and the loss and the gradients of all layers grew by about the same factor there, "
             "as where a sum replaces a mean in the loss or a weight of it changes."
