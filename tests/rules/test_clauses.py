@@ -575,6 +575,61 @@ def test_outputs_that_grew_with_their_weights() -> None:
 
 def test_an_input_that_is_large_in_a_layer_with_a_bias() -> None:
     def large(*, bias: bool) -> str:
+def test_an_input_that_is_large_now_and_finite() -> None:
+    history = net(3)
+    for late in (5e3, 5e3, 5e3, 1.0):
+        record(history, loss=1.0)
+        sampled(history, input_rms=[5e3, late, INF], input_max=[9e3, late, INF])
+    assert only(InputScale()(history)).sites == ("fc0",)
+
+
+@pytest.mark.parametrize(
+    ("names", "products", "found"),
+    [
+        ("a.q a.k", [200, 200, 200], True),
+        ("a.q a.k", [50, 200, 200], False),
+        ("a.q a.k", [200, 200, INF], False),
+        ("a.q a.k a.q_norm", [200, 200, 200], False),
+        ("a.q a.k b.q_norm", [200, 200, 200], True),
+        ("a.q a.k a.norm", [200, 200, 200], True),
+    ],
+)
+def test_queries_and_keys_that_are_large_and_not_normed(names: str, products: list[float], found: bool) -> None:
+    history = History(layout(names.split()))
+    for product in products:
+        record(history)
+        sampled(history, output_rms=[product, *[1.0] * names.count(" ")])
+    assert bool(ActBlowup()(history)) is found
+
+
+def test_small_growth_that_a_user_asks_for_is_found() -> None:
+    history = net(2)
+    for step in range(12):
+        record(history, loss=1.0)
+        sampled(history, output_rms=[1.0, 2.0 ** max(0, step - 6)])
+    assert ActBlowup(growth_dex=0.4, beyond_dex=0.4, growing=100)(history)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "weights", "words"),
+    [
+        ([10, 1e2, 1e3, 1e4], [9, 9, 9, 9], "as is usual at the start of a training"),
+        ([10, 1e2, 1e3, 1e4], [9, 1, 1, 1], ""),
+        ([1, 1, 2e3, 1e4], [1, 1, 1, 1], "although the weights are not large"),
+        ([9, 72, 576, 4608], [1, 1, 1, 1], ""),
+        ([1, 0, 1e4, 1e4], [1, 1, 1, 1], ""),
+    ],
+    ids=["most weights", "some weights", "a factor", "step by step", "from nothing"],
+)
+def test_outputs_that_start_large(outputs: list[float], weights: list[float], words: str) -> None:
+    history = net(4)
+    for _ in range(3):
+        record(history, loss=1e5)
+        sampled(history, input_rms=1.0, output_rms=outputs, weight=np.array(weights) * 500**0.25)
+    found = Exploding()(history)
+    assert (words in said(only(found))) if words else not found
+
+
         shape = layout(["fc0", "fc1"])
         if not bias:
             sites = tuple(s._replace(name=s.name.replace("bias", "gain")) for s in shape.sites)

@@ -186,4 +186,4 @@ def _normed(names: Sequence[str], query: str) -> bool:
     """Whether there is a norm of queries beside them: q_norm, norm_q, query_norm, q_layernorm."""
     prefix = query[: query.rfind(".") + 1]
     beside = [name.removeprefix(prefix).lower() for name in names if name.startswith(prefix)]
-    return any("norm" in name and "." not in name and "q" in name.replace("norm", "") for name in beside)
+    return any("norm" in name and "q" in name.replace("norm", "") for name in beside)

@@ -226,8 +226,6 @@ def _lost_each_step(history: History, names: tuple[str, ...], onset: int) -> tup
     own = own_records(history)
     own = own[own <= onset]
     rates, weights = history.scalar("lr", onset), history.window("weight_norm", onset)
-    if len(own) < 2:
-        return 0.0, 0.0
     rates = rates[-own]
     sites = [history.layout.index[name] for name in names]
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -264,8 +262,6 @@ def _unwritten(history: History, layers: Sites, backs: Sites) -> Sites:
     """Those of the samples `backs` since something other than the optimizer last wrote any of `layers`: clipped or
     pruned them, say.
     """
-    if len(backs) < 2:
-        return backs
     written = np.flatnonzero(outside_writes(history, layers, backs, grew=False).any(axis=1))
     return backs[written[-1] + 1 :] if len(written) else backs
 

@@ -266,7 +266,7 @@ class Divergence(CheckedRule):
         calm = float(np.quantile(before[np.isfinite(before)], 0.25)) if np.isfinite(before).any() else 0.0
         fast = abs(now) >= self.loss * calm
         # that of a critic falls fast, until its adversary has caught up
-        if not (fast and (now > 0 or is_alone(history))) and (now > 0 or not self._swollen(history)):
+        if not ((fast and (now > 0 or is_alone(history))) or (now <= 0 and self._swollen(history))):
             return None  # still far off, by a change that is long over or that was slow
         value = abs(now) / first if first > 0 else 1e39  # from nothing at all
         onset = _excursion_onset(history, self.loss * first)
@@ -324,11 +324,9 @@ def _rise(history: History, back: int) -> tuple[Floats, Floats] | None:
     """
     n = LEVEL_RECORDS + back - 1
     series = history.scalar("loss", n)
-    if not is_own(history, n).all() or np.isnan(series).all():
-        return None
     before = series[: 1 - back]
-    before, after = before[np.isfinite(before)], series[1 - back :]
-    return (before, after) if len(before) and len(after) else None
+    before = before[np.isfinite(before)]
+    return (before, series[1 - back :]) if len(before) and is_own(history, n).all() else None
 
 
 def _worse(before: Floats, after: Floats, *, passing: bool) -> bool:

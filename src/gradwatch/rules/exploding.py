@@ -244,8 +244,6 @@ class Exploding(CheckedRule):
         """
         outputs, last = history.row("output_rms")[found.now.sites], found.last_layers
         before = found.flow.above(last) & ~last
-        if np.isnan(outputs[before]).any():
-            return False
         return bool(np.fmax.reduce(outputs[last]) >= 10.0**self.activation_dex * outputs[before].max())
 
     def _finding(

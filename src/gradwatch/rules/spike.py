@@ -208,7 +208,7 @@ def _lowest_of_opening(history: History) -> float:
     if not history.whole or is_alone(history):
         return history.opening[0]
     early = history.series("grad_norm")[:OPENING][is_own(history, len(history))[:OPENING]]
-    early = early[np.isfinite(early) & (early > 0)]
+    early = early[early > 0]
     return float(early.min()) if len(early) else history.opening[0]
 
 
@@ -265,7 +265,7 @@ def _loss_text(history: History, window: int, back: int, *, returned: bool) -> s
         look = "The loss did not: look for a division or square root near 0 in the backward pass"
         return f"{look}, or for steps that are too large. {sampled}" if last >= SANE_SHARE else f"{look}."
     jumped = f"The loss jumped too, from {number_text(float(np.median(lately)), 3)} to {number_text(now, 3)}"
-    moved = largest_update(history, back + 1) if len(own) and own[-1] == len(losses) - back - 1 else np.nan
+    moved = largest_update(history, back + 1) if own[-1] == len(losses) - back - 1 else np.nan
     if moved >= LARGE_UPDATE:
         return (
             f"{jumped}, after a step that moved the weights by {number_text(moved)} times their size: steps are too "

@@ -146,7 +146,7 @@ class Vanishing(CheckedRule):
         if found or history.newest("signal_norm") > 1 or (stuck := is_stuck(history)) is False:
             return found
         found = self._over_depth(history, judged[0], self.stuck_dex)
-        return found if stuck or not found else None
+        return found if stuck else None
 
     def _over_depth(self, history: History, now: Profile, dex: float) -> Sequence[Finding] | None:
         """The layers whose signal, with that of all before them, is `dex` under the strongest after them."""
@@ -175,14 +175,14 @@ class Vanishing(CheckedRule):
     def _faint(self, layout: Layout, now: Profile, dex: float) -> Sites:
         """The layers that lie, with all upstream of them, `dex` under the strongest downstream of them."""
         flow, logs = paths(layout, now.sites), now.logs
-        behind, peaks = flow.downstream(logs)
-        fall = behind - flow.upstream(logs)
+        upstream = flow.upstream(logs)
+        fall = flow.downstream(logs)[0] - upstream
         faint = fall >= dex
-        healthy = flow.starts & ~faint
-        if faint.any() and healthy.any():
-            enough = healthy | flow.below(healthy)
-            inside = flow.downstream(np.where(enough, NO_LAYER, logs))[0] - flow.upstream(logs)
-            faint &= ~enough[peaks] | (inside >= dex) | (fall >= dex + self.branch_dex)
+        if faint.any():
+            # a healthy branch may flow into the strongest, too
+            joined = flow.below(flow.starts & ~faint)
+            inside = flow.downstream(np.where(joined, NO_LAYER, logs))[0] - upstream
+            faint &= (inside >= dex) | (fall >= dex + self.branch_dex)
         # while an attention weighs all places alike, or all values are alike, its scores hardly matter
         if layout.edges is not None and faint.any() and len(scores := makers_of_scores(layout)):
             faint &= ~flow.only_through(np.isin(now.sites, scores))
@@ -205,7 +205,7 @@ class Vanishing(CheckedRule):
         found = sensitivity(history, now.sites)
         if len(faint) and found is not None:
             inside = np.isin(now.sites, faint)
-            behind = paths(history.layout, now.sites).below(inside) & ~inside
+            behind = paths(history.layout, now.sites).below(inside)
             if found[inside].max() * 10.0**self.sensitivity_dex > found[behind].max():
                 return faint[:0]
         return faint
@@ -290,8 +290,7 @@ class Vanishing(CheckedRule):
         if levels is None or loss is None or loss[1] < loss[0]:
             return None
         # of several optimizers one starves where its loss rises to 0: that of log(1 - D(G(z))) does
-        rises = loss[0] < 0 and not is_alone(history)
-        if abs(loss[1]) < self.stuck_share * abs(loss[0]) and not rises:
+        if abs(loss[1]) < self.stuck_share * abs(loss[0]) and is_alone(history):
             return None
         early = float(np.median(levels[0]))
         if early <= 0 or not (levels[1] <= under * early).all():
