@@ -443,6 +443,7 @@ def test_a_gradient_of_zero_from_the_start_or_since() -> None:
     [
         (steps(40, updates=1e-9, lr=1e-9), "The learning rate is 1e-9."),
         (steps(40, updates=0.0, lr=0.0), "The learning rate is 0."),
+        (steps(40, updates=0.0, lr=1e-9), "The learning rate is 1e-9."),
         (steps(40, updates=1e-7, lr=0.1, clipped=1e-4), "Clipping leaves"),
         (steps(40, updates=1e-7, lr=0.1, gradients=1e-5), "The gradient is small"),
         (steps(40, updates=1e-7, lr=0.1), "The learning rate is too low for these gradients."),
@@ -472,6 +473,7 @@ def test_a_signal_of_its_own_that_is_finite() -> None:
     assert "inside layer fc1, whose own signal is finite" in born(signals=1.0)
     assert "between layer fc2, whose gradient is finite, and layer fc1" in born()
     assert "own signal" not in born(signals=[NAN, NAN, 1, 1])
+    assert "own signal" not in born(signals=1.0, elsewhere=1.0), "that of another rank"
 
 
 def test_an_explosion_before_is_read_off_the_record() -> None:
@@ -573,8 +575,6 @@ def test_outputs_that_grew_with_their_weights() -> None:
     assert "LayerNorm" not in grown(weights=1.0, norm=True)
 
 
-def test_an_input_that_is_large_in_a_layer_with_a_bias() -> None:
-    def large(*, bias: bool) -> str:
 def test_an_input_that_is_large_now_and_finite() -> None:
     history = net(3)
     for late in (5e3, 5e3, 5e3, 1.0):
@@ -630,6 +630,8 @@ def test_outputs_that_start_large(outputs: list[float], weights: list[float], wo
     assert (words in said(only(found))) if words else not found
 
 
+def test_an_input_that_is_large_in_a_layer_with_a_bias() -> None:
+    def large(*, bias: bool) -> str:
         shape = layout(["fc0", "fc1"])
         if not bias:
             sites = tuple(s._replace(name=s.name.replace("bias", "gain")) for s in shape.sites)

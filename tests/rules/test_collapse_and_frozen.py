@@ -21,9 +21,24 @@ from gradwatch.core.history import History
 from gradwatch.core.record import Missing
 from gradwatch.rules import Collapse, Divergence, Frozen, Rule, Stalled
 from gradwatch.rules.collapse import _codes_of
+from gradwatch.rules.evidence.recent_rows import RecentRows
 from models import module_of
 from quick import examples
-from synthetic_history import INF, NAN, USUAL, findings, judge_steps, jump, layout, net, only, silent, steps, still
+from synthetic_history import (
+    INF,
+    NAN,
+    USUAL,
+    findings,
+    judge_steps,
+    jump,
+    layout,
+    net,
+    only,
+    record,
+    silent,
+    steps,
+    still,
+)
 from training import quiet_trainer, train
 
 # ---- collapse
@@ -52,6 +67,12 @@ def test_the_graph_is_gone_through_once_however_many_layers_it_has() -> None:
     assert CountedEdges.times == 1
 
 
+def test_a_decay_begins_where_weights_that_drifted_fall_fast() -> None:
+    sizes = np.concatenate([0.999 ** np.arange(20), 0.98 * 0.5 ** (np.arange(1, 10) / 7)])
+    outcome = judge_steps(Collapse(), net(4), [{"weights": USUAL * size, "lr": 0.1} for size in sizes])
+    assert only(outcome[-1]).onset == 9
+
+
 def test_decay_that_halves_the_weights() -> None:
     outcome = judge_steps(Collapse(), net(4), shrinking(7, 10, layers=[1, 1, 0, 0]))
     assert silent(outcome[:4])
@@ -67,12 +88,6 @@ def test_decay_that_halves_the_weights() -> None:
     decayed = [{**row, "weight_decay": 0.9} for row in shrinking(7, 10)]
     assert findings(judge_steps(Collapse(), net(4), decayed))[0].remedy == (
         f"weight_decay=0.0007 in configure_optimizers: {then}"
-def test_a_decay_begins_where_weights_that_drifted_fall_fast() -> None:
-    sizes = np.concatenate([0.999 ** np.arange(20), 0.98 * 0.5 ** (np.arange(1, 10) / 7)])
-    outcome = judge_steps(Collapse(), net(4), [{"weights": USUAL * size, "lr": 0.1} for size in sizes])
-    assert only(outcome[-1]).onset == 9
-
-
     )
     little = [{**row, "weight_decay": 0.1} for row in shrinking(7, 10)]
     assert "the penalty" in findings(judge_steps(Collapse(), net(4), little))[0].remedy
@@ -218,6 +233,27 @@ def test_small_outputs_are_said_to_be_small_and_no_more(penalty: float) -> None:
         "normalizes them, their size does not matter."
     )
     assert alert.remedy.startswith("for a posterior, a smaller weight for that term (the divergence), raised from 0")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "found"),
+    [
+        (np.geomspace(1, 1e-3, 60), False),
+        (np.geomspace(1, 1e-3, 120), True),
+        ([1.0] * 60 + [1e-3] * 4, False),
+        ([1e-3] * 120, False),
+    ],
+    ids=["lately", "for long", "for some samples", "from the start"],
+)
+def test_outputs_with_a_term_of_their_own(sizes: list[float], found: bool) -> None:
+    history = History(replace(layout(["mean", "after"]), edges=((1, 2), (1, 0), (2, 0))))
+    for size in sizes:
+        record(history, loss=1.0)
+        outputs = np.full(len(history.layout), NAN)
+        outputs[:3] = [1.0, size, 1.0]
+        history.amend({"output_rms": outputs}, {})
+    assert bool(Collapse()(history)) is found
+    assert Collapse().suspects(RecentRows(history, history.block(1)))[-1] or not found
 
 
 # ---- frozen

@@ -311,9 +311,11 @@ def test_no_gradient_at_all_may_be_right(losses: list[float], levels: list[float
         (np.geomspace(1, 1e-8, 100), np.geomspace(1, 1e-8, 100)),
         (0.99 + 0.01 * np.geomspace(1, 1e-8, 100), np.geomspace(1, 1e-8, 100)),
         ([-0.1] * 50 + [0.0] * 50, [1.0] * 50 + [0.0] * 50),
+        ([-0.1] * 50 + [0.0] * 50, [1.0] * 50 + [1e-9] * 50),
         ([0.69] * 100, np.geomspace(1, 1e-3, 100)),
+        ([0.69] * 100, [1.0] * 95 + [1e-9] * 5),
     ],
-    ids=["interpolation", "convergence to the noise", "a solved policy gradient", "a smaller fall"],
+    ids=["interpolation", "convergence to the noise", "solved", "nearly solved", "a smaller fall", "for some steps"],
 )
 def test_convergence_is_healthy(losses: Sequence[float], levels: Sequence[float]) -> None:
     assert silent(judge_rows(Vanishing(), net(), dying(losses, levels)))
@@ -361,6 +363,13 @@ def test_a_gradient_of_one_of_several_optimizers_that_grew() -> None:
         "The gradient of layer fc2, all that this optimizer holds, grew from a norm of 1 to 3000 and its loss rose "
         "with it, from 1 to 5: the steps are too large for this loss."
     )
+
+
+@pytest.mark.parametrize(("height", "severity"), [(3e3, Severity.WARNING), (1e31, Severity.ERROR)])
+def test_a_gradient_that_is_about_to_overflow(height: float, severity: Severity) -> None:
+    outcome = judge_rows(Exploding(), net(), dying([1.0] * 20 + [5.0] * 20, [1.0] * 20 + [height] * 20))
+    assert only(outcome[-1]).severity is severity
+    assert silent(judge_rows(Exploding(), net(), dying([1.0] * 20 + [5.0] * 20, [1.0] * 38 + [height] * 2)))
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from gradwatch.core.record import Layout
 from gradwatch.rules import Dead, Exploding, Nonfinite, Vanishing
 from gradwatch.rules.evidence.paths import NO_LAYER, paths
 from gradwatch.sinks.memory import Memory
-from synthetic_history import INF, judge_rows, layout, net, only, record, silent
+from synthetic_history import INF, NAN, judge_rows, layout, net, only, record, silent
 from training import quiet_trainer, train
 
 STEPS = 40
@@ -559,6 +559,23 @@ def test_a_branch_is_not_judged_by_the_queries_at_its_end() -> None:
     assert not silent(judged("p"))
 
 
+def test_a_layer_between_input_and_loss_is_no_explosion() -> None:
+    """Nothing lies behind it that it could be stronger than."""
+    made = history(shape("abcdx", "ab", "bc", "cd", "d!", "x!"))
+    assert silent(judge_rows(Exploding(), made, [{"signals": [1, 1, 1, 1, 1e4]}] * 4))
+
+
+def test_skips_that_multiply_in_one_of_two_towers() -> None:
+    plain = shape("abcdwxyz", "ab", "bc", "cd", "d!", "wx", "xy", "yz", "z!")
+    made = history(Layout(plain.sites, plain.order, frozenset({"LayerNorm"}), plain.edges))
+    outputs = np.full(len(made.layout), NAN)
+    outputs[:9] = [1e4, 1, 1, 1e4, 1e4, *[1e3] * 4]
+    for _ in range(3):
+        record(made, signals=[1e5, 1e4, 10, 1, 1, 1, 1, 1], weights=1.0)
+        made.amend({"output_rms": outputs}, {})
+    assert "around the norms" in only(Exploding()(made)).message
+
+
 def test_a_model_of_which_queries_and_keys_alone_train() -> None:
     """As with LoRA."""
     made = history(layout(["a.q", "a.k", "b.q", "b.k"]))
@@ -598,6 +615,13 @@ def test_a_layer_that_starts_from_zero_waits_as_its_neighbours_do(small: str, fa
         weights = [growing if name in small + "d" else 1 for name in "abcdh"]
         rows.append({"signals": [1e-7, 1e-7, 1e-7, 1, 1], "weights": weights})
     assert bool(judge_rows(Vanishing(), history(made), rows)[-1]) is faulty
+
+
+@pytest.mark.parametrize(("samples", "faulty"), [(9, False), (10, True)])
+def test_whether_weights_of_nearly_zero_grow_takes_some_samples_to_tell(samples: int, faulty: bool) -> None:
+    """The learning rate may begin at 0."""
+    rows = [{"signals": [1e-7, 1e-7, 1, 1], "weights": [1, 1, 1e-6, 1]}] * samples
+    assert bool(judge_rows(Vanishing(), history(shape("abch", "ab", "bc", "ch")), rows)[-1]) is faulty
 
 
 def test_weights_that_start_from_zero_somewhere_else_excuse_all() -> None:

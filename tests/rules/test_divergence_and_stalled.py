@@ -72,6 +72,7 @@ def test_a_large_step_whose_harm_shows_later() -> None:
 
 def test_a_large_step_where_the_loss_is_not_known() -> None:
     unknown = {"updates": 4.0}
+    assert silent(judge_steps(Divergence(), net(2), [{"updates": 2.0}] * 2 + [{}]))
     assert "(lr" not in only(judge_steps(Divergence(), net(2), [unknown, {}])[-1]).message
     assert only(judge_steps(Divergence(), net(2), [unknown, {}])[-1]).remedy == (
         "a smaller lr in configure_optimizers, with warm-up."
@@ -197,7 +198,7 @@ def test_a_rate_that_jumps_and_takes_away_what_was_learnt() -> None:
         learnt_and_lost(*[5.0] * 20, before=5.0),
         learnt_and_lost(*[5.0] * 20, rate=0.1),
         learnt_and_lost(*[2.4] * 20),
-        [*steps(31, lr=0.1), *steps(20, loss=1.3, lr=3.0)],
+        [*steps(31, lr=0.1), *steps(1, loss=0.95, lr=3.0), *steps(20, loss=1.3, lr=3.0)],
     ],
     ids=["a restart", "other data, at a higher rate", "other data", "as at the start", "nothing learnt"],
 )
@@ -271,6 +272,9 @@ def test_a_loss_that_was_up_before_the_step_and_rises_or_stays() -> None:
     rises = judge_steps(Divergence(), net(2), shifted(2.0))
     assert silent(rises[:34])
     assert only(rises[34]).onset == 4
+    fast = shifted(0.97)
+    thrown = [*steps(30), fast[30] | {"updates": 0.5}, *({**row, "updates": 1e-3} for row in fast[31:])]
+    assert not silent(judge_steps(Divergence(), net(2), thrown))
     stays = judge_steps(Divergence(), net(2), shifted(1.0))
     assert silent(stays[:49])
     assert only(stays[50]).message.startswith("The loss is 40, 40 times the largest of its first 10 steps (1), and the")
@@ -466,7 +470,9 @@ def test_an_optimizer_that_goes_up_the_loss() -> None:
     )
     assert found.remedy == "maximize=False in configure_optimizers, or a loss with the other sign."
     falls = [{**row, "maximize": 1.0} for row in jump(loss=-80.0, gradients=200.0)]
-    assert "without bound" not in only(judge_steps(Divergence(), net(2), falls)[-1]).message
+    message = only(judge_steps(Divergence(), net(2), falls)[-1]).message
+    assert "without bound" not in message
+    assert "goes up the loss" not in message
 
 
 def test_a_loss_that_was_negative_at_first_is_said_to_be_so() -> None:
@@ -490,6 +496,8 @@ def test_other_levels_of_the_loss(healthy: dict[str, float]) -> None:
 
 def test_a_loss_that_grows_slowly_is_a_moving_target() -> None:
     rows = [{"loss": 1.02**i, "gradients": 1.02**i} for i in range(400)]
+    assert silent(judge_steps(Divergence(), net(2), rows))
+    rows = [row | {"weights": USUAL * (1 + at / 300)} for at, row in enumerate(rows)]
     assert silent(judge_steps(Divergence(), net(2), rows))
 
 
@@ -598,6 +606,8 @@ def test_stalled_says_how_many_steps_were_sampled_and_which_rate_would_do() -> N
     found = findings(judge_steps(Stalled(), net(2), [{**row, "lr": 1e-7} for row in rows]))[0]
     assert "in 21 steps none of the 6 that were sampled has changed" in found.message
     assert found.remedy == "lr=5e-5 in configure_optimizers: a step would move the weights by a thousandth."
+    unknown = findings(judge_steps(Stalled(), net(2), [{**row, "lr": NAN} for row in rows]))[0]
+    assert unknown.remedy == "a usual lr in configure_optimizers: 1e-3 for Adam, or 0.1 for SGD."
 
 
 def test_a_schedule_that_decays_too_fast() -> None:
@@ -633,10 +643,15 @@ def test_a_rate_that_falls_between_epochs_only(epoch_steps: int, remedy: str) ->
         still(60, gradients=0.0),
         still(19),
         still(60, updates=[1e-9, NAN]),  # parameters take turns, and this one's has not come
+        [{**row, "weights": USUAL + i} for i, row in enumerate(still(60, updates=0.0))],  # moved between the samples
     ],
 )
 def test_weights_that_may_stand_still(rows: list[dict[str, Any]]) -> None:
     assert silent(judge_steps(Stalled(), net(2), rows))
+
+
+def test_a_loss_that_falls_by_what_is_not_watched() -> None:
+    assert findings(judge_steps(Stalled(), net(2), [{**row, "loss": 0.9**i} for i, row in enumerate(still(60))]))
 
 
 def test_one_optimizer_of_two() -> None:
@@ -658,6 +673,21 @@ def test_one_optimizer_of_two_that_goes_on_to_another_layer(since: int) -> None:
     found = findings(judge_steps(Stalled(), net(3), [*[ours, first] * since, *[ours, then] * 25]))
     assert found[-1].sites == ("fc2",)
     assert found[-1].headline == "another optimizer moves its weights 5000 times as far"
+
+
+@pytest.mark.parametrize(
+    ("update", "others", "rate", "found"),
+    [(2e-5, 0.1, 0.1, True), (2e-4, 0.1, 0.1, False), (2e-5, 3e-3, 0.1, False), (2e-5, 0.1, 0.2, False)],
+    ids=["one hardly moves", "it moves enough", "so does the other", "its rate has changed"],
+)
+def test_an_optimizer_beside_one_that_moves_its_weights_far(
+    update: float, others: float, rate: float, found: bool
+) -> None:
+    other = Missing.OTHER_OPTIMIZER
+    ours = {**steps(1)[0], "codes": {"fc1": other}, "updates": [others, NAN], "optimizer": 0}
+    theirs = {**steps(1)[0], "codes": {"fc0": other}, "updates": [NAN, update], "optimizer": 1}
+    rows = [ours, theirs | {"lr": rate}, *[ours, theirs] * 25]
+    assert bool(findings(judge_steps(Stalled(), net(2), rows)[6:])) is found
 
 
 def narrow(dtype: str, *, depth: int = 2) -> History:

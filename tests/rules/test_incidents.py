@@ -113,6 +113,10 @@ def test_notices_about_other_layers_are_no_part_of_what_is_louder() -> None:
     run(tracker, range(1), loud)
     run(tracker, range(1, 2), replace(quiet, sites=("a", "b")))
     assert [alert.sites for alert in tracker.alerts] == [("a", "b")]
+    tracker = IncidentTracker()
+    run(tracker, range(1), quiet)
+    run(tracker, range(1, 2), replace(quiet, sites=("c",)))
+    assert [alert.sites for alert in tracker.alerts] == [("b", "c")], "no more than they"
 
 
 def test_layers_that_join_are_named_in_the_models_order() -> None:
@@ -137,6 +141,8 @@ def test_within_the_cooldown_it_is_the_same_incident_reopened_in_silence() -> No
     run(tracker, range(1, 30))
     assert not run(tracker, range(200, 201), VANISHING)
     assert [(alert.times, alert.closed_step) for alert in tracker.alerts] == [(2, None)]
+    run(tracker, range(201, 230))
+    assert not run(tracker, range(230, 231), replace(VANISHING, layer="total", sites=())), "it is in all layers"
 
 
 def test_within_the_cooldown_the_fault_of_other_layers_is_another_incident() -> None:
@@ -157,6 +163,9 @@ def test_within_the_cooldown_the_fault_of_other_layers_is_another_incident() -> 
     run(spikes, range(1), SPIKE, rules=("spike",))
     run(spikes, range(1, 30), rules=("spike",))
     assert not run(spikes, range(30, 31), replace(SPIKE, layer="z", sites=("z",)), rules=("spike",)), "over at once"
+    run(spikes, range(31, 60), rules=("spike",))
+    notice = replace(SPIKE, layer="y", sites=("y",), severity=Severity.NOTICE)
+    assert len(run(spikes, range(60, 61), notice, rules=("spike",))) == 1, "no part of what is louder"
 
 
 @pytest.mark.parametrize(
@@ -189,6 +198,14 @@ def test_what_follows_from_an_open_cause_is_its_effect(together: bool) -> None:
     (alert,) = tracker.alerts
     assert (alert.rule, alert.severity) == ("nonfinite", Severity.ERROR)
     assert alert.effects == (Effect("vanishing", VANISHING.sites, "fc0", 1, 1),)
+
+
+def test_an_effect_stays_with_its_cause_where_another_is_found_later() -> None:
+    tracker = IncidentTracker()
+    tracker.update(5, {"nonfinite": [NONFINITE]})
+    tracker.update(6, {"vanishing": [VANISHING]}, onset=lambda finding: 3)  # a rule may need some steps to be certain
+    tracker.update(7, {"bad_head": [replace(VANISHING, rule="bad_head")]}, onset=lambda finding: 3)
+    assert [(alert.rule, len(alert.effects)) for alert in tracker.alerts] == [("nonfinite", 1), ("bad_head", 0)]
 
 
 @pytest.mark.parametrize("after", [50, 51])
@@ -343,6 +360,18 @@ def test_a_spike_long_after_its_cause_is_its_own_incident() -> None:
     assert [(alert.rule, alert.step, alert.severity) for alert in opened] == [("spike", 60, Severity.WARNING)]
 
 
+@pytest.mark.parametrize(("cause", "incidents"), [("divergence", 1), ("bad_head", 3)])
+def test_a_spike_long_after_a_divergence_is_its_effect_while_others_last(cause: str, incidents: int) -> None:
+    """The run has not come back from it."""
+    tracker, stalled = IncidentTracker(close_after=5), replace(VANISHING, rule="stalled")
+    rules = ("divergence", "bad_head", "stalled", "spike")
+    run(tracker, range(1), DIVERGENCE, rules=rules)
+    run(tracker, range(1, 60), replace(VANISHING, rule=cause), stalled, rules=rules)
+    run(tracker, range(60, 120), stalled, rules=rules)
+    run(tracker, range(120, 121), stalled, SPIKE, rules=rules)
+    assert len(tracker.alerts) == incidents
+
+
 def test_a_spike_that_returns_while_its_cause_is_there_is_its_effect() -> None:
     tracker, rules = IncidentTracker(close_after=5, effects_within=50), ("divergence", "spike")
     run(tracker, range(1), DIVERGENCE, rules=rules)
@@ -352,6 +381,7 @@ def test_a_spike_that_returns_while_its_cause_is_there_is_its_effect() -> None:
     assert not run(tracker, range(10, 11), DIVERGENCE, SPIKE, rules=rules)
     (alert,) = tracker.alerts
     assert [effect.rule for effect in alert.effects] == ["spike"]
+    assert len(tracker.open_faults) == len(tracker.state_dict()["alerts"]) == 2, "one, however often it returns"
 
 
 def test_what_is_more_than_a_notice_begins_where_it_did() -> None:
@@ -379,9 +409,12 @@ def test_an_effect_of_an_effect_belongs_to_the_first_cause() -> None:
     (alert,) = tracker.alerts
     assert alert.rule == "divergence"
     assert [effect.rule for effect in alert.effects] == ["exploding", "vanishing"]
+    lasting = IncidentTracker(close_after=5, effects_within=50)
+    run(lasting, range(1), first, rules=rules)
+    run(lasting, range(1, 100), second, rules=rules)
+    assert not run(lasting, range(100, 101), second, VANISHING, rules=rules), "its cause is open, if the first is not"
 
 
-    assert len(tracker.open_faults) == len(tracker.state_dict()["alerts"]) == 2, "one, however often it returns"
 def test_what_a_finding_says_follows_from_it_is_an_effect() -> None:
     tracker = IncidentTracker()
     run(tracker, range(1), replace(VANISHING, effects=(Effect("starved", ("a",)),)))
@@ -476,6 +509,7 @@ def test_an_incident_that_no_rule_would_close_is_over_when_its_state_is_loaded()
         {"open": {"vanishing": 1}},
         {"open": {"vanishing": -1}},
         {"open": {"spike": 0}},
+        {"open": {"spike": 0}, "clean": {"spike": 0}},
         {"open": {"vanishing": "x"}},
         {"open": None},
         {"clean": {}},

@@ -38,6 +38,8 @@ def test_the_order_of_execution_says_where_it_was_born() -> None:
     found = only(judge_rows(Nonfinite(), history, [{"gradients": [1, NAN, NAN]}])[0])
     assert found.layer == "body"
     assert "between layer head, whose" in found.message
+    history = History(layout(["body", "loss"], order=["body"]))
+    assert only(judge_rows(Nonfinite(), history, [{"gradients": [1, NAN]}])[0]).layer == "loss", "it did not run"
 
 
 @pytest.mark.parametrize(
@@ -88,6 +90,12 @@ def test_an_infinite_loss_is_enough() -> None:
         "The loss is inf at batch 3, while every gradient is finite; where it was made is not known: outputs were not "
         "sampled at this step."
     )
+    history = net(3)
+    record(history, loss=INF)
+    history.amend({"output_max": np.ones(len(history.layout))}, {})
+    found = only(Nonfinite()(history))
+    assert "every output that was seen is finite" in found.message
+    assert not found.independent, "as a batch that is not finite is"
 
 
 @pytest.mark.parametrize(
@@ -411,7 +419,8 @@ def test_a_spike_of_one_optimizer_is_compared_with_its_own_opening() -> None:
 
 
 def test_a_step_without_a_gradient_is_no_normal_one() -> None:
-    rows = [*steps(40), {"gradients": 0.0, "loss": 1.0}, *steps(20), *steps(1, gradients=300.0, loss=40.0)]
+    skipped = {"gradients": INF, "scaled": 1.0, "loss": 1.0}
+    rows = [*steps(40), {"gradients": 0.0, "loss": 1.0}, skipped, *steps(20), *steps(1, gradients=300.0, loss=40.0)]
     found = only(judge_rows(Spike(), net(), rows)[-1])
     assert "the highest of its last 60 normal steps, in" in found.message
     assert found.remedy.endswith("the highest norm of the whole model in 60 normal steps.")
@@ -454,6 +463,7 @@ def test_skipped_steps_are_dated_at_the_first(seed: int) -> None:
     # whether the latest is skipped is not known yet
     rows = [*noise(step, layers=3), *([{"gradients": NAN, "skipped": 1.0}] * 50), {"gradients": NAN, "scaled": 1.0}]
     rows[step // 2] = {"gradients": NAN, "skipped": 1.0} if step > 2 else rows[0]
+    rows[step - 1] = rows[step - 1] | {"skipped": 1.0}  # a finite one that was not used
     found = only(judge_rows(rule, history, rows)[-1])
     assert len(rows) - found.onset == step
     assert found.headline == "no finite gradient"

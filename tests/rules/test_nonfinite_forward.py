@@ -244,5 +244,5 @@ def test_a_sample_among_steps_that_the_scaler_skipped_tells() -> None:
         history.amend({}, {"skipped": float(step >= 9)})
         assert bool(found) is (step >= 58)
     assert found
-    assert found[0].layer == "fc1"
+    assert (found[0].layer, found[0].independent) == ("fc1", False)
     assert "layer fc0, the last to run before it, gives 1 at most" in found[0].message
