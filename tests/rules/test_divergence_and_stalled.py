@@ -12,7 +12,7 @@ from gradwatch import Watch
 from gradwatch.core.alert import Severity
 from gradwatch.core.history import History
 from gradwatch.core.record import Layout, Missing, Site
-from gradwatch.rules import Divergence, Stalled
+from gradwatch.rules import Divergence, Stalled, Vanishing
 from synthetic_history import NAN, USUAL, findings, judge_steps, jump, layout, net, only, silent, steps, still
 
 # ---- divergence
@@ -586,10 +586,11 @@ def test_stalled_is_dated_at_the_first_step_of_the_stretch(step: int) -> None:
 @pytest.mark.parametrize("update", [1e-9, 5e-5], ids=["weights", "weights and the loss"])
 def test_weights_that_moved_before_the_history_may_stand_still_for_as_long(update: float) -> None:
     """A schedule ends near zero, after steps that are forgotten."""
-    history, end = net(2), {"updates": update, "lr": 1e-9}
+    history, end = net(2), {"updates": update, "lr": 1e-9, "signals": 1.0}
     history.capacity = 200
     assert silent(judge_steps(Stalled(), history, [*steps(500), *steps(400, **end)]))
     assert Stalled()(history) is None
+    assert Vanishing()(history) == [], "its signals are not small, however long ago the loss may have been learnt"
     # what was found while the start was known is not taken back
     history = net(2)
     history.capacity = 200

@@ -114,7 +114,7 @@ class Stalled(CheckedRule):
         moving = self._moving(history, backs[-1:], pulled, self.stuck_update).any()
         if not moving and (stuck := is_stuck(history)) is not False:
             found = self._still(history, backs, pulled, self.stuck_update)
-            return found if stuck else None
+            return found if stuck or not found else None
         return self._starved(history, backs, pulled)
 
     def _still(self, history: History, backs: Sites, pulled: Mask, update: float) -> Sequence[Finding] | None:
@@ -129,7 +129,7 @@ class Stalled(CheckedRule):
         # of the records that are forgotten as many were this optimizer's as of those that are known
         all_own = len(own) * history.count / min(len(history), RECENT_RECORDS)
         if steps < max(self.records, self.still_share * all_own):
-            return [] if moving.any() else None
+            return [] if moving.any() or steps < self.records else None
         moved = relative_updates(history, still)[:, pulled]
         # in large models parameters take turns: each layer has to have been seen
         if np.isnan(moved).all(axis=0).any() or self._excused(history, own, moved_before=bool(moving.any())):

@@ -146,7 +146,7 @@ class Vanishing(CheckedRule):
         if found or history.newest("signal_norm") > 1 or (stuck := is_stuck(history)) is False:
             return found
         found = self._over_depth(history, judged[0], self.stuck_dex)
-        return found if stuck else None
+        return found if stuck or not found else None
 
     def _over_depth(self, history: History, now: Profile, dex: float) -> Sequence[Finding] | None:
         """The layers whose signal, with that of all before them, is `dex` under the strongest after them."""
