@@ -371,9 +371,8 @@ def test_what_was_before_the_history_is_no_gradient() -> None:
 
 
 def test_a_parameter_whose_gradient_stops() -> None:
-    found = only(
-        judge_rows(Disconnected(), net(3), [{}] * 50 + [{"codes": {"fc1.bias": Missing.NO_GRADIENT}}] * 100)[-1]
-    )
+    gone = [{"codes": {"fc1.bias": Missing.NO_GRADIENT}}]
+    found = only(judge_rows(Disconnected(), net(3), gone * 5 + [{}] * 50 + gone * 100)[-1])
     assert found.message.startswith("Parameter fc1.bias had a gradient at each of 50 steps, and none in the 100 steps")
     assert found.remedy.startswith("no detach() or no_grad() between parameter fc1.bias and the loss, which")
 
@@ -625,6 +624,9 @@ def test_a_weight_and_a_bias(gradients: list[float], inputs: float | None, found
         outcome.append(Disconnected()(history))
     assert silent(outcome[:-1])
     assert bool(outcome[-1]) == found
+    append(history, 20, values={"grad_norm": np.ones(7)}, scalars={"lr": 0.1}, codes=np.zeros(7, dtype=np.int8))
+    append(history, 21, values=values, scalars={"lr": 0.1}, codes=np.zeros(7, dtype=np.int8))
+    assert not Disconnected()(history), "the weight has had a gradient"
 
 
 class Gated(nn.Module):
@@ -671,6 +673,9 @@ def test_two_factors_of_zeros_in_a_layer() -> None:
         "makes the gradient of the other 0; or a hook that makes it 0"
     ) in alert.message
     assert alert.remedy.startswith("initial weights other than 0 for one of two factors; or without the register_hook")
+    single = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 1))
+    nn.init.zeros_(single[0].weight).register_hook(torch.zeros_like)  # type: ignore[no-untyped-call]
+    assert "two factors" not in zero_gradients_of(single).message
 
 
 def test_two_layers_of_zeros_in_a_row() -> None:

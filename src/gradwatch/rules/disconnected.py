@@ -314,10 +314,10 @@ class Disconnected(CheckedRule):
         last = np.where(gradients, place, -1).max(axis=0)
         gap = np.where(absent & (place < last), place, -1).max(axis=0)
         steady, counts = (gradients & (place > gap)).sum(axis=0), (absent & (place > last)).sum(axis=0)
-        enough = np.full(len(sites), 1 if nowhere else self.steady_records)
-        if len(codes) >= min(self.rare_records, history.capacity):  # the others may have been before these
-            enough = np.minimum(enough, (gradients | absent).sum(axis=0) - counts)
-        lost, found = (steady >= enough) & (counts >= limit), []
+        enough = steady >= (1 if nowhere else self.steady_records)
+        if len(codes) >= min(self.rare_records, history.capacity):  # others may have been before these
+            enough |= gap < 0
+        lost, found = enough & (counts >= limit), []
         for kind, chosen in (("layer", lost & (owners == sites)), ("parameter", lost & (owners != sites))):
             if not chosen.any():
                 continue
@@ -326,7 +326,7 @@ class Disconnected(CheckedRule):
             codes = history.codes(len(history))[:, [latest]]
             onset = _onset(codes == MEASURED, codes == NO_GRADIENT, codes)
             records = int(counts[chosen].min())
-            before = steps_text(history, min(self.steady_records, int(steady[chosen].min())), back=onset + 1)
+            before = steps_text(history, int(steady[chosen].min()), back=onset + 1)
             text = _why_nowhere(history) if nowhere else "stopped"
             wording = _worded(text, names, steps_text(history, records), kind, before=before)
             found.append(self._finding(names, records, limit, wording, onset))
@@ -374,7 +374,7 @@ class Disconnected(CheckedRule):
         if not len(inputs) or not len(weights):
             return []
         norms = history.window("grad_norm", self.rare_records)
-        zeros = ((norms[:, weights] == 0) & (norms[:, biases] > FADED)).sum(axis=0)
+        zeros = (norms[:, biases] > FADED).sum(axis=0)
         chosen = (zeros >= self.zero_records) & ~(norms[:, weights] > 0).any(axis=0)
         if not chosen.any():
             return []
@@ -472,13 +472,11 @@ def _libraries_around(layout: Layout, layers: Sites, others: Sequence[int] | Sit
     """Of each of `layers` the installed library of the nearest module around it that holds one of `others`, if both are
     of one; empty without.
     """
-    if not layout.libraries:
-        return [""] * len(layers)
-    found = []
-    for name, part in zip(layout.names(layers), _nearest_around(layout, layers, others), strict=True):
-        both = part is not None and module_of(name) in layout.libraries
-        found.append(layout.libraries.get(part or "", "") if both else "")
-    return found
+    known, parts = layout.libraries, _nearest_around(layout, layers, others)
+    return [
+        "" if part is None or module_of(name) not in known else known.get(part, "")
+        for name, part in zip(layout.names(layers), parts, strict=True)
+    ]
 
 
 def _beside(layout: Layout, layers: Sites, others: Sites) -> Mask:
@@ -558,13 +556,11 @@ def _ran_lately(history: History, layers: Sites, records: int) -> Mask:
 
 
 def _ran_without_gradients(history: History, sites: Sites) -> Mask:
-    """Which of `sites` ran at the newest sample of outputs, at which none of theirs had gradients enabled."""
+    """Which of `sites` had no output with gradients enabled at the newest sample of outputs."""
     back = history.newest("output_rms")
     if back > len(history):
         return np.zeros(len(sites), dtype=bool)
-    outputs, order = (history.row(name, back=back) for name in ("output_rms", "run_order"))
-    seen = ~np.isnan(outputs[history.layout.layers]).all()
-    return np.asarray(seen & np.isnan(outputs[sites]) & ~np.isnan(order[sites]))
+    return np.isnan(history.row("output_rms", back=back)[sites])
 
 
 def _has_signal(history: History, layers: Sites, records: int) -> Mask:
@@ -618,7 +614,7 @@ def _overflowing_squares(history: History, layers: Sites, records: int) -> tuple
     if back > records:
         return "", ""
     layout, largest = history.layout, history.row("output_max", back=back)
-    too_large = layers[(largest[layers] >= LARGEST_SQUARED) & (largest[layers] < np.inf)]
+    too_large = layers[largest[layers] >= LARGEST_SQUARED]
     wide = [any(layout.sites[own].dtype == "float64" for own in layout.parameters_of(layer)) for layer in too_large]
     found = in_run_order(history, too_large[~np.array(wide, dtype=bool)], back=back)
     if not len(found):
