@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from gradwatch import GradWatch, Watch
-from gradwatch.core.alert import Finding, Severity
+from gradwatch.core.alert import Alert, Finding, Severity
 from gradwatch.core.history import History
 from gradwatch.core.record import Missing
 from gradwatch.rules import Collapse, Divergence, Frozen, Rule, Stalled
@@ -394,6 +394,13 @@ def test_a_layer_that_is_off_amid_its_like() -> None:
     assert only(two[30]).message.startswith("Layers fc1, fc3 are frozen (requires_grad is False), while most of the")
 
 
+@pytest.mark.parametrize("signals", [None, [1.0, 0.0, 1.0, 1.0]])
+def test_a_layer_that_is_off_into_which_nothing_flows_may_be_used(signals: Any) -> None:
+    history = shaped(dict.fromkeys(["fc0", "fc1", "fc2", "fc3"], 1000), [("fc0", "fc2"), ("fc2", "fc3")])
+    rows = [{"codes": {"fc1": Missing.FROZEN}, "signals": signals}] * 31
+    assert only(judge_steps(Frozen(), history, rows)[30]).sites == ("fc1",)
+
+
 def test_layers_that_were_switched_off_before_the_history_may_be_so_by_a_plan() -> None:
     def forgetful() -> History:
         history = net(4)
@@ -477,10 +484,10 @@ class Stack(nn.Module):
         return total + x[:, :4] if self.all_used else total
 
 
-@pytest.mark.parametrize("finite", [True, False])
+@pytest.mark.parametrize(("finite", "known"), [(True, True), (False, True), (True, False)])
 @pytest.mark.parametrize("used", [True, False])
-def test_a_layer_of_whose_output_nothing_is_made_is_off_on_purpose(used: bool, finite: bool) -> None:
-    """Also where no signal is known, as with NaN in the data."""
+def test_a_layer_of_whose_output_nothing_is_made_is_off_on_purpose(used: bool, finite: bool, known: bool) -> None:
+    """Also where no signal is known, as with NaN in the data, or no loss (`known`)."""
     torch.manual_seed(0)
     model = Stack(all_used=used)
     optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], 1e-3)
@@ -490,7 +497,7 @@ def test_a_layer_of_whose_output_nothing_is_made_is_off_on_purpose(used: bool, f
             loss = (model(x) - x[:, :4]).square().mean()
             optimizer.zero_grad()
             loss.backward()
-            watch.step(optimizer, loss=loss)
+            watch.step(optimizer, loss=loss if known else None)
             optimizer.step()
     frozen = [alert.layer for alert in watch.alerts if alert.rule == "frozen"]
     assert frozen == ["blocks.3.rest.0"] * used
@@ -516,19 +523,19 @@ def test_layers_in_a_list_are_found_in_a_training() -> None:
     assert "layers[0]" in alert.message
 
 
-def behind_what_trains(head: nn.Linear) -> list[tuple[str, str]]:
-    """The alerts of a training of one layer before `head`, which is switched off."""
-    model = nn.Sequential(nn.Linear(32, 32), head.requires_grad_(requires_grad=False))
+def behind_what_trains(*layers: nn.Linear) -> list[Alert]:
+    """The alerts of a training of one layer before `layers`, which are switched off."""
+    model = nn.Sequential(nn.Linear(32, 32), *layers)
+    model[1:].requires_grad_(requires_grad=False)
     optimizer = torch.optim.Adam(model[0].parameters(), 1e-3)
     with Watch(model, sinks=()) as watch:
         for _ in range(40):
-            x = torch.randn(32, 32)
-            loss = (model(x) - x).square().mean()
+            loss = (model(torch.randn(32, 32)) - 1).square().mean()
             optimizer.zero_grad()
             loss.backward()
             watch.step(optimizer, loss=loss)
             optimizer.step()
-    return [(alert.rule, alert.layer) for alert in watch.alerts]
+    return [*watch.alerts]
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -544,8 +551,45 @@ def test_a_start_has_no_larger_weights_than_its_own(scale: float | None, bias: b
     with torch.no_grad():
         trained.weight.copy_(torch.randn(32, 32) ** 3)
         trained.weight.mul_(head.weight.norm() / trained.weight.norm())
-    assert behind_what_trains(head) == [("frozen", "1")]
+    (alert,) = behind_what_trains(head)
+    assert (alert.rule, alert.severity, alert.layer) == ("frozen", "warning", "1")
+    assert alert.message == (
+        "Layer 1 is frozen (requires_grad is False) behind layers that train, and its weights have the spread of a "
+        "random start: no training has changed it."
+    )
     assert behind_what_trains(trained) == []
+    if bias:  # that of torch's own start is not 0, that of transformers' is
+        nn.init.constant_(head.bias, 0.0 if scale is None else 0.01)
+        assert behind_what_trains(head) == []
+
+
+class Codebook(nn.Linear):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("make", "outputs", "share"),
+    [
+        (Codebook, 32, 1.0),
+        (nn.Linear, 1, 1.0),  # few weights
+        (nn.Linear, 32, 0.5),  # smaller than at the start
+    ],
+)
+def test_weights_that_may_have_been_trained(make: type[nn.Linear], outputs: int, share: float) -> None:
+    torch.manual_seed(0)
+    layer = make(32, outputs)
+    layer.weight.data *= share
+    assert behind_what_trains(layer) == []
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_new_head_of_an_adapted_model(trained: bool) -> None:
+    """Where most of what is off has a random start, the model was never trained."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(32, 32) for _ in range(3)]
+    for layer in layers[: 2 * trained]:
+        nn.init.orthogonal_(layer.weight)
+    assert [(alert.rule, alert.layer) for alert in behind_what_trains(*layers)] == [("frozen", "3")] * trained
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -555,7 +599,7 @@ def test_the_start_of_rounded_weights(dtype: torch.dtype) -> None:
     with torch.no_grad():
         for parameter in head.parameters():
             parameter.copy_(parameter.to(dtype))
-    assert behind_what_trains(head) == [("frozen", "1")]
+    assert [(alert.rule, alert.layer) for alert in behind_what_trains(head)] == [("frozen", "1")]
 
 
 def test_the_last_of_their_make_that_are_off() -> None:
