@@ -27,7 +27,7 @@ from gradwatch.rules.input_scale import InputScale
 from gradwatch.rules.saturation import Saturation
 from models import mlp
 from quick import examples
-from synthetic_history import INF, NAN, append, only, silent
+from synthetic_history import INF, NAN, append, judge_rows, layout, only, silent
 from training import train
 
 RULES: list[Any] = [Dead, Saturation, InputScale, ActBlowup]
@@ -107,6 +107,12 @@ def test_all_weights_of_zero() -> None:
     assert "The weights of layers 0, 2, 4 are all zero." in alert.message
     assert alert.remedy == "nn.init.kaiming_uniform_ for the weights of layers 0, 2, 4, which are all zero."
     assert only(incidents_of(normed)).remedy == "nn.init.ones_ for the weights of layer 1, which are all zero."
+    model[1] = nn.Sequential(nn.ReLU(), nn.LayerNorm(16), nn.ReLU())
+    for layer, weight, bias in ((model[0], 1.0, -99.0), (model[1][1], 0.0, -1.0)):
+        nn.init.constant_(layer.weight, weight)
+        nn.init.constant_(layer.bias, bias)
+    alert = next(alert for alert in incidents_of(model) if alert.rule == "dead")
+    assert alert.remedy == "nn.init.kaiming_uniform_ for the weights of layers 2, 4, which are all zero."
 
 
 def test_units_that_are_off_before_a_softmax_follow_from_their_relu() -> None:
@@ -1049,6 +1055,17 @@ def test_dead_cannot_tell_between_samples_and_does_not_close_there() -> None:
 def test_gradients_that_are_zero_for_other_reasons(zeros: Sequence[float]) -> None:
     rows = [Row(sampled=False)] * 30 + [Row(gradients=zeros, sampled=False)] * 40
     assert not any(play(Dead(), rows))
+
+
+def test_units_that_died_in_two_branches() -> None:
+    shape = layout(["stem", "a0", "a1", "b", "head"])
+    flow = ("stem a0", "a0 a1", "a1 head", "stem b", "b head", "stem head", "head total")
+    edges = tuple((shape.index[first], shape.index[second]) for first, second in map(str.split, flow))
+    rows = [{}] * 30 + [{"gradients": [1, 0, 0, 0, 1]}] * 20
+    found = only(judge_rows(Dead(), History(replace(shape, edges=edges)), rows)[-1])
+    assert (found.layer, found.sites, found.onset) == ("b", ("a1", "b"), 20)
+    assert found.effects == (Effect("starved", ("a0",)),)
+    assert "most often no unit after layer b fires any more" in found.message
 
 
 def test_a_gradient_that_faded_away_is_not_dead() -> None:

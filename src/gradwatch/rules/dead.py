@@ -24,7 +24,7 @@ from gradwatch.rules.evidence.layer_levels import (
     weights_of,
 )
 from gradwatch.rules.evidence.learning_rates import measured_remedy
-from gradwatch.rules.evidence.paths import Paths, paths
+from gradwatch.rules.evidence.paths import paths
 from gradwatch.rules.evidence.recent_rows import ROUNDING, RecentRows
 from gradwatch.rules.evidence.records import is_first_record, is_own, own_records
 from gradwatch.rules.evidence.samples import (
@@ -183,8 +183,6 @@ class Dead(CheckedRule):
     def _gradient_died(self, history: History, order: Sites, early: Floats, late: Floats) -> Finding | None:
         """All layers up to some depth have had a gradient of exactly zero since one step, those after it have one."""
         depth = int(np.argmax(late[-1] > 0)) if len(order) else 0
-        if not depth or not len(early):
-            return None
         if (late[:, :depth] != 0).any() or not (late[:, depth:] > 0).any(axis=1).all():
             return None
         alive = (early[:, :depth] > VANISHED_SHARE * early.max(axis=1, keepdims=True)).all(axis=1)
@@ -200,7 +198,7 @@ class Dead(CheckedRule):
         if history.layout.edges is None or len(early) < self.records:
             return None
         ended, going = np.asarray((late == 0).all(axis=0)), np.asarray((late > 0).all(axis=0))
-        if not ended.any() or not going.any():
+        if not ended.any():
             return None
         # what is not reached in some batches, as experts are, may not be for longer
         already = (early[::-1] != 0).argmax(axis=0)  # zeros at its end
@@ -212,22 +210,16 @@ class Dead(CheckedRule):
         ends = [place for place in ends if all(going[after] for after in flow.after[place])]
         if not ends:
             return None
-        passed = {place: _passed_by(flow, going, place) for place in ends}
-        ends = [place for place in ends if passed[place] is None] or ends
         first = max(ends, key=lambda place: (int(already[place]), place))
-        before = flow.above(np.isin(np.arange(len(order)), ends)) & ended
-        before[ends] = False
         dead, nearest = order[[*(place for place in ends if place != first), first]], int(order[flow.after[first][0]])
-        fed = passed[first]
-        return self._without_gradient(
-            history, dead, order[before], nearest, fed=None if fed is None else int(order[fed])
-        )
+        fed = flow.only_through(np.arange(len(order)) == first) & going
+        return self._without_gradient(history, dead, np.setdiff1d(order[ended], dead), nearest, fed=order[fed])
 
     def _without_gradient(
-        self, history: History, dead: Sites, starved: Sites, nearest: int, *, fed: int | None = None
+        self, history: History, dead: Sites, starved: Sites, nearest: int, *, fed: Sites | None = None
     ) -> Finding:
         """`dead`: layers whose gradient is 0, the one to name last; `starved`: those that lie before them; `nearest`:
-        the one after them that has a gradient; `fed`: one before them that has one through the last alone.
+        the one after them that has a gradient; `fed`: those before them that have one through the last alone.
         """
         site, severity = int(dead[-1]), self._severity(history)
         onset = zero_onset(history, site)
@@ -235,8 +227,8 @@ class Dead(CheckedRule):
         death = death_of(history, site, onset)
         name, after = death.layer, history.layout.sites[nearest].name
         too = f", and of {_before_text(history.layout.names(starved))}," if len(starved) else ""
-        if fed is not None:
-            cause, remedy = _masked(history, site, onset, fed)
+        if fed is not None and len(fed):
+            cause, remedy = _masked(history, site, onset, int(fed[-1]))
         elif (no_inputs := _without_inputs(history, site, onset, starved)) is not None:
             (cause, remedy), severity = no_inputs, Severity.WARNING
         elif (bounded := _bounded_after(history, site, onset)) is not None:
@@ -250,13 +242,6 @@ class Dead(CheckedRule):
         headline = f"it gets no gradient any more{death.headline(len(starved))}"
         sites, effects = history.layout.names(np.sort(dead)), _effects(history, starved=starved)
         return Finding(self.name, severity, name, sites, 0.0, 0.0, message, remedy, onset, headline, effects)
-
-
-def _passed_by(flow: Paths, going: Mask, place: int) -> int | None:
-    """A layer with a gradient (`going`) that reaches the loss through the one at `place` alone, which has none."""
-    own = np.arange(len(flow)) == place
-    found = np.flatnonzero(flow.only_through(own) & going)
-    return int(found[-1]) if len(found) else None
 
 
 def _effects(history: History, **layers: Sites) -> tuple[Effect, ...]:
@@ -275,11 +260,9 @@ def _origin(
     onsets = onset_of(silent, backs)
     found: list[tuple[int, int, int]] = []
     for site in in_run_order(history, sites)[::-1].tolist():
-        layer, onset, loud = layer_before(history, site), int(onsets[site]), backs[~silent[:, site]]
+        layer = layer_before(history, site)
         zero = zero_onset(history, layer) if gradients else None
-        if zero is not None and (not len(loud) or zero < loud[-1]):  # after the sample at which they last fired
-            onset = zero
-        found.append((onset, layer, site))
+        found.append((int(onsets[site]) if zero is None else zero, layer, site))
     onset, layer, site = max(found, key=lambda one: one[0])
     return history.layout.sites[site], layer, onset
 
@@ -327,7 +310,7 @@ def _reason(history: History, layer: int, onset: int, dead: Sequence[int], *, fr
         leaky = f"no ReLU after layer {name}, the last one: it gives no negative number."
     if from_start and made:
         biased = layout.names(site for site in dead if bias_text(history, site))
-        which = f"bias{'es' * (len(biased) > 1)} of {name_text(biased or [name])}"
+        which = f"bias{'es' * (len(biased) > 1)} of {name_text(biased)}"
         return made, f"nn.init.zeros_ for the {which}, or {leaky}"
     if from_start:
         return "", f"{fill} for the weights of layer {name}, or {leaky}"
@@ -402,7 +385,7 @@ def _after_bounded(history: History, bounded: Site, share: float, layer: int, on
         f"most often the outputs of the {bounded.module} {bounded.name} after layer {name} lie at its ends, where no "
         f"gradient passes.{how.began}{how.sentence}{inputs}{unlearnt(history)}"
     )
-    if inputs or layer == forward_order(history.layout)[0]:
+    if layer == forward_order(history.layout)[0]:
         normal = f"inputs of mean 0 and standard deviation 1 for layer {name}"
         return cause, f"{normal}, or {how.remedy or 'nn.LayerNorm after it.'}"
     return cause, f"nn.LayerNorm after layer {name}, or {how.remedy or 'a smaller lr in configure_optimizers.'}"
@@ -424,7 +407,7 @@ def unlearnt(history: History) -> str:
     if not history.whole or (levels := first_and_last_loss(history, LEVEL_RECORDS)) is None:
         return ""
     first, last = levels
-    if not np.isfinite([first, last]).all() or last < first - LOWER_LOSS_SHARE * abs(first) * ROUNDING:
+    if not last >= first - LOWER_LOSS_SHARE * abs(first) * ROUNDING:  # NaN, too
         return ""
     how = "higher than" if last > first else "as high as"
     return f" The loss is {how} at the start ({number_text(first, 3)} -> {number_text(last, 3)})."
