@@ -282,8 +282,10 @@ LOW, FINE, GONE = (0.9, 1.1), (0.6, 300.0), (1.0, 0.0)
         ([GONE] * 5, [1.0] * 5, True),
         ([GONE] * 5, [0.0] * 5, False),
         ([GONE] * 5, [NAN] * 5, False),
+        ([GONE] * 5, [INF] * 5, False),
         ([FINE] * 20 + [LOW] * 20, None, False),
         ([FINE] * 20 + [LOW] * 20, [1.0] * 40, True),
+        ([FINE] * 20 + [GONE] * 20, [1.0] * 40, False),
         ([FINE] * 20 + [LOW] * 20, [1.0] * 10 + [0.1] * 30, False),
     ],
 )
@@ -680,6 +682,7 @@ def stale_history(stale: Sequence[float], updates: Sequence[float] | None = None
         ([0, 1, 1], None, False),
         ([1, 1, 0, 1, 1], None, False),
         ([1, 1, NAN, 1], None, True),
+        ([1, *[NAN] * 20, 1, 1], None, False),  # too long ago
         ([0.05] * 5, None, False),
         ([1, INF, INF], None, True),
         ([0, 1, 1, 1], [1e-3] * 4, True),
