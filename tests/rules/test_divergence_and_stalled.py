@@ -322,6 +322,11 @@ def test_a_jump_of_the_gradient_that_is_known_to_do_no_more_is_not_blamed() -> N
             "momentum=0.9 adds up 10 such steps.",
         ),
         (steps(5, momentum=0.99) + steps(1, updates=30.0, momentum=0.99), "momentum=0.9 in configure_optimizers."),
+        (
+            [{**row, "momentum": 0.9} for row in steps(5, lr=0.05, updates=0.06) + steps(5, updates=0.5)]
+            + steps(1, updates=30.0, momentum=0.9),
+            "lr=0.006 in configure_optimizers: step 5 would have moved the weights by up to 0.03 of their size.",
+        ),
     ],
 )
 def test_remedies_go_by_what_was_measured(rows: list[dict[str, Any]], remedy: str) -> None:

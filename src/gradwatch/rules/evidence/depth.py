@@ -160,16 +160,15 @@ def profile_onset(history: History, now: Profile, agrees: Callable[[Profile], bo
 
 
 def faded(history: History, records: int) -> Sites:
-    """The layers without a gradient above 0 in the last `records` before which it had faded to under `FADED`, that of
-    the nearest layers after them.
+    """The layers whose gradient, or that of the nearest layers after them that have one above 0, was under `FADED` in
+    the last `records`.
     """
     order, norms = forward_order(history.layout), history.window("grad_norm", records)
     flow, reached = paths(history.layout, order), np.fmax.reduce(norms[:, order], axis=0).tolist()
-    own = [norm > 0 for norm in reached]
     for i in reversed(range(len(order))):
-        if not own[i]:
+        if not reached[i] > 0:
             reached[i] = max((reached[j] for j in flow.after[i]), default=0.0)
-    return order[[not mine and 0 < norm < FADED for mine, norm in zip(own, reached, strict=True)]]
+    return order[[0 < norm < FADED for norm in reached]]
 
 
 def recent_profiles(history: History, now: Profile, count: int) -> list[Profile]:

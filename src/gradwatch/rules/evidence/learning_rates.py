@@ -160,7 +160,7 @@ def measured_remedy(history: History, back: int) -> str:
     if not len(backs) or not is_own(history, RECENT_RECORDS, of=back)[-backs[-1]]:
         return ""
     backs = backs[backs >= back]
-    if not len(backs) or not rates[-back] > 0:  # that of the first parameter group
+    if not rates[-back] > 0:  # that of the first parameter group
         return ""
     known, moved = rates[-backs], np.fmax.reduce(relative_updates(history, backs), axis=1, initial=np.nan)
     lower = (known > 0) & (known < LOWER_RATE_SHARE * rates[-back]) & (moved <= SANE_SHARE)
@@ -199,7 +199,7 @@ def clipping_limit(history: History, *, of: int = 1) -> float | None:
     """
     norms, used = (history.window(name, CLIPPED_RECORDS, sites=0) for name in ("grad_norm", "grad_norm_clipped"))
     own = is_own(history, max(CLIPPED_RECORDS, of), of=of)[-CLIPPED_RECORDS:]
-    clipped = own & np.isfinite(norms) & (used > 0) & (used < CLIPPED_SHARE * norms)
+    clipped = own & (used > 0) & (used < CLIPPED_SHARE * norms)
     for row in np.flatnonzero(clipped):
         clipped[row] = not removed_scale(history, back=len(own) - int(row))
     return float(used[clipped].max()) if clipped.any() else None
