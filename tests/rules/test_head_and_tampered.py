@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -25,7 +26,7 @@ from gradwatch.measure.modules.recomputed_gradients import bias_of, count_other_
 from gradwatch.rules.bad_head import BadHead
 from gradwatch.rules.tampered import Tampered
 from models import mlp, module_of
-from synthetic_history import only
+from synthetic_history import append, net, only
 from training import fit
 
 CLASSES = 5
@@ -975,6 +976,34 @@ def test_what_no_optimizer_holds() -> None:
     kept = [p for key, p in model.named_parameters() if not key.startswith("2.")]
     model[2].bias.register_hook(torch.neg)
     assert watched(model, optimizer=torch.optim.SGD(kept, lr=0.01), steps=40) == ()
+
+
+@pytest.mark.parametrize(
+    ("cosines", "dex", "hooks", "found"),
+    [
+        # a penalty on weights, or on biases, that outweighs the loss, beside hooks that only look
+        ([-0.6, 1.0] * 4, [0.0] * 8, 1, ()),
+        ([1.0, -0.6] * 4, [0.0] * 8, 1, ()),
+        # most have a hook that multiplies: the others are right, and of the biases enough are
+        ([1.0] * 8, [2.0] * 5 + [0.0] * 3, [1] * 5 + [0] * 3, ("fc0", "fc1")),
+        # half of them: the other half is right, whether those are too large or too small
+        ([1.0] * 8, [2.0] * 4 + [0.0] * 4, 0, ("fc0", "fc1")),
+        ([1.0] * 8, [-2.0] * 4 + [0.0] * 4, 0, ("fc0", "fc1")),
+        # without a hook, the opposite is no penalty where it has the right size
+        ([-1.0] + [1.0] * 7, [0.0] * 8, 0, ("fc0",)),
+        ([-1.0] + [1.0] * 7, [1.0] + [0.0] * 7, 0, ()),
+    ],
+)
+def test_what_counts_as_tampered(cosines: list[float], dex: list[float], hooks: Any, found: tuple[str, ...]) -> None:
+    history = net(4)
+    shape = history.layout
+    numbers = {"gradient_cosine": cosines, "gradient_dex": dex, "gradient_evenness": 0.8, "other_hooks": hooks}
+    for step in range(5):
+        values = {name: np.zeros(len(shape)) for name in numbers}
+        for name, row in values.items():
+            row[shape.parameters] = numbers[name]
+        append(history, step, values=values, scalars={}, codes=np.zeros(len(shape), dtype=np.int8))
+    assert tuple(site for each in Tampered()(history) or () for site in each.sites) == found
 
 
 def test_a_bias_that_two_layers_share() -> None:

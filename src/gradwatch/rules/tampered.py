@@ -189,7 +189,7 @@ class Tampered(CheckedRule):
             off = dex - self._common(cosines, dex, recent["other_hooks"], held)
             # where too few agree on a factor, a size that has not changed is off as it is now
             same = np.abs(dex - dex[-1]) <= CONSTANT_FACTOR_DEX
-            found = (cosines >= SAME_SIGNS_COSINE) & ((off * np.sign(off[-1]) >= self.dex) | same)
+            found = (off * np.sign(off[-1]) >= self.dex) | same
         return int(onset_of(found[:, which], backs).max())
 
 
