@@ -556,11 +556,12 @@ def _ran_lately(history: History, layers: Sites, records: int) -> Mask:
 
 
 def _ran_without_gradients(history: History, sites: Sites) -> Mask:
-    """Which of `sites` had no output with gradients enabled at the newest sample of outputs."""
+    """Which of `sites` ran at the newest sample of outputs, at which none of theirs had gradients enabled."""
     back = history.newest("output_rms")
     if back > len(history):
         return np.zeros(len(sites), dtype=bool)
-    return np.isnan(history.row("output_rms", back=back)[sites])
+    outputs, order = (history.row(name, back=back) for name in ("output_rms", "run_order"))
+    return np.isnan(outputs[sites]) & ~np.isnan(order[sites])
 
 
 def _has_signal(history: History, layers: Sites, records: int) -> Mask:
