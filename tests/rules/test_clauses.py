@@ -630,6 +630,16 @@ def test_outputs_that_start_large(outputs: list[float], weights: list[float], wo
     assert (words in said(only(found))) if words else not found
 
 
+@pytest.mark.parametrize(("losses", "harmful"), [([1, 1e6, 1, 1], True), ([1, 1, 1, 1], False), ([INF] * 4, False)])
+def test_a_large_input_that_the_first_steps_felt(losses: list[float], harmful: bool) -> None:
+    """A loss that never was finite is laid to `nonfinite`."""
+    history = net(2)
+    for loss in losses:
+        record(history, loss=loss)
+        sampled(history, input_rms=[500.0, 1.0], input_max=[900.0, 3.0], run_order=[0, 1])
+    assert bool(InputScale()(history)) is harmful
+
+
 def test_an_input_that_is_large_in_a_layer_with_a_bias() -> None:
     def large(*, bias: bool) -> str:
         shape = layout(["fc0", "fc1"])

@@ -108,8 +108,9 @@ class InputScale(CheckedRule):
         norms, losses = history.window("grad_norm", 3), history.scalar("loss", len(history))
         if len(first) and len(norms) == 3 and (norms[:, first] == 0).all():
             return True
-        highest = np.fmax.reduce(np.abs(losses[:OPENING]))
-        return bool(history.whole and highest >= self.loss_jump * abs(losses[0]) > 0)
+        if not history.whole or not np.isfinite(losses[:OPENING]).any():
+            return False
+        return bool(np.nanmax(np.abs(losses[:OPENING])) >= self.loss_jump * abs(losses[0]) > 0)
 
     def _zeros(self, history: History, levels: Floats, backs: Sites) -> Sequence[Finding]:
         """All that comes from outside is zero, as far as it was measured, and so what the first layer gets."""
