@@ -1058,10 +1058,11 @@ def test_gradients_that_are_zero_for_other_reasons(zeros: Sequence[float]) -> No
 
 
 def test_units_that_died_in_two_branches() -> None:
-    shape = layout(["stem", "a0", "a1", "b", "head"])
-    flow = ("stem a0", "a0 a1", "a1 head", "stem b", "b head", "stem head", "head total")
+    """One that gets no gradient either, and does not lie before them, is no effect."""
+    shape = layout(["stem", "a0", "a1", "b", "head", "beside"])
+    flow = ("stem a0", "a0 a1", "a1 head", "stem b", "b head", "stem head", "head total", "stem beside", "beside total")
     edges = tuple((shape.index[first], shape.index[second]) for first, second in map(str.split, flow))
-    rows = [{}] * 30 + [{"gradients": [1, 0, 0, 0, 1]}] * 20
+    rows = [{}] * 30 + [{"gradients": [1, 0, 0, 0, 1, 0]}] * 20
     found = only(judge_rows(Dead(), History(replace(shape, edges=edges)), rows)[-1])
     assert (found.layer, found.sites, found.onset) == ("b", ("a1", "b"), 20)
     assert found.effects == (Effect("starved", ("a0",)),)

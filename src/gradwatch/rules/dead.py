@@ -212,11 +212,13 @@ class Dead(CheckedRule):
             return None
         first = max(ends, key=lambda place: (int(already[place]), place))
         dead, nearest = order[[*(place for place in ends if place != first), first]], int(order[flow.after[first][0]])
+        before = flow.above(np.isin(np.arange(len(order)), ends)) & ended
+        before[ends] = False
         fed = flow.only_through(np.arange(len(order)) == first) & going
-        return self._without_gradient(history, dead, np.setdiff1d(order[ended], dead), nearest, fed=order[fed])
+        return self._without_gradient(history, dead, order[before], nearest, fed=order[fed].tolist())
 
     def _without_gradient(
-        self, history: History, dead: Sites, starved: Sites, nearest: int, *, fed: Sites | None = None
+        self, history: History, dead: Sites, starved: Sites, nearest: int, *, fed: Sequence[int] = ()
     ) -> Finding:
         """`dead`: layers whose gradient is 0, the one to name last; `starved`: those that lie before them; `nearest`:
         the one after them that has a gradient; `fed`: those before them that have one through the last alone.
@@ -227,8 +229,8 @@ class Dead(CheckedRule):
         death = death_of(history, site, onset)
         name, after = death.layer, history.layout.sites[nearest].name
         too = f", and of {_before_text(history.layout.names(starved))}," if len(starved) else ""
-        if fed is not None and len(fed):
-            cause, remedy = _masked(history, site, onset, int(fed[-1]))
+        if fed:
+            cause, remedy = _masked(history, site, onset, fed[-1])
         elif (no_inputs := _without_inputs(history, site, onset, starved)) is not None:
             (cause, remedy), severity = no_inputs, Severity.WARNING
         elif (bounded := _bounded_after(history, site, onset)) is not None:
