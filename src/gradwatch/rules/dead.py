@@ -387,7 +387,7 @@ def _after_bounded(history: History, bounded: Site, share: float, layer: int, on
         f"most often the outputs of the {bounded.module} {bounded.name} after layer {name} lie at its ends, where no "
         f"gradient passes.{how.began}{how.sentence}{inputs}{unlearnt(history)}"
     )
-    if layer == forward_order(history.layout)[0]:
+    if inputs or layer == forward_order(history.layout)[0]:
         normal = f"inputs of mean 0 and standard deviation 1 for layer {name}"
         return cause, f"{normal}, or {how.remedy or 'nn.LayerNorm after it.'}"
     return cause, f"nn.LayerNorm after layer {name}, or {how.remedy or 'a smaller lr in configure_optimizers.'}"

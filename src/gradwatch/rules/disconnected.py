@@ -374,7 +374,7 @@ class Disconnected(CheckedRule):
         if not len(inputs) or not len(weights):
             return []
         norms = history.window("grad_norm", self.rare_records)
-        zeros = (norms[:, biases] > FADED).sum(axis=0)
+        zeros = ((norms[:, weights] == 0) & (norms[:, biases] > FADED)).sum(axis=0)
         chosen = (zeros >= self.zero_records) & ~(norms[:, weights] > 0).any(axis=0)
         if not chosen.any():
             return []

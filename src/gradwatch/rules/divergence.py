@@ -368,7 +368,7 @@ def _why_high(history: History, onset: int) -> tuple[str, str, str, int] | None:
     """
     passes, jump = summed_passes(history), last_jump(history, rate=onset, gradient=1)
     if not maximizes(history):
-        if shift := _shift(history, onset):
+        if not isinstance(jump, RateJump) and (shift := _shift(history, onset)):
             if _learns_anew(history, onset):
                 return None
             jump = shift
