@@ -341,6 +341,21 @@ def test_a_frozen_layer_that_has_an_empty_parameter() -> None:
     assert math.isnan(record.value("frozen_max", "0.none"))
 
 
+def test_frozen_weights_of_the_model_itself() -> None:
+    class Scaled(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 4)
+            self.requires_grad_(requires_grad=False)
+            self.head = nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(super().forward(x))  # type: ignore[no-any-return]
+
+    (record,) = measured(model := Scaled(), torch.randn(8, 4))
+    assert record.value("frozen_max", "weight") == pytest.approx(float(model.weight.abs().max()))
+    assert record.value("frozen_rms", "weight") == pytest.approx(float(model.weight.square().mean().sqrt()))
+
+
 def test_inputs_are_those_no_gradient_flows_through() -> None:
     model = nn.ModuleDict({"left": nn.Linear(3, 2), "right": nn.Linear(3, 2), "head": nn.Linear(2, 1)})
     forward = lambda model, x: model["head"](model["left"](x) + model["right"](10 * x))  # noqa: E731

@@ -34,6 +34,11 @@ def module_of(layer: str) -> str:
     return "" if layer == ROOT else layer
 
 
+def name_within(layer: str, key: str) -> str:
+    """The name of what the module that is the `layer` has under `key`: 'fc.weight', 'weight' of the model itself."""
+    return key if layer == ROOT else f"{layer}.{key}"
+
+
 def modules_around(layer: str) -> list[str]:
     """The names of the modules around the `layer`, from the inside: 'a.b', 'a' and '' of 'a.b.c'."""
     parts = [] if layer == ROOT else layer.split(".")

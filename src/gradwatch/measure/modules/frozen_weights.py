@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gradwatch.core.record import Floats, Layout
+from gradwatch.core.record import Floats, Layout, name_within
 from gradwatch.measure.modules import ModuleReading, ModuleStatistic, OutputCallback
 from gradwatch.measure.reductions import is_dense_real, joined, wide_norm
 
@@ -71,7 +71,7 @@ def _by_parameter(
     for (site, name, size), norm, largest in zip(
         parameters, numbers["frozen_norms"], numbers["frozen_largest"], strict=True
     ):
-        place = layout.index.get(f"{layout.sites[site].name}.{name}")
+        place = layout.index.get(name_within(layout.sites[site].name, name))
         if place is not None:
             rms[place], most[place] = norm / size**0.5, largest
     return {"frozen_rms": rms, "frozen_max": most}

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
-from gradwatch.core.record import ROOT, Floats, Layout
+from gradwatch.core.record import Floats, Layout, name_within
 from gradwatch.hooks.graph_release import LEAF
 from gradwatch.hooks.hook_set import OWN_MODULES, HookCosts, defined_in
 from gradwatch.measure.devices import moved, widest_type
@@ -260,8 +260,7 @@ def _compare(one: _ExpectedGradient, layout: Layout) -> _ComparedGradient | None
     parameter = one.parameter()
     if parameter is None or parameter.grad is None or one.vector is None:
         return None
-    owner = layout.sites[one.layer].name
-    site = layout.index.get(one.key if owner == ROOT else f"{owner}.{one.key}")
+    site = layout.index.get(name_within(layout.sites[one.layer].name, one.key))
     gradient, hooks = parameter.grad.detach(), count_other_hooks(parameter)
     if site is None or hooks is None or not is_dense_real(gradient) or layout.sites[site].kind != "parameter":
         return None
