@@ -126,7 +126,9 @@ def failing_events() -> Iterator[Any]:
 @pytest.mark.parametrize(("event", "place", "error"), [*failing_events()])
 def test_a_callback_fails(event: str, place: int, error: str, tmp_path: Path) -> None:
     if (event, place) == ("on_exception", 1):
-        pytest.skip("Lightning then calls no further callback's: hooks stay until the next fit (docs/modes.md)")
+        pytest.skip(
+            "Lightning then calls no further callback's: hooks stay until the next backward pass (docs/modes.md)"
+        )
     number = max(1, min(LATER, calls_without_failure()[event]))
     bare = without(event, number, ERRORS[error])
     assert f"planned in {event}" in str(bare.errors) or "SystemExit: 1" in bare.errors

@@ -12,8 +12,8 @@ FIRST_STEPS = 5
 """Steps at the start of a run that are always sampled: most faults begin there. Judgement."""
 
 EARLY_STEPS = frozenset({8, 16, 32, 64, 128, 256})
-"""Later steps that are sampled whatever the budget: faults at the start of a run show within the first hundreds of
-steps. Judgement.
+"""Later steps that are sampled whatever the budget, if there is one: faults at the start of a run show within the first
+hundreds of steps. Judgement.
 """
 
 WHOLE_UNTIL = 64
@@ -48,7 +48,8 @@ MEASURE, MEASURE_TENSOR, MEASURE_ELEMENT = 200.0, 3.0, 0.0003
 
 
 class SamplingSchedule:
-    """Chooses steps by their number: the first ones, then one in each interval, at a position that a hash varies.
+    """Chooses steps by their number: the first ones, then one in each interval, at a position that a hash varies, or
+    the first of each without a budget.
 
     The interval follows from the numbers of modules and elements and from the budget, not from the speed or load of the
     machine. The varying position avoids samples that always fall on the same place of an epoch.

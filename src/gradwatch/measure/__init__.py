@@ -1,6 +1,6 @@
 """Tensors to numbers on the device: gradients at the step, weights, and modules on sampled steps.
 
-`device_buffer` is the one file that brings numbers to the host. Whether a number is good or bad is decided in `rules`.
+In an ordinary step, `device_buffer` alone brings numbers to the host. `rules` decides whether a number is good or bad.
 
 Four kinds of index. A site index is a position in `Layout.sites`. A place is a position among all watched parameters,
 `GradientReader.parameters`, and a member one among those of an optimizer, `OptimizerParameters.parameters`, whose

@@ -37,7 +37,7 @@ class Rule(Protocol):
 
     @property
     def needs(self) -> frozenset[str]:
-        """The statistics that the rule reads. Where all are sampled, it is called at samples only."""
+        """The statistics that the rule cannot do without. Where all are sampled, it is called at samples only."""
 
     def __call__(self, history: History) -> Sequence[Finding] | None:
         """Findings at the latest record, the worst first.
