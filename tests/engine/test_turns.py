@@ -127,9 +127,9 @@ def test_a_resumed_run_goes_on_with_the_same_turns(turns: list[int], stop: int) 
         whole.begin(optimizers[turn])
     resumed = own_steps(optimizers, whole.state_dict())
     for turn in turns[stop:]:
-        assert resumed.next_index() == whole.next_index()
+        assert resumed.next_index == whole.next_index
         assert resumed.begin(optimizers[turn]) == whole.begin(optimizers[turn])
-    assert resumed.next_index() == whole.next_index()
+    assert resumed.next_index == whole.next_index
 
 
 class Wrapper:

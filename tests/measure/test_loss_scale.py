@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from gradwatch import Clip, Watch
-from gradwatch.core.loss_scale import remaining_scale
+from gradwatch.core.remaining_scale import remaining_scale
 from gradwatch.measure.loss_scale import has_unscaled
 from gradwatch.sinks.memory import Memory
 from models import wide_inputs, wide_net

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.core.block import Block
-from gradwatch.core.loss_scale import remaining_scale
 from gradwatch.core.record import MEASURED, Floats, Mask
+from gradwatch.core.remaining_scale import remaining_scale
 from gradwatch.core.training_loop import TrainingMode
 from gradwatch.engine.diagnosis import Diagnosis
 from gradwatch.engine.interventions.runtime import InterventionRuntime
@@ -173,8 +173,8 @@ class BlockBuilder:
     def _complete_scalars(self, step: StepState, total: float) -> None:
         """Add to the numbers of the whole step those that had to come to the host."""
         scalars, reading = step.scalars, step.reading
-        for name, copy in step.numbers.items():
-            scalars[name] = float(copy.wait()[name].reshape(-1)[0])
+        if step.stale is not None:
+            scalars["stale"] = float(step.stale.wait()["stale"][0])
         if step.effect is not None:
             self._interventions.landed(step.effect, reading.layout)
             scalars |= self._interventions.gates.scalars()

@@ -1,4 +1,4 @@
-"""The engine: each optimizer step is measured, recorded, judged and sent to the sinks. Knows no Lightning."""
+"""The engine: each optimizer step is measured, recorded, judged and sent to the sinks. Does not import Lightning."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ class Engine:
         self._suspended = False
         """Whether the hooks are off until the next batch."""
         self._batches_begun = 0
-        self._ordinary = range(0)
+        self._armed_for = range(0)
         """Steps of an optimizer that are measured and not sampled, and for which the hooks are as they are now."""
         self._announced = False
         """Whether the loop has reported a backward pass that has not come to a parameter yet."""
@@ -284,7 +284,7 @@ class Engine:
             logger.warning("GradWatch's interventions declined the state in the checkpoint and start anew: %s", why)
         assert self._reader is not None
         self._reader.follow(self.diagnosis.history.layout)  # the checkpoint may have more tapped tensors
-        self._next = self._optimizers.next_index()
+        self._next = self._optimizers.next_index
         self._arm(self._next)
 
     def begin(self, batch: Any = None, *, index: int = -1, epoch: int = 0, accumulate: int = 1) -> None:
@@ -408,7 +408,7 @@ class Engine:
                 self._overtaken.add(id(self._open.optimizer))
             with reader.deferred_errors:
                 self._finish(look_at_weights=same)
-        planned, self._next = self._next, self._optimizers.next_index()
+        planned, self._next = self._next, self._optimizers.next_index
         self.source.step_count += 1
         if reader.shards is not None and not self._joins_ranks(reader.shards, index, planned):
             return
@@ -497,7 +497,7 @@ class Engine:
                 if self._not_taken == MANY and self.source.step_count <= 3 * MANY:
                     self._note_once(NOT_TAKEN)
         self.queue.ended(step)
-        if self._next in self._ordinary:
+        if self._next in self._armed_for:
             self._reader.tensor_taps.armed = True
         else:
             self._arm(self._next)
@@ -578,7 +578,7 @@ class Engine:
     def _alerted(self, alert: Alert) -> None:
         if self._reader is None or self._reader.shards is None:
             self.schedule.sample_densely(self._judged[self.diagnosis.judged_step])
-            self._ordinary = range(0)
+            self._armed_for = range(0)
         self.alert_reaction(alert)
 
     def _arm(self, index: int) -> None:
@@ -587,7 +587,7 @@ class Engine:
         self._measuring = self.schedule.every_step or self.schedule.is_measured(index)
         self._sampling = self._measuring and self.schedule.is_sampled(index)
         ordinary = self.schedule.every_step and not self._sampling
-        self._ordinary = range(index, self.schedule.next_sampled(index) if ordinary else index)
+        self._armed_for = range(index, self.schedule.next_sampled(index) if ordinary else index)
         if self._measuring:
             self._whole_sample = self._sampling and self.schedule.is_whole_sample(index)
             self._reader.arm(sampled=self._sampling, whole_sample=self._whole_sample)
@@ -629,7 +629,7 @@ class Engine:
             if names:
                 found = f"{len(names)} {what}{'s' * (len(names) > 1)}", short_list(names)
                 logger.log(logging.DEBUG if self._mode.rank else logging.INFO, "GradWatch: adopted %s: %s", *found)
-        self._ordinary = range(0)
+        self._armed_for = range(0)
         if reader.layout is before and not first:
             return
         if (shards := reader.shards) is not None and shards.is_outdated:
@@ -641,7 +641,7 @@ class Engine:
         hooked = sum(layer.hookable + len(layer.activations) for layer in reader.layers)
         there = [parameter for parameter in reader.parameters if not is_lazy(parameter)]
         self.schedule.set_counts(
-            modules=hooked if self._samples.hooks_modules else 0,
+            modules=hooked if self._samples.has_module_hooks else 0,
             tensors=len(there),
             elements=sum(parameter.numel() for parameter in there),
         )

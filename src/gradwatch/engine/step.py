@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -18,7 +18,7 @@ from gradwatch.measure.nonfinite_source import NonfiniteSource
 from gradwatch.measure.optimizer_parameters import OptimizerParameters
 from gradwatch.measure.shard_exchange import ShardBlock
 from gradwatch.measure.site_values import Reading
-from gradwatch.measure.step_info import StepInfo, learning_rate
+from gradwatch.measure.step_info import StepInfo, optimizer_numbers
 from gradwatch.measure.tensor_taps import TensorTapReading
 
 
@@ -38,7 +38,7 @@ class StepState:
     sampled: bool
     info: StepInfo
     scalars: dict[str, float]
-    """Numbers of the whole step; completed from `numbers` when those arrive."""
+    """Numbers of the whole step; `stale` comes when it arrives."""
     has_loss: bool
     """Whether the loop gave its loss, which lies beside the row of norms."""
     reading: Reading
@@ -49,10 +49,8 @@ class StepState:
     """
     flow: LayerFlow | None = None
     """What is known of the layers, if the step was sampled."""
-    numbers: dict[str, HostCopy] = field(default_factory=dict)
-    """Numbers of the whole step on their way: `stale`, the size of old gradients to which new ones were added, relative
-    to the new ones.
-    """
+    stale: HostCopy | None = None
+    """The size of old gradients to which new ones were added, relative to the new ones, on its way."""
     norms_only: bool = True
     """Whether its row of norms and `scalars` are all that there is of it before the optimizer moves."""
     sentinels: HostCopy | None = None
@@ -102,9 +100,9 @@ class StepState:
     def host_copies(self) -> tuple[HostCopy, ...]:
         """What has to have landed before the step can be judged, but for its row of norms."""
         parts = [part.host_copy for part in (self.signals, self.tapped) if part is not None]
-        parts += [self.sentinels] if self.sentinels is not None else []
+        parts += [copy for copy in (self.sentinels, self.stale) if copy is not None]
         effect = self.effect.host_copies if self.effect else ()
-        return (*self.reading.host_copies, *parts, *effect, *self.numbers.values())
+        return (*self.reading.host_copies, *parts, *effect)
 
     def other_values(self, grad_norm: Floats) -> dict[str, Floats]:
         """Statistic -> one number per site, all but `grad_norm`, which is given and completed: shape [sites]."""
@@ -153,7 +151,7 @@ def read(
 
     `index`: the optimizer's steps before this one; `loss`: of this rank, 0-d.
     """
-    scalars = {**learning_rate(held.optimizer_ref()), **info.scalars}
+    scalars = {**optimizer_numbers(held.optimizer_ref()), **info.scalars}
     if source.passes and scalars.get("accumulate", 1.0) > 1:
         scalars["accumulated"] = float(source.passes)
     # collective operations come first: before them one rank alone cannot fail
@@ -180,7 +178,7 @@ def read(
                 step.signal_values = step.signals.values()
         stale = held.stale_gradients.take(sampled=samples is not None)
         if isinstance(stale, Tensor):
-            step.numbers["stale"] = HostCopy({"stale": stale})
+            step.stale = HostCopy({"stale": stale})
         elif stale is not None:
             scalars["stale"] = stale
     if source.may_hook:
@@ -188,7 +186,7 @@ def read(
     reader.tensor_taps.armed = False
     if reader.tensor_taps.used:
         step.tapped = reader.tensor_taps.collect(info.scale)
-    step.norms_only = not (step.sampled or step.tapped or step.numbers or step.sentinels or reading.host_copy)
+    step.norms_only = not (step.sampled or step.tapped or step.stale or step.sentinels or reading.host_copy)
     return step
 
 

@@ -141,7 +141,7 @@ class GradWatch(PackageAware, Callback):
         self._engine: Engine | None = None
         self._fitting: Callable[[], Any] = lambda: None
         """Gives the Trainer whose fit the engine watches; a watch may be in several Trainers."""
-        self._set_up: Callable[[], Any] = lambda: None
+        self._trainer_set_up: Callable[[], Any] = lambda: None
         """Gives the Trainer that was set up last, whose checkpoint is being loaded if one is."""
         self._restored: dict[str, Any] | None = None
         self._loss: Tensor | None = None
@@ -179,7 +179,7 @@ class GradWatch(PackageAware, Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a checkpoint's state; one that does not fit is declined with one line in the log."""
         self._restored = state_dict
-        if self._engine and self._engine.attached and self._fitting() is self._set_up():
+        if self._engine and self._engine.attached and self._fitting() is self._trainer_set_up():
             self._restore()
 
     @property
@@ -209,7 +209,7 @@ class GradWatch(PackageAware, Callback):
     @guard
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         self._restored = None  # what is restored for this fit comes after this
-        self._set_up = weakref.ref(trainer)
+        self._trainer_set_up = weakref.ref(trainer)
         two = self._fitting() not in (None, trainer)
         if two and stage == "fit" and self._engine and self._engine.attached:
             self._engine.diagnosis.note(_TWO_FITS, log=trainer.is_global_zero)
@@ -291,7 +291,7 @@ class GradWatch(PackageAware, Callback):
         copy = loss.detach().clone() if isinstance(loss, Tensor) else None
         engine.backward(loss, copy)
         if engine.interventions.given:
-            engine.interventions.scaled(lambda: scale_at(trainer, loss))
+            engine.interventions.begin_backward(lambda: scale_at(trainer, loss))
         if copy is not None and copy.numel() == 1:
             copy = copy.reshape(())
             self._loss = copy if self._loss is None else self._loss + copy

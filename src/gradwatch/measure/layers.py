@@ -14,6 +14,7 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import nn
 from torch.jit import ScriptModule
@@ -319,6 +320,12 @@ def _size(parameter: nn.Parameter) -> int:
 def has_doubles(parameters: Sequence[nn.Parameter]) -> bool:
     """Whether any is in double precision, so that its norm may be beyond float32."""
     return not {parameter.dtype for parameter in parameters}.isdisjoint((torch.float64, torch.complex128))
+
+
+def smallest_of_parts(parameters: Sequence[nn.Parameter], parts: int) -> list[nn.Parameter]:
+    """`parameters` cut into `parts` of about the same number, or fewer: the one with the fewest elements of each."""
+    cuts = np.array_split(np.arange(len(parameters)), min(parts, len(parameters))) if parameters else ()
+    return [min((parameters[place] for place in cut), key=nn.Parameter.numel) for cut in cuts]
 
 
 def main_device(parameters: Sequence[nn.Parameter]) -> torch.device:

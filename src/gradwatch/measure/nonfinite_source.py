@@ -15,7 +15,7 @@ from torch import Tensor, distributed, nn
 from gradwatch.core.training_loop import TrainingMode
 from gradwatch.hooks.hook_set import HookSet, is_capturing
 from gradwatch.measure.device_buffer import DeviceBuffer, HostCopy, host_view
-from gradwatch.measure.layers import has_doubles, is_lazy, main_device
+from gradwatch.measure.layers import has_doubles, is_lazy, main_device, smallest_of_parts
 from gradwatch.measure.reductions import is_vmapped, norm_into
 
 NONFINITE_CHECKS = 8
@@ -69,12 +69,11 @@ class NonfiniteSource:
         if self._buffer is not None or not (self.store.several or mixed):
             return
         trained = [parameter for parameter in parameters if parameter.requires_grad and not is_lazy(parameter)]
-        stretches = np.array_split(np.arange(len(trained)), min(NONFINITE_CHECKS, max(1, len(trained))))
-        chosen = [min(stretch, key=lambda i: trained[i].numel()) for stretch in stretches if len(stretch)]
+        chosen = smallest_of_parts(trained, NONFINITE_CHECKS)
         buffer = DeviceBuffer(main_device(parameters), len(chosen), ("norms",), doubles=has_doubles(trained))
         buffer["norms"].zero_()
-        for place, index in enumerate(chosen):
-            self._hooks.on_gradient(trained[index], partial(self._look, buffer["norms"][place]))
+        for place, parameter in enumerate(chosen):
+            self._hooks.on_gradient(parameter, partial(self._look, buffer["norms"][place]))
         self._buffer, self._parameters = buffer, parameters
 
     def disarm(self) -> None:

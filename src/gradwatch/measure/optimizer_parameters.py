@@ -115,7 +115,7 @@ class OptimizerParameters:
         Where others are there than at the last one, plans are made anew; also where others are required, what there is
         of them (`coverage`) has to be found out.
         """
-        gradients = self.gradients() if self.sharded else list(map(_GRADIENT, self.parameters))
+        gradients = self.gradients()
         absent, trains = list(map(is_, gradients, repeat(None))), list(map(_TRAINS, self.parameters))
         if absent != self.absent or trains != self.trains:
             if absent != self.absent:

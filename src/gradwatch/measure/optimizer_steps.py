@@ -37,6 +37,8 @@ class OptimizerSteps:
         """Number of an optimizer -> the steps that it has begun."""
         self._latest, self._in_a_row = 0, 0
         """The number of the optimizer that has begun the latest step, and its steps since another's."""
+        self.next_index = 0
+        """How many steps the optimizer of the coming step has begun, if they take turns as they did the last time."""
         self._turns: dict[int, tuple[int, int]] = {}
         """Number of an optimizer -> how many steps it took in a row the last time, and whose followed."""
         self.awaited: Any = None
@@ -91,15 +93,12 @@ class OptimizerSteps:
             self._turns[self._latest] = self._in_a_row, number
             self._latest, self._in_a_row = number, 0
         self._in_a_row += 1
+        self.next_index = self.begun[self._following()]
         return number, index
 
     def total(self) -> int:
         """Steps begun, of all optimizers."""
         return sum(self.begun.values())
-
-    def next_index(self) -> int:
-        """How many steps the optimizer of the coming step has begun, if they take turns as they did the last time."""
-        return self.begun[self._following()]
 
     def next_is_another(self) -> bool:
         """Whether the coming step is then of another optimizer than the latest."""
@@ -120,6 +119,7 @@ class OptimizerSteps:
         begun, (latest, in_a_row), turns = typed({"begun": [int], "latest": [int], "turns": [[int]]}, state).values()
         self._turns = {number: (steps, after) for number, steps, after in turns}
         self.begun, self._latest, self._in_a_row = Counter(dict(enumerate(begun))), latest, in_a_row
+        self.next_index = self.begun[self._following()]
 
     def steps_of(self, optimizer: Any) -> int:
         """The steps that `optimizer` has begun."""

@@ -6,13 +6,12 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from gradwatch.hooks.hook_set import HookSet, is_capturing
 from gradwatch.measure.dtensor import is_dtensor
-from gradwatch.measure.layers import is_lazy
+from gradwatch.measure.layers import is_lazy, smallest_of_parts
 from gradwatch.measure.reductions import dense_real, is_vmapped, joined, version_of, wide_norm
 
 STALE_CHECKS = 4
@@ -91,9 +90,7 @@ class StaleGradientCheck:
         # before the first backward pass none has a gradient
         able = [parameter for parameter in parameters if parameter.grad is not None and _able(parameter)]
         able = [parameter for parameter in able if parameter.numel() <= LARGEST] or able
-        parts = np.array_split(np.arange(len(able)), min(STALE_CHECKS, max(1, len(able))))
-        for part in parts if able else ():
-            parameter = min((able[i] for i in part), key=nn.Parameter.numel)
+        for parameter in smallest_of_parts(able, STALE_CHECKS):
             assert parameter.grad is not None, "it is able"
             self._checked.append(
                 _CheckedParameter(weakref.ref(parameter), weakref.ref(parameter.grad), _version(parameter))
@@ -143,6 +140,10 @@ class StaleGradientCheck:
                     return None
                 answer = 0.0
             return answer
+        return self._take_seen(sampled)
+
+    def _take_seen(self, sampled: bool) -> Tensor | float | None:
+        """The same of what hooks have seen."""
         seen = [checked for checked in self._checked if checked.cleared or checked.added]
         moved = self._updates_known or self._written
         moved |= any(checked.weight_version != _version(checked.parameter()) for checked in seen)
@@ -150,7 +151,7 @@ class StaleGradientCheck:
         uncleared = [
             (one.old, one.new) for one in seen if not one.cleared and one.old is not None and one.new is not None
         ]
-        answer = None
+        answer: Tensor | float | None = None
         if seen and 2 * len(uncleared) <= len(seen):
             answer = 0.0
         elif seen and moved:

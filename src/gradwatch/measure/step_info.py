@@ -31,7 +31,7 @@ class StepInfo:
         return min(1.0, passes / whole) if passes and whole > 1 else 1.0
 
 
-def learning_rate(optimizer: Any) -> dict[str, float]:
+def optimizer_numbers(optimizer: Any) -> dict[str, float]:
     """`lr`, `momentum` and `weight_decay`, the first group's; `decay_in_gradient`, 1 where that is added to the
     gradient and divided by its size, as by Adam and not by AdamW; `maximize`, 1 where all groups go up the loss;
     `lr_highest`, where the groups differ; and `lr_waits`, 1 where groups have a rate of 0 by a plan: a scheduler holds

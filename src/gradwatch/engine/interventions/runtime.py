@@ -216,11 +216,11 @@ class InterventionRuntime:
         self.gradient_hooks.used(held.indices, step + 1)
         return StepEffect(applied, HostCopy(sent), decisions)
 
-    def scaled(self, scale: Callable[[], Tensor | None]) -> None:
+    def begin_backward(self, scale: Callable[[], Tensor | None]) -> None:
         """A backward pass begins; `scale` gives the loss scale that will be in its gradients, 0-d."""
         if self.gradient_hooks is not None and len(self.gradient_hooks.hooks):
             self.gradient_hooks.scale = scale()
-        self.signal_hooks.scaled(scale)
+        self.signal_hooks.begin_backward(scale)
 
     def act_unrecorded(
         self,

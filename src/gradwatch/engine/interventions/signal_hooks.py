@@ -103,7 +103,7 @@ class SignalHooks:
         self._hooks.remove()
         self._layers = {}
 
-    def scaled(self, scale: Callable[[], Tensor | None]) -> None:
+    def begin_backward(self, scale: Callable[[], Tensor | None]) -> None:
         """A backward pass begins; `scale` gives the loss scale that will be in its signals, 0-d."""
         if self._layers:
             self._scale = scale()

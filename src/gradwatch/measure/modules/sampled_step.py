@@ -66,7 +66,7 @@ class SampledStep:
         self._parameters = LossParameters()
 
     @property
-    def hooks_modules(self) -> bool:
+    def has_module_hooks(self) -> bool:
         """Whether a sampled step has hooks on modules."""
         return len(self._module_hooks.statistics) > 0
 
@@ -76,7 +76,7 @@ class SampledStep:
         `whole_sample`: as `SamplingSchedule.is_whole_sample` says: then gradients are computed a second time.
         `whole_batch`: whether that comes with the end of the batch: then reference cycles wait for it, too.
         """
-        if self.hooks_modules:
+        if self.has_module_hooks:
             self._recomputed.on = whole_sample
             if self.pause is None:
                 self.pause = ExitStack()
@@ -97,7 +97,7 @@ class SampledStep:
         """
         self._head.divisor = divisor
         self._module_hooks.on_loss(loss)
-        if self.hooks_modules and model is not None:
+        if self.has_module_hooks and model is not None:
             self._parameters.look(loss, model)
 
     def collect(self, layout: Layout) -> ModuleHooksReading | None:
