@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from enum import IntEnum
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +17,23 @@ class Statistic:
     sampled: bool = True
     group: str = ""
     """One of `GROUPS`."""
+
+
+class HeadCode(IntEnum):
+    """What `softmax_head` and `sigmoid_head` say of a loss and the output that goes into it."""
+
+    CROSS_ENTROPY = 1
+    """A cross entropy, which applies a softmax itself, gets the output of one, or of a sigmoid."""
+    BINARY_CROSS_ENTROPY = 2
+    """A binary cross entropy with logits gets the output of a softmax or a sigmoid."""
+    OTHER_DIMENSION = 3
+    """A negative log-likelihood gets a log-softmax over another dimension than the classes."""
+    NO_LOGARITHM = 4
+    """A negative log-likelihood gets a softmax."""
+    SIGMOID = 5
+    """Another loss that applies a sigmoid, as a Dice loss of logits does, gets the output of one."""
+    RELU = 6
+    """A ReLU cuts the logits off."""
 
 
 GROUPS = {
@@ -144,8 +162,7 @@ _BY_GROUP: dict[str, tuple[Statistic, ...]] = {
             "place of the tapped tensor in the order in which gradients first came to them, from 0",
             sampled=False,
         ),
-        # of the next two: 1 for a cross entropy, 2 for a binary one, 3 for a log-softmax that is not over the classes,
-        # 4 for a softmax that lacks its logarithm, 6 for a ReLU of logits; 0 for the total where no loss does so
+        # the next two are a `HeadCode`; 0 for the total where no loss does so
         Statistic(
             "softmax_head", "softmax before the loss", "whether a softmax of the output goes into the loss as logits"
         ),

@@ -14,6 +14,7 @@ from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
 from gradwatch.core.number_text import number_text
 from gradwatch.core.record import Mask
+from gradwatch.core.statistics import HeadCode
 from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.samples import (
     in_a_row,
@@ -28,29 +29,32 @@ from gradwatch.rules.rule import CheckedRule
 BEYOND = 1.001
 """Times the most that a loss can be with targets in reach, rounding left aside, above which not all are."""
 
-LOSSES = {1: ", as a cross entropy does", 2: ", a binary cross entropy with logits"}
+LOSSES: dict[int, str] = {
+    HeadCode.CROSS_ENTROPY: ", as a cross entropy does",
+    HeadCode.BINARY_CROSS_ENTROPY: ", a binary cross entropy with logits",
+}
 """Value of `softmax_head` and `sigmoid_head` -> what is known of the loss."""
 
-TEXTS = {
-    ("softmax_head", 3): (
+TEXTS: dict[tuple[str, int | None], tuple[str, str, str]] = {
+    ("softmax_head", HeadCode.OTHER_DIMENSION): (
         "its log-softmax is not over the classes",
         "The output of {whose} goes through a log-softmax into a negative log-likelihood, but over another dimension "
         "than that of the classes, such as the batch: the probabilities of an example do not add up to 1.",
         "F.cross_entropy of the output of {whose}, or the dim of the classes in log_softmax.",
     ),
-    ("softmax_head", 4): (
+    ("softmax_head", HeadCode.NO_LOGARITHM): (
         "a softmax goes into a negative log-likelihood",
         "The output of {whose} goes through a softmax into a negative log-likelihood, which wants the logarithm of "
         "probabilities: the gradient fades where the model is sure, right or wrong.",
         "F.cross_entropy of the output of {whose}, or log_softmax in place of the softmax.",
     ),
-    ("softmax_head", 6): (
+    ("softmax_head", HeadCode.RELU): (
         "a ReLU cuts its logits off",
         "The output of {whose} goes through a ReLU into the log-softmax of a cross entropy: no logit can be under 0, "
         "and a class whose logit is 0 for every example gets no gradient.",
         "the output of {whose} as it is, without the ReLU.",
     ),
-    ("sigmoid_head", 6): (
+    ("sigmoid_head", HeadCode.RELU): (
         "a ReLU cuts its logits off",
         "The output of {whose} goes through a ReLU into a loss that applies a sigmoid itself: no probability can be "
         "under 0.5, and an output that is 0 for every example gets no gradient.",
@@ -151,7 +155,7 @@ class BadHead(CheckedRule):
         activation = history.layout.sites[site]
         squash = "sigmoid" if activation.module == "Sigmoid" else "softmax"
         what = f"the {activation.module} {activation.name}"
-        loss = 2 if squash == "sigmoid" else 1
+        loss = HeadCode.BINARY_CROSS_ENTROPY if squash == "sigmoid" else HeadCode.CROSS_ENTROPY
         onset = int(onset_of(misfits[:, site] < self.misfit, backs))
         layer, measured = layer_before(history, site), (misfits[-1, site], self.misfit)
         return self._doubled(history, layer, squash, what, loss, measured, onset)
@@ -161,7 +165,7 @@ class BadHead(CheckedRule):
     ) -> Finding:
         """`measured`: the value and its limit."""
         layer, whose = _named(history, site)
-        again = "applies a softmax itself" if loss == 1 else "applies a sigmoid itself"
+        again = "applies a softmax itself" if loss == HeadCode.CROSS_ENTROPY else "applies a sigmoid itself"
         message = (
             f"The output of {whose} goes through {what} into a loss that {again}{LOSSES.get(loss, '')}: "
             "probabilities, which lie between 0 and 1, are taken for logits. The loss cannot get near 0, and its "

@@ -17,6 +17,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from gradwatch.core.record import Floats, Layout
+from gradwatch.core.statistics import HeadCode
 from gradwatch.hooks.graph_release import LEAF, MAX_UNPREPARED, release_in_a_loop
 from gradwatch.measure.modules import ModuleReading, ModuleStatistic
 from gradwatch.measure.modules.autograd_graph import VIEWS, kind_of, leaf_of, parents, skip_views
@@ -59,20 +60,6 @@ RANGES = {"Sigmoid": 1.0, "Softmax": 1.0, "Tanh": 2.0}
 RESHAPES = VIEWS - {"Squeeze", "Clone", "ToCopy", "Alias"}
 """Kinds of nodes that prepare a difference of all pairs, x[:, None] - y: that is meant."""
 
-CROSS_ENTROPY, BINARY_CROSS_ENTROPY = 1.0, 2.0
-"""Which loss takes the activation's output as logits: one with a log-softmax, or a binary cross entropy with logits."""
-
-SIGMOID = 5.0
-"""In place of these: any other loss that applies a sigmoid, as a Dice loss of logits does."""
-
-OTHER_DIMENSION, NO_LOGARITHM = 3.0, 4.0
-"""In place of these, what a negative log-likelihood gets: a log-softmax over another dimension than the classes, or a
-softmax.
-"""
-
-CUT_OFF = 6.0
-"""In place of these: a ReLU of the logits."""
-
 
 @dataclass(frozen=True, slots=True)
 class HeadFault:
@@ -82,9 +69,7 @@ class HeadFault:
 
     statistic: str
     value: float
-    """`CROSS_ENTROPY` or one of those after it; of an output that is broadcast, the number of targets that each entry
-    is compared with.
-    """
+    """A `HeadCode`; of an output that is broadcast, the number of targets that each entry is compared with."""
     parameters: frozenset[int]
     """`id` of the nearest parameters before it."""
 
@@ -178,12 +163,12 @@ def head_faults(loss: Tensor) -> list[HeadFault]:
             classes = True
             found += _no_log_probabilities(before[0]) if linear else []
         if kind in ("LogSigmoid", "Sigmoid"):
-            found += _activations_before(before[0], SIGMOID, sigmoids=True)
+            found += _activations_before(before[0], HeadCode.SIGMOID, sigmoids=True)
         if kind == "LogSoftmax":
-            found += _activations_before(before[0], CROSS_ENTROPY, sigmoids=classes)
+            found += _activations_before(before[0], HeadCode.CROSS_ENTROPY, sigmoids=classes)
             found += _relu_before(before[0], "softmax_head") if classes else []
         elif kind == "BinaryCrossEntropyWithLogits":
-            found += _activations_before(before[0], BINARY_CROSS_ENTROPY, sigmoids=True)
+            found += _activations_before(before[0], HeadCode.BINARY_CROSS_ENTROPY, sigmoids=True)
             found += _relu_before(before[0], "sigmoid_head")
         elif (kind in ELEMENTWISE_LOSSES or kind == "Sub") and (broadcast := _broadcast(node, kind)) is not None:
             found.append(broadcast)
@@ -229,13 +214,14 @@ def _no_log_probabilities(node: Any) -> list[HeadFault]:
     may be classes, as in a contrastive loss.
     """
     wanted, node = _shape_of(node), skip_views(node, VIEWS - REORDERING)
-    kind, fault = _builtin_kind(node), NO_LOGARITHM
+    kind, fault = _builtin_kind(node), HeadCode.NO_LOGARITHM
     if kind == "LogSoftmax":
-        given, fault = _shape_of(node), OTHER_DIMENSION
+        given, fault = _shape_of(node), HeadCode.OTHER_DIMENSION
         last = len(given) - 1
         classes = min(1, last) if given[:2] == wanted[:2] else last if given[-1:] == wanted[1:] else -1
         # not a public name of torch: tests/rules/test_head_and_tampered.py fails if it moves; -1 is 2 ** 64 - 1
-        over = (int(node._saved_dim) + len(given)) % 2**64 % max(1, len(given))
+        dim = int(node._saved_dim)
+        over = (dim - 2**64 if dim >= 2**63 else dim) % max(1, len(given))
         if classes < 0 or over == classes or given[over] == given[classes]:
             return []
     elif kind != "Softmax":
@@ -311,7 +297,7 @@ def _relu_before(logits: Any, statistic: str) -> list[HeadFault]:
     node = skip_views(logits, VIEWS | {"Select", "Slice"})
     if _builtin_kind(node) != "Relu":
         return []
-    return [HeadFault(statistic, CUT_OFF, frozenset(_parameters_near(parents(node)[0])))]
+    return [HeadFault(statistic, HeadCode.RELU, frozenset(_parameters_near(parents(node)[0])))]
 
 
 def _parameters_near(node: Any) -> set[int]:
