@@ -75,9 +75,9 @@ def _show(console: Console, result: Comparison) -> None:
     from rich.table import Table
     from rich.text import Text
 
+    from gradwatch.core.alert import serious
     from gradwatch.runs.compare.comparison import WORDS, format_ratio, format_size
     from gradwatch.runs.names import counted, with_short_names
-    from gradwatch.sinks.run_health import loud
     from gradwatch.sinks.terminal.layer_table import shorten_name
 
     def text(content: object, style: str = "") -> Text:
@@ -116,7 +116,7 @@ def _show(console: Console, result: Comparison) -> None:
                 )
             )
     for letter, record in zip("AB", result.runs, strict=True):
-        alerts = loud(record.verdict.incidents)
+        alerts = serious(record.verdict.incidents)
         for alert in alerts[:MAX_ROWS]:
             console.print(text(f"Alert of {letter}: {alert.rule} in {with_short_names(alert).where} {alert.since}"))
         if len(alerts) > MAX_ROWS:

@@ -48,10 +48,11 @@ def run(options: argparse.Namespace) -> int:
     from rich.table import Table
     from rich.text import Text
 
+    from gradwatch.core.alert import serious
     from gradwatch.runs.files import Unreadable, runs_below
     from gradwatch.runs.names import time_text
     from gradwatch.runs.reader import read_run
-    from gradwatch.sinks.run_health import health_of, loud
+    from gradwatch.sinks.run_health import health_of
     from gradwatch.sinks.terminal.console import STYLES
 
     folder: Path = options.folder
@@ -80,7 +81,7 @@ def run(options: argparse.Namespace) -> int:
         health = health_of(replace(run.verdict, ended=True))
         end = "" if run.finished is not None else ", no end"
         state = Text(f"{health}{end}", style=styles.get(health, ""))
-        rules = [*dict.fromkeys(alert.rule for alert in loud(incidents))]
+        rules = [*dict.fromkeys(alert.rule for alert in serious(incidents))]
         more = " ..." * (len(rules) > MAX_FAULTS)
         alerts = Text(printable(", ".join(rules[:MAX_FAULTS]) or "-") + more)
         steps = f"{run.verdict.run_steps or run.verdict.steps:,}"

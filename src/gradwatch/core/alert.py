@@ -250,7 +250,7 @@ class Verdict:
     @property
     def healthy(self) -> bool:
         """Whether the run had neither a warning nor an error."""
-        return not any(alert.severity is not Severity.NOTICE for alert in self.incidents)
+        return not serious(self.incidents)
 
     def __str__(self) -> str:
         """The whole text; printed on a terminal, it is wrapped at its width."""
@@ -301,12 +301,9 @@ class Verdict:
         if self.healthy and self.loss is not None and not self.stuck:
             watched += f", {loss_text(self.loss)}"
         what = f"{watched}, overhead {100 * self.overhead:.1f} %"
-        serious = [alert for alert in self.incidents if alert.severity is not Severity.NOTICE]
-        if serious:
-            lines = [f"GradWatch: {len(serious)} incident{'s' * (len(serious) > 1)} in {what}"]
-        else:
-            lines = [self._clean_line(what)]
-        numbers = iter(range(1, len(serious) + 1))
+        count = len(serious(self.incidents))
+        lines = [f"GradWatch: {count} incident{'s' * (count > 1)} in {what}"] if count else [self._clean_line(what)]
+        numbers = iter(range(1, count + 1))
         for alert in incidents:
             lines += _incident_lines(alert, f"{next(numbers)}. " if alert.severity is not Severity.NOTICE else "   ")
         lines += [f"Not trained, {reason}: {short_list(names)}" for reason, names in self.untrained_by_reason.items()]
@@ -349,3 +346,8 @@ def wrapped(line: str, width: int, indent: str | None = None) -> list[str]:
 def ranked(alerts: Iterable[Alert]) -> tuple[Alert, ...]:
     """Sorted by severity, worst first, then by step."""
     return tuple(sorted(alerts, key=lambda alert: (-alert.severity.order, alert.step)))
+
+
+def serious(alerts: Iterable[Alert]) -> list[Alert]:
+    """The warnings and errors, worst first."""
+    return [alert for alert in ranked(alerts) if alert.severity is not Severity.NOTICE]

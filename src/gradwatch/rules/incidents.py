@@ -165,7 +165,7 @@ class IncidentTracker:
     def _grow(self, rule: str, step: int, found: Sequence[Finding], order: Mapping[str, int]) -> bool:
         """Add the findings to the rule's incident that is open or recent, and reopen it; False if there is none."""
         place = self._open.get(rule)
-        if place is not None and self._is_louder(found[0], place):
+        if place is not None and self._is_worse(found[0], place):
             self._close(place, step)
             return False
         if place is None:
@@ -174,7 +174,7 @@ class IncidentTracker:
                 return False
             if place in self._cause and (found[0].independent or not self._explained(place)):
                 return False
-            if self._is_louder(found[0], place) or not self._belong(found, place):
+            if self._is_worse(found[0], place) or not self._belong(found, place):
                 return False
             before = self._faults[place]
             self._faults[place] = replace(before, closed_step=None, times=before.times + 1)
@@ -200,27 +200,27 @@ class IncidentTracker:
         return alike[-1] if alike else None
 
     def _heard(self, rule: str, found: Sequence[Finding]) -> Sequence[Finding]:
-        """Those of the findings of a rule that count: a notice does not beside what is more, and is no part of an open
-        fault that is more and in other layers.
+        """Those of the findings of a rule that count: a notice does not beside a warning or an error, and is no part of
+        an open one in other layers.
         """
-        loud = [finding for finding in found if finding.severity is not Severity.NOTICE]
+        serious = [finding for finding in found if finding.severity is not Severity.NOTICE]
         place = self._open.get(rule)
-        return loud or (found if place is None or self._belong(found, place) else ())
+        return serious or (found if place is None or self._belong(found, place) else ())
 
     def _belong(self, found: Sequence[Finding], place: int) -> bool:
-        """Whether the findings are about the fault at `place`, not notices about other layers than those of a louder
-        one.
+        """Whether the findings are about the fault at `place`, not notices about other layers than those of a warning
+        or an error.
         """
         fault, sites = self._faults[place], _sites(found)
         other = sites != fault.sites and set(sites).isdisjoint(fault.sites)
         return not (other and found[0].severity is Severity.NOTICE and fault.severity is not Severity.NOTICE)
 
-    def _is_louder(self, finding: Finding, place: int) -> bool:
-        """Whether the fault at `place` is a notice, and no effect of another, and the `finding` is more: then it is an
-        incident of its own, or its words would not be heard.
+    def _is_worse(self, finding: Finding, place: int) -> bool:
+        """Whether the fault at `place` is a notice, and no effect of another, and the `finding` is not: then it is an
+        incident of its own, or its words would not be read.
         """
-        quiet = place not in self._cause and self._faults[place].severity is Severity.NOTICE
-        return quiet and finding.severity is not Severity.NOTICE
+        notice = place not in self._cause and self._faults[place].severity is Severity.NOTICE
+        return notice and finding.severity is not Severity.NOTICE
 
     def _explained(self, effect: int) -> bool:
         """Whether the closed effect, found again, still follows from its cause. A spike is over at once, and the next
@@ -266,7 +266,7 @@ class IncidentTracker:
         the rule has the step at which it begins, as rule and step are its name.
         """
         ends = [
-            fault.step if self._is_louder(found[0], place) else fault.closed_step
+            fault.step if self._is_worse(found[0], place) else fault.closed_step
             for place, fault in enumerate(self._faults)
             if fault.rule == rule and fault.closed_step is not None and not _apart(_sites(found), fault.sites)
         ]
@@ -288,8 +288,8 @@ class IncidentTracker:
             if known.rule == "spike":
                 seen = self._last_seen["spike"] if known.closed_step is None else known.closed_step
                 recent &= fault.step - seen <= SPIKE_EFFECTS_WITHIN
-            loud = place in self._cause or known.severity is not Severity.NOTICE
-            if recent and loud and self._caused(place, new):
+            serious = place in self._cause or known.severity is not Severity.NOTICE
+            if recent and serious and self._caused(place, new):
                 return self._cause.get(place, place)
         return None
 

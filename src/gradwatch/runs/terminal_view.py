@@ -62,16 +62,16 @@ def _head(data: RunData, name: str, width: int) -> list[Text]:
     from rich.text import Text
 
     verdict = data.verdict
-    loud = data.loud
+    serious = data.serious
     state = "ended" if data.verdict.ended else "under way, or cut off"
     steps = extent_of(verdict.steps, verdict.run_steps)
     if data.summary.steps < verdict.steps:
         steps = f"{data.summary.steps:,} of {counted(verdict.steps, step_word(verdict))} recorded here"
     extent = f"{counted(verdict.layers, 'layer')}, {steps}"
     facts = f"{extent}, {state}: {printable(name)}"
-    style = STYLES[loud[0].severity] if loud else "bold green"
+    style = STYLES[serious[0].severity] if serious else "bold green"
     found = [_cut(Text(facts, style="dim"), width), *_wrapped(data.status, width, style)]
-    return found + (_wrapped(f"Try: {loud[0].remedy}", width) if loud else [])
+    return found + (_wrapped(f"Try: {serious[0].remedy}", width) if serious else [])
 
 
 def _wrapped(text: str, width: int, style: str = "") -> list[Text]:

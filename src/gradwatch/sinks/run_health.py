@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from gradwatch.core.alert import Alert, Severity, Verdict, ranked
+from gradwatch.core.alert import Alert, Verdict, serious
 
 NOTHING_FOUND = {
     "unmeasured": "No step was measured",
@@ -15,11 +15,6 @@ NOTHING_FOUND = {
 """The health of a run without a warning or an error, in words."""
 
 
-def loud(alerts: Iterable[Alert]) -> list[Alert]:
-    """The warnings and errors, worst first."""
-    return [alert for alert in ranked(alerts) if alert.severity is not Severity.NOTICE]
-
-
 def under_way(alerts: Iterable[Alert]) -> Verdict:
     """The verdict of a run that goes on, with the `alerts` so far."""
     return Verdict(tuple(alerts), 0, 0, 0.0, {}, ended=False)
@@ -27,7 +22,7 @@ def under_way(alerts: Iterable[Alert]) -> Verdict:
 
 def health_of(verdict: Verdict) -> str:
     """The worst of the severities above a notice; without one a key of `NOTHING_FOUND`."""
-    if found := loud(verdict.incidents):
+    if found := serious(verdict.incidents):
         return str(found[0].severity)
     if not verdict.ended:
         return "no end"
@@ -36,7 +31,7 @@ def health_of(verdict: Verdict) -> str:
 
 def status(verdict: Verdict) -> str:
     """One line: 'Warning: vanishing in a, b, since step 3; 1 more incident'."""
-    found = loud(verdict.incidents)
+    found = serious(verdict.incidents)
     if not found:
         return NOTHING_FOUND[health_of(verdict)].format(stuck=verdict.stuck)
     worst, more = found[0], len(found) - 1

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from gradwatch.core.alert import serious
 from gradwatch.core.typed_values import InvalidError
 from gradwatch.sinks.record import run_metadata
 from gradwatch.sinks.record.limits import string_of
 from gradwatch.sinks.record.outcome import Outcome, end_of
-from gradwatch.sinks.run_health import loud
 from gradwatch.tensorboard_plugin.record_data import RecordCache, RunRecord, nearest
 from gradwatch.tensorboard_plugin.runs import RunTags, TensorBoardData
 
@@ -47,7 +47,7 @@ def onsets_of(outcome: Outcome, names: Sequence[str]) -> dict[int, int]:
     its parameters; origins come first, and of those the worst.
     """
     places = {name: place for place, name in enumerate(names)}
-    alerts = loud(outcome.alerts.values())
+    alerts = serious(outcome.alerts.values())
     found: dict[int, int] = {}
     for alert, site in [(each, each.layer) for each in alerts] + [
         (each, site) for each in alerts for site in each.sites

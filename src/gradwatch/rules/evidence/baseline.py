@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from gradwatch.core.history import OPENING, History
+from gradwatch.core.loss_levels import LOWER_LOSS_SHARE
 from gradwatch.core.median import NORMAL_MAD, median
 from gradwatch.core.record import Floats
 from gradwatch.rules.evidence.records import is_alone, is_own, own_losses
@@ -17,9 +18,6 @@ LEARNT_SHARE = 0.1
 
 STUCK_RECORDS = 150
 """Records after which a loss that has not moved is stuck. Judgement: warm-up takes a hundred in small trainings."""
-
-STUCK_SHARE = 0.02
-"""Share of its level within which a loss stays. As `LOWER_LOSS_SHARE` of the verdict."""
 
 FIRST_FALL_SHARE = 0.05
 """Share of its first level within which it has stayed. Judgement: the biases of a head learn how frequent classes are,
@@ -46,7 +44,7 @@ def is_stuck(history: History) -> bool | None:
     tenths = np.array([np.median(part) for part in np.array_split(losses, 10)])
     first, late = float(np.median(losses[: STUCK_RECORDS // 10])), losses[-STUCK_RECORDS // 2 :]
     _, spread = median_and_spread(late)
-    stays = (np.abs(tenths[1:] - tenths[1]) <= STUCK_SHARE * abs(first)).all()
+    stays = (np.abs(tenths[1:] - tenths[1]) <= LOWER_LOSS_SHARE * abs(first)).all()
     near = (np.abs(tenths - first) <= FIRST_FALL_SHARE * abs(first)).all()
     if not (stays and near and spread <= STEADY_SHARE * abs(first)):
         return False

@@ -25,14 +25,14 @@ MAX_MARKS = 12
 def card(data: RunData, *, source: str) -> str:
     """SVG. `source`: the name of the run, for people."""
     verdict, course = data.verdict, data.summary.grad_norm
-    loud = data.loud
+    serious = data.serious
     said = visible(data.status)
     lines = textwrap.wrap(said, LINE_CHARACTERS, max_lines=MAX_LINES, placeholder=" ...")
     measured = bool(data.summary.names[1:]) and len(course) > 0
     picture, marks = "", []
     if measured:
         picture = small_map(data, MAP_HEIGHT // 2)
-        for alert in loud[:MAX_MARKS]:
+        for alert in serious[:MAX_MARKS]:
             if (begin := data.begin(alert)) is not None:
                 x = 24 + (WIDTH - 48) * course.share(begin)
                 marks.append({"x": f"{x:.1f}", "colour": COLOURS[str(alert.severity)]})
@@ -49,7 +49,7 @@ def card(data: RunData, *, source: str) -> str:
         width=WIDTH,
         height=top + map_height + (22 if picture else 0) + (loss_height + 22 if loss else 0) + 16,
         top=top,
-        colour=COLOURS[str(loud[0].severity) if loud else "ok"],
+        colour=COLOURS[str(serious[0].severity) if serious else "ok"],
         headline=lines,
         facts="  ·  ".join(filter(None, [shortened(source, 40), shortened(model, 40), *facts])),
         picture=picture,

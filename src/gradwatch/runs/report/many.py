@@ -61,7 +61,7 @@ def _steps(data: RunData) -> str:
 
 def line_of(data: RunData, path: Path, name: str) -> RunLine:
     verdict, course = data.verdict, data.summary.grad_norm
-    loud = data.loud
+    serious = data.serious
     picture = loss = curve = ""
     if len(data.summary.names) > 1 and len(course):
         picture = small_map(data, MAP_ROWS)
@@ -73,7 +73,7 @@ def line_of(data: RunData, path: Path, name: str) -> RunLine:
         path,
         name,
         health_of(verdict),
-        data.status.partition(": ")[2] if loud else verdict.stuck or "none",
+        data.status.partition(": ")[2] if serious else verdict.stuck or "none",
         _steps(data),
         data.meta["started"],
         loss,

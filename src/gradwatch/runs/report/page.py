@@ -73,7 +73,7 @@ def page(data: RunData, *, source: str = "") -> str:
         started=time_text(data.meta["started"]),
         kind=serious[0]["severity"] if serious else "ok",
         headline=f"{serious[0]['rule']} in {serious[0]['place']}" if len(serious) == 1 else headline,
-        loud=serious,
+        serious=serious,
         advised=MAX_REMEDIES,
         facts={name: text for name, text in facts.items() if text},
         notes=notes,

@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from gradwatch.core.alert import Alert, Severity, Verdict
+from gradwatch.core.alert import Alert, Severity, Verdict, serious
 from gradwatch.core.block import Block
 from gradwatch.core.loss_levels import LeadingOptimizer, ends_of, known_numbers
 from gradwatch.runs.names import with_short_names
 from gradwatch.runs.reader import Progress, read_run
 from gradwatch.sinks.downsampling import Downsampling
 from gradwatch.sinks.record.incident_spans import Key, Span
-from gradwatch.sinks.run_health import loud, status
+from gradwatch.sinks.run_health import status
 from gradwatch.sinks.run_summary import RunSummary
 
 
@@ -50,22 +50,22 @@ class RunData:
             )
 
     @property
-    def loud(self) -> list[Alert]:
+    def serious(self) -> list[Alert]:
         """The warnings and errors, worst first, with names of a readable length."""
-        return [with_short_names(alert) for alert in loud(self.verdict.incidents)]
+        return [with_short_names(alert) for alert in serious(self.verdict.incidents)]
 
     @property
     def status(self) -> str:
         """The run in one line."""
-        return status(replace(self.verdict, incidents=(*self.loud,)))
+        return status(replace(self.verdict, incidents=(*self.serious,)))
 
     @property
     def unhealthy(self) -> dict[int, Severity]:
         """Place of a layer -> the worst severity of the warnings and errors about it, the worst first."""
         faults = self.summary.faults_by_row(self.verdict)
         worst = {row - 1: found[0].severity for row, found in faults.items() if row}
-        loud = [place for place, severity in worst.items() if severity is not Severity.NOTICE]
-        return {place: worst[place] for place in sorted(loud, key=lambda place: -worst[place].order)}
+        serious = [place for place, severity in worst.items() if severity is not Severity.NOTICE]
+        return {place: worst[place] for place in sorted(serious, key=lambda place: -worst[place].order)}
 
     def begin(self, alert: Alert) -> int | None:
         """Where an alert of the verdict begins on the x-axis; None where that is not known."""

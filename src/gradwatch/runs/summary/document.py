@@ -18,14 +18,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch import __version__
-from gradwatch.core.alert import Alert, Verdict, step_word
+from gradwatch.core.alert import Alert, Verdict, serious, step_word
 from gradwatch.core.loss_levels import LeadingOptimizer
 from gradwatch.core.median import lower_median
 from gradwatch.core.printable import INVISIBLE
 from gradwatch.core.record import MEASURED, Missing
 from gradwatch.runs.arrays import RunArrays
 from gradwatch.runs.names import counted, shortened
-from gradwatch.sinks.run_health import health_of, loud
+from gradwatch.sinks.run_health import health_of
 from gradwatch.sinks.terminal.layer_table import select_rows
 
 FORMAT, VERSION = "gradwatch.run", 1
@@ -121,7 +121,7 @@ def _document(run: RunArrays, limits: Limits) -> dict[str, Any]:
         },
         "verdict": {
             "status": health_of(replace(verdict, ended=True)),
-            "incidents": len(loud(verdict.incidents)),
+            "incidents": len(serious(verdict.incidents)),
             "headline": _cut(verdict.lines[0].removeprefix("GradWatch: "), limits.text),
             "notes": [_cut(note, limits.text) for note in _notes(run)[: limits.incidents]],
             "interventions": [_cut(line, limits.text) for line in verdict.interventions[: limits.incidents]],

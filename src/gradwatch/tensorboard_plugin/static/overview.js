@@ -189,11 +189,11 @@ function picture(width, height, draw) {
 }
 
 function summaryOf({ about, arrays }) {
-  const loud = about.alerts.filter((alert) => alert.severity !== "notice");
+  const serious = about.alerts.filter((alert) => alert.severity !== "notice");
   return {
     ...about,
-    worst: loud[0],
-    more: Math.max(0, loud.length - 1),
+    worst: serious[0],
+    more: Math.max(0, serious.length - 1),
     map: about.small.map && grid(about.small.map, arrays, "map "),
     usual: arrays["map usual"],
     losses: about.small.loss && grid(about.small.loss, arrays, "loss "),

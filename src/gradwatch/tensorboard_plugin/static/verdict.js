@@ -31,7 +31,7 @@ export function lineOf(alert, longest = LONGEST) {
 
 /** The strip of one run. `jump(alert)` shows the alert's place. */
 export function verdictOf(run, jump) {
-  const loud = run.alerts.filter((alert) => alert.severity !== "notice");
+  const serious = run.alerts.filter((alert) => alert.severity !== "notice");
   const { verdict, health: kind } = run;
   const layers = plural(run.names.length - run.totals.length, "layer");
   const resumed = verdict && !run.lost && run.rows < verdict.steps; // in another folder than it began
@@ -43,14 +43,14 @@ export function verdictOf(run, jump) {
     ? `${layers} over ${steps}, overhead ${percent(Number(verdict.overhead))}`
     : `${layers}, so far up to step ${count(run.last)}: under way, or cut off`;
   let headline = kind === "stuck" ? `Nothing found; ${verdict.stuck}` : WORDS[kind];
-  if (loud.length) headline += `: ${lineOf(loud[0])}`;
-  const more = loud.length > 1 ? `and ${plural(loud.length - 1, "more incident")}` : null;
+  if (serious.length) headline += `: ${lineOf(serious[0])}`;
+  const more = serious.length > 1 ? `and ${plural(serious.length - 1, "more incident")}` : null;
   const notes = [
     ...(verdict?.interventions ?? []).map((text) => `Intervention: ${text}`),
     ...(verdict?.notes ?? []),
     ...untrained(verdict?.untrained ?? {}).map((text) => `Not trained: ${text}`),
   ];
-  const whole = loud.length ? layersOf(loud[0]).join(", ") : null;
+  const whole = serious.length ? layersOf(serious[0]).join(", ") : null;
   return el(
     "section",
     { class: `verdict ${kind}`, "aria-label": `Verdict on ${run.run}` },
@@ -62,9 +62,9 @@ export function verdictOf(run, jump) {
       el("p", { class: "quiet" }, el("span", { class: "run", title: run.run }, shortened(run.run, 80)), ` · ${extent}`),
       notes.map((note) => el("p", { class: "quiet noted", title: note }, note)),
     ),
-    loud.length > 0 &&
-      loud[0].axis !== null && // it began before the record
-      el("button", { class: "plain", onclick: () => jump(loud[0]) }, `Show step ${count(began(loud[0]))}`),
+    serious.length > 0 &&
+      serious[0].axis !== null && // it began before the record
+      el("button", { class: "plain", onclick: () => jump(serious[0]) }, `Show step ${count(began(serious[0]))}`),
   );
 }
 
