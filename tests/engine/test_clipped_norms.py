@@ -135,8 +135,8 @@ def test_a_clipping_that_becomes_another_is_not_taken_for_the_first(later: Any, 
 def test_few_gradients_are_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only on sampled steps, where the rule is checked on all of them."""
     calls: list[int] = []
-    read = GradientReader.look_again
-    monkeypatch.setattr(GradientReader, "look_again", lambda *args, **names: calls.append(1) or read(*args, **names))
+    read = GradientReader.remeasure
+    monkeypatch.setattr(GradientReader, "remeasure", lambda *args, **names: calls.append(1) or read(*args, **names))
     fit(None, budget=None)
     sampled = FIRST_STEPS + len(range(25, STEPS, 25))
     assert len(calls) == sampled

@@ -177,7 +177,7 @@ def test_a_loss_scale_on_another_device_than_the_numbers(scale: torch.device) ->
     loss_scale = torch.ones((), device=scale)
     info = StepInfo(0, 0, {}, loss_scale, loss_scale)
     assert reader.measure(reader.held_by(optimizer), info).index.keys() == {"grad_norm"}
-    reader.look_again(reader.held_by(optimizer), scale=loss_scale)
+    reader.remeasure(reader.held_by(optimizer), scale=loss_scale)
 
 
 @pytest.mark.usefixtures("fake")

@@ -47,7 +47,7 @@ def test_a_step(build: Any, most: int, dtype: torch.dtype) -> None:
                     arrivals.finish_pass()
                 reading = reader.measure(held, StepInfo(0, 0, {}), sampled=sampled)
                 if held.take_changed() or sampled:
-                    reader.look_again(held)
+                    reader.remeasure(held)
                 reader.measure_after(held, sampled=sampled)
             assert not reader.errors
             assert ("arrived" in reading.index) is sampled

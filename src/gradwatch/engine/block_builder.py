@@ -28,8 +28,8 @@ class BlockBuilder:
 
     `grad_norm_clipped`, the norms of what the optimizer has used, is the first of these that there is:
 
-    - the norms of gradients that were read again: on sampled steps, where they had changed, and inside the optimizer
-      before it removes a loss scale (`GradientReader.look_again`);
+    - norms that were measured again: on sampled steps, where gradients had changed, and inside the optimizer before it
+      removes a loss scale (`GradientReader.remeasure`);
     - where the Trainer clips by norm: those measured, times the factor that follows from their total, if a few that
       were taken again agree (`StepState.clip_checked`);
     - where nothing has changed the gradients: those measured, or what interventions left of them;

@@ -514,14 +514,14 @@ class Engine:
         if shards is not None and isinstance(step.reading.block, ShardBlock):
             shards.expect_clipping(step.reading.block)
         else:
-            step.held.recheck = True
+            step.held.remeasure_always = True
 
     @guard
     def _before_step(self, optimizer: Any) -> None:
         """The optimizer is about to step; a loss scale that is in its gradients may be gone afterwards."""
         step = self._open
         if step is not None and step.optimizer is optimizer and step.unscales_inside and self._reader is not None:
-            step.look_inside(self._reader)
+            step.remeasure_inside(self._reader)
 
     def _after_step(self, optimizer: Any) -> None:
         """An optimizer has stepped."""
@@ -559,7 +559,7 @@ class Engine:
         if step.inside or self._reader is None:
             return False
         arrived = self._reader.parameter_hooks.have_arrived(step.held.indices)
-        return arrived and (step.changed if step.looked else step.held.take_changed(keep=True))
+        return arrived and (step.changed if step.remeasured else step.held.take_changed(keep=True))
 
     def _check_steps(self) -> None:
         """Note where an optimizer stepped and none of its steps was reported, and where none has stepped."""

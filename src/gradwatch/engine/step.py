@@ -63,10 +63,11 @@ class StepState:
     """Whether its optimizer has used the very gradients that were measured, and nothing more is known of it."""
     clip_checked: tuple[int, ...] = ()
     """Members of `held` whose norms were taken again after a clipping: they will show whether the optimizer has
-    used all gradients times one factor, which follows from their total norm. Empty where all were read again, or none.
+    used all gradients times one factor, which follows from their total norm. Empty where all were measured again, or
+    none.
     """
-    looked: bool = False
-    """Whether the gradients were looked at again before the optimizer moved."""
+    remeasured: bool = False
+    """Whether the gradients were measured again before the optimizer moved."""
     changed: bool = False
     """Whether the gradients that are used differ from those measured."""
     inside: bool = False
@@ -89,12 +90,12 @@ class StepState:
         """Whether the optimizer receives the loss scale, divides by it and skips the step by itself."""
         return self.info.scale is not None and unscales_inside(self.optimizer)
 
-    def look_inside(self, reader: GradientReader) -> None:
+    def remeasure_inside(self, reader: GradientReader) -> None:
         """Read the gradients again while they still contain the loss scale that the optimizer is about to remove."""
         if is_scaled(self.optimizer):
-            self.looked, self.changed = True, self.held.take_changed()
-            if self.changed or self.sampled or self.held.recheck:
-                self.changed |= reader.look_again(self.held, scale=self.info.scale)
+            self.remeasured, self.changed = True, self.held.take_changed()
+            if self.changed or self.sampled or self.held.remeasure_always:
+                self.changed |= reader.remeasure(self.held, scale=self.info.scale)
 
     @property
     def host_copies(self) -> tuple[HostCopy, ...]:
@@ -196,17 +197,17 @@ def read_after(step: StepState, *, reader: GradientReader, clipped: bool, by_nor
     """
     held, shards = step.held, reader.shards
     clipped |= shards is not None and shards.clipped
-    if step.evaluations == 1 and not step.looked:
+    if step.evaluations == 1 and not step.remeasured:
         step.changed = held.take_changed()
-        if by_norm and step.changed and step.norms_only and step.info.scale is None and not held.recheck:
+        if by_norm and step.changed and step.norms_only and step.info.scale is None and not held.remeasure_always:
             step.clip_checked = reader.check_clipping(held, step.reading)
         # ranks look again together; a change that only this one sees is reported, not measured
-        wanted = step.sampled or clipped or (shards is None and (step.changed or held.recheck))
+        wanted = step.sampled or clipped or (shards is None and (step.changed or held.remeasure_always))
         if wanted and not step.clip_checked:
-            step.changed |= reader.look_again(held)
-    if held.stale_gradients.hooked or step.changed or step.looked or step.effect or step.evaluations > 1:
+            step.changed |= reader.remeasure(held)
+    if held.stale_gradients.hooked or step.changed or step.remeasured or step.effect or step.evaluations > 1:
         held.stale_gradients.after_step(fused=held.is_fused)
-    if step.sampled or held.read_again or shards is not None:
+    if step.sampled or held.remeasured or shards is not None:
         step.reading_after = reader.measure_after(held, sampled=step.sampled, clipped=clipped)
     known = step.changed or step.reading_after or step.effect or step.evaluations > 1
     step.used_as_measured = step.norms_only and step.info.scale is None and not known

@@ -224,8 +224,8 @@ class GradientReader:
         self.latest = Reading(self.layout, held.coverage, index, host_copy, self._block, row, unusual)
         return self.latest
 
-    def look_again(self, held: OptimizerParameters, *, scale: Tensor | None = None) -> bool:
-        """Read again the gradients that the optimizer uses or has just used; whether others are there than before.
+    def remeasure(self, held: OptimizerParameters, *, scale: Tensor | None = None) -> bool:
+        """Measure again the gradients that the optimizer uses or has just used; whether others are there than before.
 
         `scale`: a loss scale that is in them now.
         """
@@ -233,7 +233,7 @@ class GradientReader:
             gradients = held.gradients()
             if [gradient is None for gradient in gradients] != held.absent:
                 return True
-            held.read_again["grad_norm_clipped"] = held.reduce(self.buffer, "grad_norm_clipped", gradients)
+            held.remeasured["grad_norm_clipped"] = held.reduce(self.buffer, "grad_norm_clipped", gradients)
             if scale is not None:
                 self.buffer["grad_norm_clipped"].div_(moved(scale, self.buffer.device))
         return False
@@ -256,11 +256,11 @@ class GradientReader:
     def measure_after(
         self, held: OptimizerParameters, *, sampled: bool = False, clipped: bool = False
     ) -> Reading | None:
-        """Right after the step: the gradients that `look_again` read, and the update, if there is anything.
+        """Right after the step: the gradients that `remeasure` read, and the update, if there is anything.
 
-        `clipped`: of shards, whether all ranks have looked again.
+        `clipped`: of shards, whether all ranks have done so.
         """
-        index, held.read_again = held.read_again, {}
+        index, held.remeasured = held.remeasured, {}
         if sampled:
             with self.deferred_errors:
                 index |= held.update_norms(self.buffer)

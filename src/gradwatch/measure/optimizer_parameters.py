@@ -68,18 +68,18 @@ class OptimizerParameters:
     """What there is of the gradient; None where it has to be found out."""
     sharded: bool = False
     """Whether there are parameters of which this rank has a part only: parts are what is measured."""
-    recheck: bool = False
-    """Whether every gradient is read again after every step: a change was seen that the few watched did not show."""
+    remeasure_always: bool = False
+    """Whether all gradients are measured again after each step: a change was seen that the few watched did not show."""
     steps_unreported: bool = False
     """Whether the optimizer has stepped before any step of it was measured."""
     unusual: bool = True
     """Whether the gradients looked unlike those of the step before, at a glance: not finite, far larger or smaller."""
     marked: tuple[list[Tensor | None], list[int]] | None = None
-    """The gradients that are watched for changes, and `_written` of them when they were measured; let go after the
+    """The gradients that are watched for changes, and `_as_written` of them when they were measured; let go after the
     step.
     """
-    read_again: dict[str, Indices] = field(default_factory=dict)
-    """Row -> slots of gradients that were read again, until what follows the step is read."""
+    remeasured: dict[str, Indices] = field(default_factory=dict)
+    """Row -> slots of gradients that were measured again, until what follows the step is read."""
     _plans: dict[str, tuple[Plan, Norms | None, Indices]] = field(default_factory=dict)
     _updates: UpdateNorms | None = None
     _clip_checks: tuple[int, ...] | None = None
@@ -169,7 +169,7 @@ class OptimizerParameters:
 
     def release(self) -> None:
         """Drop what was kept for after the step."""
-        self.read_again, self.marked = {}, None
+        self.remeasured, self.marked = {}, None
         if self._updates is not None:
             self._updates.drop()
 

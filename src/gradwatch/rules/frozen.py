@@ -446,11 +446,11 @@ def _named(layout: Layout, parameters: Sites) -> tuple[tuple[str, ...], str, str
 
 
 @lru_cache(maxsize=8)
-def _behind_trained(layout: Layout, marks: bytes) -> Sites:
-    """Layers that `marks`, the `Missing` codes of a record, say are off, into which data flow from layers that are not;
-    norms left aside.
+def _behind_trained(layout: Layout, code_bytes: bytes) -> Sites:
+    """Layers that are off, as `code_bytes`, the `Missing` codes of a record, say, into which data flow from layers that
+    are not; norms left aside.
     """
-    codes, order = np.frombuffer(marks, dtype=np.int8), forward_order(layout)
+    codes, order = np.frombuffer(code_bytes, dtype=np.int8), forward_order(layout)
     if layout.edges is None or not len(order):
         return order[:0]
     off = codes[order] == FROZEN
@@ -482,11 +482,11 @@ def _starts_random(layout: Layout, site: int, spreads: Floats, most: Floats) -> 
 
 
 @lru_cache(maxsize=8)
-def _switched_off(layout: Layout, marks: bytes) -> tuple[Sites, bool]:
-    """Layers that `marks`, the `Missing` codes of a record, say are off amid others: few of many of a make, after some
-    of those and before others that train, and True; where there are none of these, `_amid`, and False.
+def _switched_off(layout: Layout, code_bytes: bytes) -> tuple[Sites, bool]:
+    """Layers that are off amid others, as `code_bytes`, the `Missing` codes of a record, say: few of many of a make,
+    after some of those and before others that train, and True; where there are none of these, `_amid`, and False.
     """
-    codes, order = np.frombuffer(marks, dtype=np.int8), forward_order(layout)
+    codes, order = np.frombuffer(code_bytes, dtype=np.int8), forward_order(layout)
     there = codes[order] != UNMEASURABLE
     order, families = order[there], _families(layout)[there]
     off = codes[order] == FROZEN

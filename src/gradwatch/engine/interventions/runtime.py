@@ -191,11 +191,8 @@ class InterventionRuntime:
                         intact=gradients.intact,
                     )
                     decisions.append(decision)
-                    if decision.skips:  # no gradient is left, and what was done to them has no effect
-                        self.gradient_hooks.used(held.indices, step + 1)
-                        applied = [one for one in applied if one.active.on_signals]
-                        sent = {str(one.active.number): sent[str(one.active.number)] for one in applied}
-                        return StepEffect(applied, HostCopy(sent), decisions)
+                    if decision.skips:
+                        break
                     continue
             except Exception as error:
                 self._drop(active, error)
@@ -206,6 +203,11 @@ class InterventionRuntime:
                 sent[str(active.number)] = factors if within is None else factors[within]
             if not active.dry and not isinstance(active.action, Editing):
                 gradients.multiply(active, indices, factors)
+        if decisions and decisions[-1].skips:  # no gradient is left, and what was done to them has no effect
+            self.gradient_hooks.used(held.indices, step + 1)
+            applied = [one for one in applied if one.active.on_signals]
+            sent = {str(one.active.number): sent[str(one.active.number)] for one in applied}
+            return StepEffect(applied, HostCopy(sent), decisions)
         gradients.apply_factors()
         held.mark()
         self.gates.batchnorm.save()

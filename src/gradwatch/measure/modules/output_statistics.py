@@ -216,22 +216,10 @@ def _values(
     and measured in float64 at the next sample, at which it is `exact`. Of a layer of which the input of another call is
     `unmeasured`, an input of zeros is not said.
     """
-    rows, each = {name: line for line, name in enumerate(rows_of)}, numbers["outputs"]
-    pieces = [(line, own, size) for line, row in enumerate(rows_of.values()) for _, own, size in row]
-    line_of_piece, sites_of_piece, size_of_piece = zip(*pieces, strict=True)
-    lengths = [*map(len, sites_of_piece)]
-    lines, sizes = np.repeat(line_of_piece, lengths), np.repeat(size_of_piece, lengths)
-    places, shape = np.array([*chain.from_iterable(sites_of_piece)]) + n * lines, (len(rows), n)
+    rows = {name: line for line, name in enumerate(rows_of)}
     found: dict[str, Floats] = {}
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
-        # the square of a norm of ones is their number
-        amounts = np.where(np.array([row in COUNTS for row in rows])[lines], each, each**2)
-        sums = np.bincount(places, amounts, n * len(rows)).astype(np.float64, copy=False).reshape(shape)
-        elements = np.bincount(places, sizes, n * len(rows)).astype(np.float64, copy=False).reshape(shape)
-        largest = np.full(shape, -1.0)
-        np.maximum.at(largest.reshape(-1), places, np.where(np.isnan(each), np.inf, np.abs(each)))
-        largest[:, 0] = largest.max(axis=1)
-        largest[largest < 0] = np.nan
+        sums, elements, largest = _by_site(n, rows_of, numbers["outputs"])
         norms_of_ones = [line for row, line in rows.items() if row in SHARES and row not in COUNTS]
         if norms_of_ones:  # NaN would count as zero
             bad = largest[rows["output_peak"]] == np.inf
@@ -258,6 +246,28 @@ def _values(
         if row in rows:
             found[statistic] = 1.0 - means[rows[row]] if row == "nonzero" else means[rows[row]]
     return found
+
+
+def _by_site(n: int, rows_of: Mapping[str, Row], each: Floats) -> tuple[Floats, Floats, Floats]:
+    """Sums (of squares, but for `COUNTS`), numbers of elements and largest magnitudes of the numbers `each`, shape
+    [rows, n]; of the total the largest alone.
+    """
+    pieces = [(line, own, size) for line, row in enumerate(rows_of.values()) for _, own, size in row]
+    line_of_piece, sites_of_piece, size_of_piece = zip(*pieces, strict=True)
+    lengths = [*map(len, sites_of_piece)]
+    lines, sizes = np.repeat(line_of_piece, lengths), np.repeat(size_of_piece, lengths)
+    cells, shape = np.array([*chain.from_iterable(sites_of_piece)]) + n * lines, (len(rows_of), n)
+    # the square of a norm of ones is their number
+    amounts = np.where(np.array([row in COUNTS for row in rows_of])[lines], each, each**2)
+    sums, elements = (
+        np.bincount(cells, weights, n * len(rows_of)).astype(np.float64, copy=False).reshape(shape)
+        for weights in (amounts, sizes)
+    )
+    largest = np.full(shape, -1.0)
+    np.maximum.at(largest.reshape(-1), cells, np.where(np.isnan(each), np.inf, np.abs(each)))
+    largest[:, 0] = largest.max(axis=1)
+    largest[largest < 0] = np.nan
+    return sums, elements, largest
 
 
 def _highest(sites: Sequence[int], peaks: Tensor) -> tuple[list[int], Tensor]:
