@@ -174,7 +174,7 @@ class GivesParts(nn.Module):
 
 
 def test_a_hook_on_a_view_does_not_hold_its_memory() -> None:
-    view = nn.Linear(3, 3)(torch.ones(2, 2, 3))
+    view = nn.Linear(3, 3)(torch.ones(4, 3)).view(2, 2, 3)
     assert view._base is not None
     memory, total = StorageWeakRef(view.untyped_storage()), view.sum()
     register_value_hook(view, lambda gradient: None)

@@ -249,7 +249,7 @@ def test_layers_that_run_without_gradients(how: str) -> None:
     assert ("use_reentrant=False" in alert.remedy) == (not detached)
     assert ("no detach()" in alert.remedy) == detached
     assert alert.headline == (
-        "no gradient in 5 steps, although it runs" if detached else "it runs with gradients disabled"
+        "no gradient in 5 steps, although they run" if detached else "they run with gradients disabled"
     )
 
 
@@ -271,7 +271,8 @@ def test_gradients_that_are_cleared_before_the_step(how: str, signals: Any) -> N
     assert (alert.layer, alert.step) == ("head", 0)
     assert (alert.sites == ("head",)) == (how == "of one layer")
     assert alert.severity == ("notice" if how == "of one layer" else "warning")
-    assert alert.headline == "its gradient is cleared before the step"
+    whose = "its" if how == "of one layer" else "their"
+    assert alert.headline == f"{whose} gradient is cleared before the step"
     assert alert.message.endswith("zero_grad(), p.grad = None or a hook clears it in between.")
     assert alert.remedy.startswith("zero_grad() before backward(), not between it and the step;")
 
@@ -694,7 +695,7 @@ def test_two_layers_of_zeros_in_a_row() -> None:
         "two factors or layers in a row that are 0, each makes the gradient of the other 0."
     )
     assert alert.remedy == "initial weights other than 0 for layer 1."
-    assert alert.headline == "its gradient was exactly 0 at each of 20 steps; all weights of layers 1, 2 are 0"
+    assert alert.headline == "their gradient was exactly 0 at each of 20 steps; all weights of layers 1, 2 are 0"
 
 
 def test_adapters_that_are_all_zeros_beside_frozen_layers() -> None:

@@ -60,7 +60,7 @@ CALL_IT = "call layer {last} in forward, or leave its parameters out in configur
 
 TEXTS = {
     "cleared": (
-        "its gradient is cleared before the step",
+        "{their} gradient is cleared before the step",
         "{All} got a gradient in the backward pass and had none, or only zeros, at the step, in {steps}: zero_grad(), "
         "p.grad = None or a hook clears it in between.",
         "zero_grad() before backward(), not between it and the step; in a loop of your own, watch.step() between "
@@ -88,21 +88,21 @@ TEXTS = {
         "end there, requires_grad_(False).",
     ),
     "no_slope_inside": (
-        "its gradient was exactly 0 at each of {steps}, unlike what flows back to it",
+        "{their} gradient was exactly 0 at each of {steps}, unlike what flows back to {them}",
         "The gradient of {all} was exactly 0 at each of {steps}, while what flowed back to {output} was not: {factors}"
         "a hook that makes it 0, inputs that are all 0 or padding, or an operation without a slope inside the layer.",
         "{other}without the register_hook or register_post_accumulate_grad_hook on layer {last}, or inputs that are "
         "not all 0.",
     ),
     "no_slope_of_weight": (
-        "its gradient was exactly 0 at each of {steps}, that of its layer's bias was not",
+        "{their} gradient was exactly 0 at each of {steps}, that of {their} layer's bias was not",
         "The gradient of {all} was exactly 0 at each of {steps}, while the bias beside {them} had one: an operation "
         "without a slope (round, sign, a comparison) makes of {them} what the layer uses; or all inputs of the layer "
         "are 0, or a hook makes it 0.",
         "straight through: w + (round(w) - w).detach() for {last}; or inputs of its layer that are not all 0.",
     ),
     "no_slope": (
-        "its gradient was exactly 0 at each of {steps}",
+        "{their} gradient was exactly 0 at each of {steps}",
         "The gradient of {all} was exactly 0 at each of {steps}: {flat}a loss weight of 0, a mask or padding that "
         "leaves nothing, a hook that makes it 0, an operation without a slope (round, sign, a comparison, a clamp or "
         "an activation in its flat part, a softmax or norm of one number), or units that are dead{since}.{biased}",
@@ -110,26 +110,26 @@ TEXTS = {
         "through: x + (round(x) - x).detach().",
     ),
     "zero_weights": (
-        "its gradient was exactly 0 at each of {steps}; all weights of {zeros} are 0",
+        "{their} gradient was exactly 0 at each of {steps}; all weights of {zeros} are 0",
         "The gradient of {all} was exactly 0 at each of {steps}: all weights of {zeros} are 0, and of two factors or "
         "layers in a row that are 0, each makes the gradient of the other 0.",
         "initial weights other than 0 for {hidden}.",
     ),
     "no_loss": (
-        "its gradient was exactly 0 at each of {steps}, and the loss is 0",
+        "{their} gradient was exactly 0 at each of {steps}, and the loss is 0",
         "The gradient of {all} was exactly 0 at each of {steps}, and the loss is exactly 0: {one_class}a loss weight "
         "of 0, a mask or padding that leaves nothing, no reward yet, a margin that nothing violates, or targets that "
         "CTC cannot align, with zero_infinity=True.",
         "{classes}a loss weight above 0; and a look at targets, rewards, masks and lengths of a batch.",
     ),
     "without_gradients": (
-        "it runs with gradients disabled",
+        "{it} {run} with gradients disabled",
         "{All} {run} in the forward pass and got no gradient in {steps}: no output was seen there with gradients "
         "enabled. That is so inside torch.no_grad(), and with reentrant checkpointing of inputs that need no gradient.",
         "checkpoint(..., use_reentrant=False), or no torch.no_grad(), around layer {last}.",
     ),
     "detached": (
-        "no gradient in {steps}, although it runs",
+        "no gradient in {steps}, although {it} {run}",
         "{All} {run} in the forward pass and got no gradient in {steps}: nothing uses the output, or detach(), "
         "torch.no_grad() or an operation without a gradient (argmax, a comparison, .item(), .numpy()) cuts the way to "
         "the loss.",
@@ -137,32 +137,32 @@ TEXTS = {
         "such as x > 0, y + (f(x) - y).detach() with y = x.clamp(-1, 1).",
     ),
     "output_unused": (
-        "no gradient in {steps}, although it runs",
+        "no gradient in {steps}, although {it} {run}",
         "{All} {run} in the forward pass and got no gradient in {steps}, while others of the module did: most often "
         "{library}, whose {own}, gives several outputs, and the loss uses others.",
         "an option of {library} that leaves {them} out{such_as}; or a loss that uses the output of layer {last}, if "
         "that should train.",
     ),
-    "unused": ("it never runs", "{All} never {run}: {steps} without a gradient.", CALL_IT),
+    "unused": ("{it} never {run}", "{All} never {run}: {steps} without a gradient.", CALL_IT),
     "unused_by": (
-        "it never runs",
+        "{it} never {run}",
         "{All} never {run}: {steps} without a gradient. {library}, whose {own}, runs without {them}.",
         "an option of {library} that uses layer {last}, if that should train.",
     ),
     "left_out_by": (
-        "{library} or the loss has no use for it",
+        "{library} or the loss has no use for {them}",
         "{All} got no gradient in {steps}, while others of the module did: {library}, whose {own}, has no use for "
         "{them}, or the loss has none.",
         "an option of {library} that uses {last}, if that should train.",
     ),
     "weighs_one": (
-        "its gradient was exactly 0 at each of {steps}",
+        "{their} gradient was exactly 0 at each of {steps}",
         "The gradient of {all} was exactly 0 at each of {steps}, while others beside {them} had one: most often "
         "{library}, whose {own}, takes a softmax of the one number that {kind} {last} gives, as of a single variable.",
         "more variables, if {library} should weigh them; otherwise none.",
     ),
     "attends": (
-        "its gradient was exactly 0 at each of {steps}",
+        "{their} gradient was exactly 0 at each of {steps}",
         "The gradient of {all} was exactly 0 at each of {steps}, while others beside {them} had one: most often "
         "{library}, whose {own}, attends to a single token, or to one that a mask leaves, of which a softmax is 1; or "
         "it uses nothing of what these queries find, as the last block of SD3 does.",
@@ -174,7 +174,7 @@ TEXTS = {
         CALL_IT,
     ),
     "left_out": (
-        "the loss does not depend on it",
+        "the loss does not depend on {them}",
         "{All} got no gradient in {steps}, while others of the module did: forward does not use {them}, or only "
         "{their} .data or detach(); or the loss does not depend on {them}, as a derivative does not on a last bias.",
         "use {last} itself in forward, not its .data or detach(), or remove it.",
@@ -453,7 +453,7 @@ def _worded(text: str, names: Sequence[str], steps: str, kind: str = "layer", **
     more |= {"all": every, "All": capitalized(every), "last": names[-1], "steps": steps, "kind": kind}
     more |= {"run": "runs" if one else "run", "output": "its output" if one else "their outputs"}
     more |= {"own": f"{kind} it is" if one else f"{kind}s they are", "them": "it" if one else "them"}
-    more |= {"their": "its" if one else "their"}
+    more |= {"their": "its" if one else "their", "it": "it" if one else "they"}
     more["such_as"] = ", such as add_pooling_layer=False" * (more.get("library") == "transformers")
     return [part.format(**more) for part in TEXTS[text]]
 
