@@ -132,7 +132,11 @@ class Watch:
         if self._entered:
             raise RuntimeError("this Watch was entered before: one `with` lasts for a whole training, or make another")
         self._entered = True
-        self._engine.attach()
+        try:
+            self._engine.attach()
+        except BaseException:  # Ctrl-C: `__exit__` is not called
+            self._engine.detach()
+            raise
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:

@@ -1,4 +1,4 @@
-"""Ctrl-C waits while hooks are removed: none stays on the model, wherever it comes."""
+"""Ctrl-C waits while hooks are exchanged or removed: none stays on the model, wherever it comes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -98,15 +99,14 @@ def test_a_removal_that_was_interrupted_goes_on() -> None:
     assert (first.calls, last.calls, len(hooks)) == (2, 2, 0)
 
 
-def interrupted_at(place: int, model: nn.Module) -> bool:
-    """Whether Ctrl-C has come, at the so-many-th line that runs while a watch of `model` removes its hooks."""
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    watch = Watch(model, sinks=(), interventions=[Clip(1.0)])
-    count = 0
+@contextmanager
+def interrupt_in(method: str, place: int, folder: str = HOME) -> Iterator[None]:
+    """Ctrl-C comes within it, at the so-many-th line of `folder` that runs inside of the Engine's `method`."""
+    whole, count = getattr(Engine, method), 0
 
     def on_call(frame: FrameType, event: str, argument: Any) -> Any:
         path = frame.f_code.co_filename
-        return on_line if path.startswith(HOME) and path != interrupts.__file__ else None
+        return on_line if path.startswith(folder) and path != interrupts.__file__ else None
 
     def on_line(frame: FrameType, event: str, argument: Any) -> Any:
         nonlocal count
@@ -115,18 +115,24 @@ def interrupted_at(place: int, model: nn.Module) -> bool:
             signal.raise_signal(signal.SIGINT)
         return on_line
 
-    def detach(engine: Engine, **options: Any) -> None:
+    def traced(*args: Any, **options: Any) -> None:
         sys.settrace(on_call)
         try:
-            whole(engine, **options)
+            whole(*args, **options)
         finally:
             sys.settrace(None)
 
     with pytest.MonkeyPatch.context() as patch:
-        whole, came = Engine.detach, False
-        patch.setattr(Engine, "detach", detach)
+        patch.setattr(Engine, method, traced)
+        yield
+
+
+def interrupted_at_the_end(place: int, model: nn.Module) -> bool:
+    """Whether Ctrl-C has come, at the so-many-th line that runs while a watch of `model` removes its hooks."""
+    optimizer, came = torch.optim.SGD(model.parameters(), 0.1), False
+    with interrupt_in("detach", place):
         try:
-            with watch:
+            with Watch(model, sinks=(), interventions=[Clip(1.0)]) as watch:
                 model(torch.ones(1, 2)).sum().backward()
                 watch.step(optimizer)
                 optimizer.step()
@@ -140,6 +146,41 @@ def interrupted_at(place: int, model: nn.Module) -> bool:
 def test_no_hook_stays_wherever_ctrl_c_comes() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     place = 1
-    while interrupted_at(place, model):
+    while interrupted_at_the_end(place, model):
+        place += 7
+    assert place > 100, "fewer lines than there are"
+
+
+def interrupted_between_steps(place: int) -> bool:
+    """Whether Ctrl-C has come, at the so-many-th line of `hooks/` that runs while hooks are exchanged from one step to
+    the next, in a loop that goes on after it.
+    """
+    torch.manual_seed(0)
+    model, came, norms = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1)), False, []
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with interrupt_in("_arm", place, f"{HOME}/hooks"):
+        try:
+            with Watch(model, sinks=(), rules=[]) as watch:
+                for _ in range(4):
+                    optimizer.zero_grad()
+                    try:
+                        model(torch.randn(4, 2)).square().mean().backward()
+                        norms.append(float(nn.utils.get_total_norm([p.grad for p in model.parameters()])))
+                        watch.step(optimizer)
+                        optimizer.step()
+                    except KeyboardInterrupt:
+                        came = True
+        except KeyboardInterrupt:  # before the first step
+            came = True
+        else:
+            assert watch.verdict.notes == ()
+            assert watch.history.series("grad_norm", "total")[-1] == pytest.approx(norms[-1], rel=1e-5)
+    assert hooks_on(model, optimizer) == []
+    return came
+
+
+def test_a_loop_that_goes_on_after_ctrl_c_is_watched() -> None:
+    place = 1
+    while interrupted_between_steps(place):
         place += 7
     assert place > 100, "fewer lines than there are"

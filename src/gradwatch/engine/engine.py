@@ -581,6 +581,7 @@ class Engine:
             self._armed_for = range(0)
         self.alert_reaction(alert)
 
+    @interrupts_wait()
     def _arm(self, index: int) -> None:
         """Prepare the step `index` of an optimizer: attach the hooks that it needs, and remove the others."""
         assert self._reader is not None

@@ -1,4 +1,4 @@
-"""Ctrl-C waits while hooks are removed, which takes a few milliseconds: it would leave the others on the model."""
+"""Ctrl-C waits while hooks are exchanged or removed, which takes a few milliseconds: it would leave some of them."""
 
 from __future__ import annotations
 
