@@ -562,10 +562,10 @@ def test_counts_go_on_after_a_resume() -> None:
 
 
 def leaves(state: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The paths of everything in a state of containers."""
+    """The paths of everything in a state of containers, but of long lists only the last four."""
     yield path
     if isinstance(state, dict | list):
-        for key, value in state.items() if isinstance(state, dict) else enumerate(state):
+        for key, value in state.items() if isinstance(state, dict) else [*enumerate(state)][-4:]:
             yield from leaves(value, (*path, key))
 
 
@@ -603,7 +603,8 @@ def test_a_state_that_does_not_fit_is_declined_as_a_whole() -> None:
                 except ValueError:
                     declined += 1
                     assert alike(runtime.state_dict(), before)
-                runtime.load_state_dict(before)
+                else:
+                    runtime.load_state_dict(before)
         runtime.load_state_dict(good)
         assert alike(runtime.state_dict(), good)
     assert declined > 200

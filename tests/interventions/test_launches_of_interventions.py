@@ -30,7 +30,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def kernels_of(intervention: Any, model: nn.Module, *, without: int | None = None) -> list[str]:
-    """Those of the third step. `without`: a parameter that has no gradient."""
+    """Those of the second step. `without`: a parameter that has no gradient."""
     for place, parameter in enumerate(model.parameters()):
         parameter.grad = None if place == without else torch.zeros_like(parameter)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=False)
@@ -48,7 +48,7 @@ def kernels_of(intervention: Any, model: nn.Module, *, without: int | None = Non
         reports_batches=False,
     )
     runtime.open(reader)
-    for step in range(3):
+    for step in range(2):
         info = StepInfo(step, step, {})
         reading = reader.measure(reader.held_by(optimizer), info)
         with Kernels() as kernels:
