@@ -137,7 +137,9 @@ def test_default_capacity_fits_the_memory(layers: int) -> None:
         assert history.capacity * 6 * 8 * len(history.layout) <= 65 * 2**20
 
 
-@pytest.mark.parametrize(("layers", "most"), [(100, 64), (1_000, 64), (4_500, 64), (10_000, 141)])
+@pytest.mark.parametrize(
+    ("layers", "most"), [(100, 64), (1_000, 64), (4_500, 64), pytest.param(10_000, 141, marks=pytest.mark.slow)]
+)
 def test_memory_of_a_default_run_is_bounded(layers: int, most: int) -> None:
     """MiB, with two statistics of every record and eighteen that are sampled at one of 46."""
     layout = layout_of(layers)

@@ -38,12 +38,12 @@ def fitted(seed: int, folder: Path, *callbacks: Any, steps: int = 60) -> tuple[d
 
 def test_trainers_in_threads(tmp_path: Path) -> None:
     found: dict[int, dict[str, bytes]] = {}
-    watches = [GradWatch() for _ in range(4)]
+    watches = [GradWatch() for _ in range(3)]
 
     def work(seed: int) -> None:
         found[seed] = fitted(seed, tmp_path / str(seed), watches[seed])[0]
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -56,7 +56,7 @@ def test_trainers_in_threads(tmp_path: Path) -> None:
         assert load_run(tmp_path / str(seed)).values["grad_norm"].steps.tolist() == list(range(60))
 
 
-@pytest.mark.parametrize("fits", [10, pytest.param(40, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("fits", [5, pytest.param(40, marks=pytest.mark.slow)])
 def test_fits_after_fits(tmp_path: Path, fits: int) -> None:
     """Each with a Trainer, a model, whose class holds it, and a watch of its own, and its own folder."""
     before: list[int] = []
