@@ -86,9 +86,9 @@ settings.register_profile("full", deadline=None)
 settings.load_profile("full")
 
 
-def cases(catalogue: Iterable[str], sample: Collection[str]) -> list[Any]:
-    """Every name of `catalogue`, as parameters of a test; those that are not in `sample` are slow."""
-    return [pytest.param(name, marks=() if name in sample else pytest.mark.slow, id=name) for name in catalogue]
+def cases(catalogue: Iterable[Any], sample: Collection[Any]) -> list[Any]:
+    """Every name or value of `catalogue`, as parameters of a test; those that are not in `sample` are slow."""
+    return [pytest.param(case, marks=() if case in sample else pytest.mark.slow, id=str(case)) for case in catalogue]
 
 
 def examples(count: int) -> settings:

@@ -18,6 +18,7 @@ from damaged_files import damaged_content
 from gradwatch import Clip, GradWatch, SkipNonFinite, SpikeClip
 from gradwatch.sinks.log import Log
 from models import module_of
+from quick import cases
 from reference import bits, hooks_on
 from training import quiet_trainer
 
@@ -87,7 +88,7 @@ def taken_or_declined(state: Any, caplog: pytest.LogCaptureFixture, number: obje
 
 
 @pytest.mark.usefixtures("quiet")
-@pytest.mark.parametrize("share", range(SHARES))
+@pytest.mark.parametrize("share", cases(range(SHARES), (0, 1)))
 def test_states_with_another_thing_in_them(share: int, caplog: pytest.LogCaptureFixture) -> None:
     assert sum(tried(number, caplog) for number in range(share, 40, SHARES))
 

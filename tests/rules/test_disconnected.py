@@ -362,7 +362,8 @@ def test_a_layer_whose_gradient_stops() -> None:
 @pytest.mark.parametrize("history", [net(3), History(layout(["fc0", "fc1", "fc2"]), capacity=256)], ids=["all", "few"])
 def test_a_gradient_that_has_stopped_is_reported_for_as_long_as_it_is_away(history: History) -> None:
     """Also when the history no longer has the records with a gradient."""
-    outcome = judge_rows(Disconnected(), history, [{}] * 60 + [{"codes": GONE}] * 1100)
+    gone = 100 + min(Disconnected().rare_records, history.capacity)
+    outcome = judge_rows(Disconnected(), history, [{}] * 60 + [{"codes": GONE}] * gone)
     assert silent(outcome[:159])
     assert all(outcome[159:])
     assert all(found.sites == ("fc1",) for found in map(only, outcome[159:]))

@@ -154,7 +154,7 @@ class ByHand(L.LightningModule):
 )
 def test_an_optimizer_that_never_steps(steps: Callable[[int], bool], options: Any, found: bool) -> None:
     watch = GradWatch(rules=[Frozen()], sinks=[], **options)
-    trainer = quiet_trainer(watch, max_epochs=3, limit_train_batches=120)
+    trainer = quiet_trainer(watch, max_epochs=2, limit_train_batches=120)
     trainer.fit(ByHand(steps, detached=False), points_loader())
     assert [alert.severity for alert in watch.alerts] == [Severity.NOTICE] * found
     if not found:
@@ -178,7 +178,7 @@ def test_an_optimizer_whose_steps_lightning_does_not_report_is_not_said_to_be_id
             return [super().optimizers()[0], super().optimizers(use_pl_optimizer=False)[1]]  # type: ignore[index]
 
     watch = GradWatch(rules=[Frozen()], sinks=[])
-    trainer = quiet_trainer(watch, max_epochs=3, limit_train_batches=120)
+    trainer = quiet_trainer(watch, max_epochs=2, limit_train_batches=120)
     trainer.fit(Raw(lambda batch: True, detached=False), points_loader())
     assert watch.alerts == ()
     assert watch.verdict.untrained == {}
@@ -188,7 +188,7 @@ def test_an_optimizer_whose_steps_lightning_does_not_report_is_not_said_to_be_id
 @pytest.mark.filterwarnings("ignore")
 def test_an_optimizer_that_has_nothing_to_do_need_not_step() -> None:
     watch = GradWatch(rules=[Frozen()], sinks=[])
-    trainer = quiet_trainer(watch, max_epochs=3, limit_train_batches=120)
+    trainer = quiet_trainer(watch, max_epochs=2, limit_train_batches=120)
     trainer.fit(ByHand(lambda batch: False, detached=True), points_loader())
     assert watch.alerts == ()
 
@@ -245,7 +245,7 @@ def test_the_wrong_sign_where_the_loss_falls_slowly() -> None:
     def negative(logits: Tensor, targets: Tensor) -> Tensor:
         return -nn.functional.binary_cross_entropy_with_logits(logits, (targets > 0).float())
 
-    alert = incidents_of(model, adam(3e-3)(model), loss_of=negative, steps=500)["divergence"]
+    alert = incidents_of(model, adam(3e-3)(model), loss_of=negative, steps=300)["divergence"]
     assert alert.message.startswith("The loss falls without bound")
     assert alert.closed_step is None
 

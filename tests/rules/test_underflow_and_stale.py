@@ -30,7 +30,7 @@ from gradwatch.measure.stale_gradients import TRUSTED, StaleGradientCheck
 from gradwatch.rules.stale_grad import StaleGrad
 from gradwatch.rules.underflow import SMALLEST_FLOAT16, Underflow
 from models import mlp
-from quick import examples
+from quick import cases, examples
 from reference import hooks_on
 from synthetic_history import INF, NAN, append, only
 from synthetic_history import layout as made_up_layout
@@ -486,7 +486,7 @@ def test_measured_at_every_fifth_step() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=["sgd", "fused", "adamw"])
-@pytest.mark.parametrize("at", [*random.Random("stale").sample(range(6, 120), 4), 30])
+@pytest.mark.parametrize("at", cases([*random.Random("stale").sample(range(6, 120), 4), 30], (49, 30)))
 def test_it_begins_in_the_middle(at: int, kind: Any) -> None:
     """Between samples, too; torch does not count what fused optimizers write."""
     clear = lambda step, optimizer: to_none(step, optimizer) if step < at else None  # noqa: E731

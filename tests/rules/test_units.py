@@ -227,7 +227,7 @@ def test_a_relu_after_the_last_layer_is_named() -> None:
         x = torch.randn(32, 8)
         return x, -1 - x[:, :1].abs()
 
-    alert = only(incidents_of(model, batch=below_zero, kind=torch.optim.Adam, lr=3e-3, steps=200))
+    alert = only(incidents_of(model, batch=below_zero, kind=torch.optim.Adam, lr=3e-3, steps=120))
     assert (alert.rule, alert.layer) == ("dead", "6")
     assert alert.remedy == (
         "a smaller lr, with warm-up, or no ReLU after layer 6, the last one: it gives no negative number."

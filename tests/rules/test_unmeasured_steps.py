@@ -177,7 +177,7 @@ def run(
 
 def detached(**options: Any) -> Watch:
     model = Detached()
-    return run(model, torch.optim.SGD(model.parameters(), 0.01), 200, **options)
+    return run(model, torch.optim.SGD(model.parameters(), 0.01), 60, **options)
 
 
 def without_rate(**options: Any) -> Watch:
@@ -186,27 +186,27 @@ def without_rate(**options: Any) -> Watch:
         {"params": model[0].parameters(), "lr": 0.0},
         {"params": [*model[2].parameters(), *model[4].parameters()]},
     ]
-    return run(model, torch.optim.SGD(groups, 0.01), 400, **options)
+    return run(model, torch.optim.SGD(groups, 0.01), 200, **options)
 
 
 def tiny_rate(**options: Any) -> Watch:
     model = net_of_three()
-    return run(model, torch.optim.SGD(model.parameters(), 1e-9), 400, **options)
+    return run(model, torch.optim.SGD(model.parameters(), 1e-9), 200, **options)
 
 
 def cleared(**options: Any) -> Watch:
     model = net_of_three()
-    return run(model, torch.optim.SGD(model.parameters(), 0.01), 200, clears="between", **options)
+    return run(model, torch.optim.SGD(model.parameters(), 0.01), 120, clears="between", **options)
 
 
 def kept(**options: Any) -> Watch:
     model = net_of_three()
-    return run(model, torch.optim.SGD(model.parameters(), 1e-3), 100, clears="never", **options)
+    return run(model, torch.optim.SGD(model.parameters(), 1e-3), 40, clears="never", **options)
 
 
 def wrong_sign(**options: Any) -> Watch:
     model = net_of_three()
-    return run(model, torch.optim.Adam(model.parameters(), 0.01), 400, sign=-1.0, **options)
+    return run(model, torch.optim.Adam(model.parameters(), 0.01), 320, sign=-1.0, **options)
 
 
 TRAININGS: dict[Callable[..., Watch], tuple[str, str]] = {

@@ -70,10 +70,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     made["again"] = recorded_training(folder / "again", seed=0)
     made["short"] = recorded_training(folder / "short", seed=0, steps=60)
     for seed in (0, 7):
-        made[f"scaled {seed}"] = recorded_training(folder / f"scaled{seed}", seed=seed, scaled="2.weight", by=6.0)
+        made[f"scaled {seed}"] = recorded_training(
+            folder / f"scaled{seed}", seed=seed, scaled="2.weight", by=6.0, steps=100
+        )
         made[f"rate {seed}"] = recorded_training(folder / f"rate{seed}", seed=seed, rate=100.0)
         made[f"tame {seed}"] = recorded_training(folder / f"tame{seed}", seed=seed, rate=4.0)
-    made["slightly"] = recorded_training(folder / "slightly", seed=0, scaled="4.weight", by=1.2)
+    made["slightly"] = recorded_training(folder / "slightly", seed=0, scaled="4.weight", by=1.2, steps=100)
     return made
 
 

@@ -126,9 +126,7 @@ def narrow_rows_of_a_wide_run(folder: Path, names: int, rows: int, *, wide_first
     file.close()
 
 
-@pytest.mark.parametrize(
-    ("names", "wide_first"), [pytest.param(20_000, False, marks=pytest.mark.slow), (10_000, True)]
-)
+@pytest.mark.parametrize(("names", "wide_first"), [pytest.param(20_000, False, marks=pytest.mark.slow), (10_000, True)])
 def test_few_bytes_do_not_become_gigabytes(tmp_path: Path, names: int, wide_first: bool) -> None:
     narrow_rows_of_a_wide_run(tmp_path, names, 900, wide_first=wide_first)
     tracemalloc.start()
