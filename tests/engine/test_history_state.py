@@ -123,10 +123,21 @@ def tight(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gradwatch.engine.history_state, "STATE_BYTES", 0)
 
 
+def records_of(rows: Rows) -> list[Record]:
+    """What a training of `rows` gives."""
+    scratch, records = History(SHAPE, capacity=2), []
+    for step, row in enumerate(rows):
+        record(scratch, **row)
+        made = scratch[-1]
+        values = {name: made.values[name] for name in made.values if name == "grad_norm" or name[:-5] + "s" in row}
+        records.append(replace(made, step=step, axis=step, values=values))
+    return records
+
+
 def diagnosed(
-    rows: Rows, stops: tuple[int, ...] = (), *, states: dict[int, Any] | None = None, first: int = 0
+    records: list[Record], stops: tuple[int, ...] = (), *, states: dict[int, Any] | None = None, first: int = 0
 ) -> tuple[Alert, ...]:
-    """The alerts of a run of `rows`, which is stopped before each of `stops` and resumed from its state.
+    """The alerts of a run of `records`, which is stopped before each of `stops` and resumed from its state.
 
     `states`: gets the state before each step of its keys; with a `first` step, has the state to begin there with.
     """
@@ -136,25 +147,23 @@ def diagnosed(
         made.open(Run(Layout(SHAPE.sites, modules=SHAPE.modules), ""))
         return made
 
-    diagnosis, scratch, states = fresh(), History(SHAPE, capacity=2), {} if states is None else states
+    diagnosis, states = fresh(), {} if states is None else states
     if first:
         diagnosis.load_state_dict(states[first])
     else:
         diagnosis.learn_flow(LayerFlow(SHAPE.order))
     block: list[Record] = []
-    for step, row in enumerate(rows[first:], start=first):
-        record(scratch, **row)
-        made = scratch[-1]
-        values = {name: made.values[name] for name in made.values if name == "grad_norm" or name[:-5] + "s" in row}
-        block.append(replace(made, step=step, axis=step, values=values))
-        saved = step + 1 in stops or (step + 1 in states and not first)
-        if saved or len(block) == ROWS or step + 1 == len(rows):
+    for one in records[first:]:
+        block.append(one)
+        after = one.step + 1
+        saved = after in stops or (after in states and not first)
+        if saved or len(block) == ROWS or after == len(records):
             diagnosis.judge(block_of(block))
             block.clear()
         if saved:
             state, _ = through_a_file(diagnosis.state_dict())
-            if step + 1 in states:
-                states[step + 1] = state
+            if after in states:
+                states[after] = state
             else:
                 diagnosis = fresh()
                 diagnosis.load_state_dict(state)
@@ -239,11 +248,11 @@ RUNS: dict[str, tuple[Any, set[str], tuple[int, ...]]] = {
 def test_a_resumed_run_raises_the_same_alerts(name: str) -> None:
     """Stopped before, within and after the incident, however little of the history is kept."""
     made, rules, stops = RUNS[name]
-    rows, states = made(), dict.fromkeys(stops)
-    uninterrupted = diagnosed(rows, states=states)
+    records, states = records_of(made()), dict.fromkeys(stops)
+    uninterrupted = diagnosed(records, states=states)
     assert {alert.rule for alert in uninterrupted} == rules, uninterrupted
     for stop in (*stops, stops):
-        resumed = diagnosed(rows, stop) if stop is stops else diagnosed(rows, states=states, first=stop)
+        resumed = diagnosed(records, stop) if stop is stops else diagnosed(records, states=states, first=stop)
         assert list(map(incident, resumed)) == list(map(incident, uninterrupted)), stop
         for here, there in zip(resumed, uninterrupted, strict=True):
             if here.rule != "disconnected":  # whose value is a count of whole records
