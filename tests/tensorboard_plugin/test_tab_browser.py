@@ -93,6 +93,37 @@ def base(logs: Path, live: Written, page: Page) -> Iterator[str]:
         yield address
 
 
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory: pytest.TempPathFactory, page: Page) -> Iterator[str]:
+    """The address of a TensorBoard that has read runs with something odd about each."""
+    folder, layout = tmp_path_factory.mktemp("odd"), layout_of("a", "b")
+    resumed, dead = Written(folder / "elsewhere", layout_of("a")), alert_of("dead", "a", step=0)
+    resumed.record(*(record_of(layout_of("a"), step, [1.0]) for step in range(50, 80)))
+    resumed.alert(dead)
+    resumed.close(dead)
+    for name, losses in (("one", [2.0]), ("nan", [*range(8), *[np.nan] * 8, *range(8)])):
+        run = Written(folder / name, layout)
+        for step, loss in enumerate(losses):
+            record = record_of(layout, step, [1.0, 2.0], loss=float(loss))
+            record.scalars["loss_nan"] = float("nan" if loss == loss else 1)
+            run.record(record)
+        run.close()
+    for name, first in (("moved", 75), ("resumed", 0), ("resumed", 75)):
+        run = Written(folder / name, layout)
+        run.record(*(record_of(layout, step, [1.0, 2.0]) for step in range(first, 1200 if first else 80)))
+        run.close()
+    run = Written(folder / "broken", layout)
+    for step in range(24):
+        small, once = 1e-30 * (1 + step % 2), {} if step else {"signal_rms": [0.5, 0.5]}
+        run.record(record_of(layout, step, [small if step < 12 else np.nan, 1e-30], loss=small, **once))
+    run.close()
+    last = {"broken": 23, "elsewhere": 79, "moved": 1199, "nan": 23, "one": 0, "resumed": 1199}
+    with served(folder) as address:
+        # one of them has two files, which TensorBoard reads one after the other
+        page.until(lambda: {run["name"]: run["last"] for run in _asked(address, "runs")["runs"]} == last)
+        yield address
+
+
 @pytest.fixture(autouse=True)
 def peace(page: Page, base: str) -> Iterator[None]:
     """No test may leave a complaint in the console, or ask another host."""
@@ -269,18 +300,10 @@ def test_an_alert_jumps_to_its_place(page: Page, base: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_resumed_elsewhere_has_no_step_to_show_where_an_alert_began_before(page: Page, tmp_path: Path) -> None:
-    layout, dead = layout_of("a"), alert_of("dead", "a", step=0)
-    run = Written(tmp_path / "run", layout)
-    run.record(*(record_of(layout, step, [1.0]) for step in range(50, 80)))
-    run.alert(dead)
-    run.close(dead)
-    with served(tmp_path) as address:
-        page.until(lambda: _runs(address) == 1)
-        page.open(address, runs=["run"])
-        assert page.text(".verdict h2") == "Warning: dead in a, since step 0, still open"
-        assert page.js("return $('.verdict button')") is None
-        page.driver.get("about:blank")
+def test_a_run_resumed_elsewhere_has_no_step_to_show_where_an_alert_began_before(page: Page, odd: str) -> None:
+    page.open(odd, runs=["elsewhere"])
+    assert page.text(".verdict h2") == "Warning: dead in a, since step 0, still open"
+    assert page.js("return $('.verdict button')") is None
 
 
 @pytest.mark.slow
@@ -362,15 +385,7 @@ def test_of_a_folder_without_a_record_it_says_what_to_do_and_then_shows_the_firs
 
 
 @pytest.mark.slow
-def test_a_step_alone_is_drawn_and_a_loss_of_nan_is_red(page: Page, base: str, tmp_path: Path) -> None:
-    layout = layout_of("a", "b")
-    for name, losses in (("one", [2.0]), ("nan", [*range(8), *[np.nan] * 8, *range(8)])):
-        run = Written(tmp_path / name, layout)
-        for step, loss in enumerate(losses):
-            record = record_of(layout, step, [1.0, 2.0], loss=float(loss))
-            record.scalars["loss_nan"] = float("nan" if loss == loss else 1)
-            run.record(record)
-        run.close()
+def test_a_step_alone_is_drawn_and_a_loss_of_nan_is_red(page: Page, odd: str) -> None:
     ink = """
         const {left, top, width} = JSON.parse($('.heatmap').dataset.plot);
         const context = $('canvas.map').getContext('2d');
@@ -384,46 +399,27 @@ def test_a_step_alone_is_drawn_and_a_loss_of_nan_is_red(page: Page, base: str, t
         const data = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;
         return data.filter((value, i) => i % 4 === 3 && value > 99).length;
     """
-    with served(tmp_path) as address:
-        page.until(lambda: _runs(address) == 2)
-        page.open(address, runs=["one"])
-        assert page.js(ink, 0.1, 0.9)[0] > 20
-        assert page.js(spark) >= 3
-        page.open(address, runs=["nan"])
-        assert page.js(ink, 0.1, 0.3)[0] > 20
-        drawn, red = page.js(ink, 0.4, 0.6)
-        assert drawn == red > 20
-        page.driver.get("about:blank")
+    page.open(odd, runs=["one"])
+    assert page.js(ink, 0.1, 0.9)[0] > 20
+    assert page.js(spark) >= 3
+    page.open(odd, runs=["nan"])
+    assert page.js(ink, 0.1, 0.3)[0] > 20
+    drawn, red = page.js(ink, 0.4, 0.6)
+    assert drawn == red > 20
 
 
 @pytest.mark.slow
-def test_a_run_that_was_resumed_in_another_folder_says_how_much_of_it_is_here(
-    page: Page, base: str, tmp_path: Path
-) -> None:
-    for name, first in (("moved", 75), ("resumed", 0), ("resumed", 75)):
-        run = Written(tmp_path / name, GROWING)
-        run.record(*(record_of(GROWING, step, [1.0, 2.0]) for step in range(first, 1200 if first else 80)))
-        run.close()
-    with served(tmp_path) as address:
-        # one of them has two files, which TensorBoard reads one after the other
-        page.until(lambda: [run["last"] for run in _asked(address, "runs")["runs"]] == [1199, 1199])
-        page.open(address, run="moved")
-        assert "2 layers over 1,125 of 1,200 steps recorded here" in page.text(".verdict")
-        page.open(address, run="resumed")
-        assert "2 layers over 1,200 steps, overhead" in page.text(".verdict")
-        page.driver.get("about:blank")
+def test_a_run_that_was_resumed_in_another_folder_says_how_much_of_it_is_here(page: Page, odd: str) -> None:
+    page.open(odd, run="moved")
+    assert "2 layers over 1,125 of 1,200 steps recorded here" in page.text(".verdict")
+    page.open(odd, run="resumed")
+    assert "2 layers over 1,200 steps, overhead" in page.text(".verdict")
 
 
 @pytest.mark.slow
 def test_what_was_measured_once_or_is_not_finite_at_last_is_said_so_and_small_numbers_are_drawn(
-    page: Page, base: str, tmp_path: Path
+    page: Page, odd: str
 ) -> None:
-    for name in ("broken", "other"):
-        run = Written(tmp_path / name, GROWING)
-        for step in range(24):
-            small, once = 1e-30 * (1 + step % 2), {} if step else {"signal_rms": [0.5, 0.5]}
-            run.record(record_of(GROWING, step, [small if step < 12 else np.nan, 1e-30], loss=small, **once))
-        run.close()
     heights = """
         const canvas = $(arguments[0]);
         const { data } = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
@@ -431,17 +427,14 @@ def test_what_was_measured_once_or_is_not_finite_at_last_is_said_so_and_small_nu
         data.forEach((value, i) => i % 4 === 3 && value > 99 && rows.push(Math.floor(i / 4 / canvas.width)));
         return Math.max(...rows) - Math.min(...rows);
     """
-    with served(tmp_path) as address:
-        page.until(lambda: _runs(address) == 2)
-        page.open(address)
-        assert page.js(heights, ".runs .loss canvas") > 10
-        page.open(address, run="broken", layer="a")
-        assert page.text(".layer-status").endswith("its gradient is usually 1.0e-30, nan at last")
-        assert page.texts(".constants li") == ["backward signal 0.5 sampled: 1 number over the run"]
-        page.open(address, run="broken", scale="linear")
-        assert page.text(".legend .quiet") == "gradient"
-        assert "e-30" in page.js("return $('.legend canvas').ariaLabel")
-        page.driver.get("about:blank")
+    page.open(odd)
+    assert page.js(heights, ".runs tr[data-run=broken] .loss canvas") > 10
+    page.open(odd, run="broken", layer="a")
+    assert page.text(".layer-status").endswith("its gradient is usually 1.0e-30, nan at last")
+    assert page.texts(".constants li") == ["backward signal 0.5 sampled: 1 number over the run"]
+    page.open(odd, run="broken", scale="linear")
+    assert page.text(".legend .quiet") == "gradient"
+    assert "e-30" in page.js("return $('.legend canvas').ariaLabel")
 
 
 @pytest.mark.slow
