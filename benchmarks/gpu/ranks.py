@@ -166,7 +166,8 @@ def two_ranks(part: Part, kind: str, *, results: int = 2, fail: bool = False) ->
 
     Raises where a rank fails, or, if they have to (`fail`), where one does not, and where they take too long.
     """
-    context = torch.multiprocessing.get_context("spawn")
+    context = torch.multiprocessing.get_context("forkserver")  # one import for both
+    context.set_forkserver_preload([part.__module__])
     found, port = context.Queue(), _free_port()
     with tempfile.TemporaryDirectory() as folder:
         logs = [Path(folder, f"{rank}.txt") for rank in range(2)]
