@@ -29,7 +29,7 @@ def enlarged_digits() -> tuple[Tensor, Tensor]:
     return F.interpolate(small, (32, 32), mode="bicubic").clamp(0, 1), torch.tensor(labels)
 
 
-def reader(images: Tensor, labels: Tensor, *, epochs: int = 5) -> nn.Module:
+def reader(images: Tensor, labels: Tensor, *, epochs: int = 3) -> nn.Module:
     """A small convolutional network, trained on the first `LEARN` of them; its layer "body" gives [N, 64, 16, 16]."""
     torch.manual_seed(0)
     body = nn.Sequential()
