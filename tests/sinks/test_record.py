@@ -522,7 +522,8 @@ L.Trainer(accelerator="cpu", max_epochs=-1, logger={kind}(sys.argv[1], name="run
         for line in reported:
             if len(said := line.split()) == 3 and said[0] == "step":
                 finished[int(said[1]) - 1] = float(said[2])
-            if not killed and len(finished) > 30 and time.time() - began > 2:
+            late = len(finished) > 30 and time.time() - began > 2
+            if not killed and (late or len(finished) > 2 * ROWS):
                 os.kill(run.pid, signal.SIGKILL)
                 killed = True
     assert run.wait() == -signal.SIGKILL
