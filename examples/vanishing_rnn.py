@@ -40,7 +40,7 @@ def train(fixed: bool, **options) -> tuple[GradWatch, float]:
     L.seed_everything(0, verbose=False)
     learn, held_out = digits()
     watch = GradWatch()  # this line, and the callbacks argument below, are all that GradWatch needs
-    trainer = L.Trainer(max_epochs=10, callbacks=[watch], enable_checkpointing=False, **options)
+    trainer = L.Trainer(max_epochs=6, callbacks=[watch], enable_checkpointing=False, **options)
     trainer.fit(Reader(fixed), learn, held_out)
     return watch, float(trainer.callback_metrics["accuracy"])
 
