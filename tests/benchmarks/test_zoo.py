@@ -81,7 +81,7 @@ def test_a_case_is_the_same_under_the_same_seed() -> None:
     def weights(seed: int) -> list[float]:
         fit = CASES["missing_value_in_a_batch"].build(seed, fixed=True)
         before = fit.yardstick()
-        run(fit)
+        run(dataclasses.replace(fit, batches=fit.batches[:20]))
         return [before, fit.yardstick(), *(float(p.detach().sum()) for p in fit.module.parameters())]
 
     assert weights(3) == weights(3)
