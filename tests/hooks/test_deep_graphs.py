@@ -15,22 +15,22 @@ import torch
 import forks
 from gradwatch.hooks.graph_release import NEXT_NODES, metadata_of, release_in_a_loop, unprepared_calls
 
-SMALL = {"stack": 512}
-"""In kB: 1,800 to 2,400 nodes in a row that Python knows overflow it, and with it 100 kB are enough without us."""
+SMALL = {"stack": 256}
+"""In kB: 900 to 1,200 nodes in a row that Python knows overflow it, and with it 100 kB are enough without us."""
 
 TRAININGS: dict[str, tuple[str, dict[str, Any]]] = {
     "30,000 nodes": ("nodes", {"size": 30_000}),
     "30,000 calls": ("calls", {"size": 30_000, "activations": False}),
-    "auto": ("cell summed", {"size": 2_200, **SMALL}),
-    "auto, deeper": ("residual nodes tapped", {"size": 4_000, **SMALL}),
-    "full": ("cell", {"size": 2_200, "signals": "full", **SMALL}),
-    "off": ("cell nodes", {"size": 2_200, "signals": "off", **SMALL}),
-    "clipped signals": ("calls", {"size": 5_000, "signals": "off", "clipped": True, **SMALL}),
-    "toolbox": ("calls summed", {"size": 2_200, "act": "tools", **SMALL}),
-    "gradcam": ("images", {"size": 2_200, "act": "maps", **SMALL}),
+    "auto": ("cell summed", {"size": 1_100, **SMALL}),
+    "auto, deeper": ("residual nodes tapped", {"size": 3_000, **SMALL}),
+    "full": ("cell", {"size": 1_100, "signals": "full", **SMALL}),
+    "off": ("cell nodes", {"size": 1_100, "signals": "off", **SMALL}),
+    "clipped signals": ("calls", {"size": 2_500, "signals": "off", "clipped": True, **SMALL}),
+    "toolbox": ("calls summed", {"size": 1_100, "act": "tools", **SMALL}),
+    "gradcam": ("images", {"size": 1_100, "act": "maps", **SMALL}),
 }
 
-EDGES = {"residual": 3_999, "nodes": 1}
+EDGES = {"residual": 2_999, "nodes": 1}
 """How many edges the data flow has between layers."""
 
 
@@ -59,7 +59,7 @@ def test_a_training_ends_as_without_us_however_deep_its_graph(case: str) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("signals", ["auto", "off"])
 def test_a_nan_behind_a_deep_graph_is_traced(signals: str) -> None:
-    (said,) = play("nodes", size=3_000, act="fit_two_steps", fault=True, signals=signals, **SMALL)
+    (said,) = play("nodes", size=1_500, act="fit_two_steps", fault=True, signals=signals, **SMALL)
     assert said["same"]
     assert not said["failed"]
     (alert,) = said["alerts"]
@@ -69,7 +69,7 @@ def test_a_nan_behind_a_deep_graph_is_traced(signals: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("act", ["loop", "tools"])
 def test_a_deeply_nested_output_is_looked_into_as_far_as_it_is_reasonable(act: str) -> None:
-    (said,) = play("linked", size=1_500, act=act, **SMALL)
+    (said,) = play("linked", size=750, act=act, **SMALL)
     assert said["same"]
     assert not said.get("failed")
 
