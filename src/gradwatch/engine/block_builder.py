@@ -74,7 +74,7 @@ class BlockBuilder:
         unseen, plain = [], [step.used_as_measured for step in steps[:ended]]
         clipped = [bool(step.clip_checked) for step in steps[:ended]]
         for row, step in enumerate(steps[:ended]):
-            plain[row] &= not self._edited
+            plain[row] &= not self._edited  # which `after` may have set for a row before
             if plain[row] or clipped[row]:
                 step.scalars["overhead"] = overhead
                 continue
