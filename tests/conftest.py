@@ -40,6 +40,11 @@ def deselected(pytestconfig: pytest.Config) -> list[pytest.Item]:
     return pytestconfig.stash.get(DESELECTED, [])
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The tests of one browser begin first: where processes take each other's last tests, each would start its own."""
+    items.sort(key=lambda item: item.path.name != "test_tab_browser.py")
+
+
 def pytest_collection_finish() -> None:
     """Exclude what has been imported by now from garbage collection, which otherwise takes a quarter of a second each
     time (measured: up to a third of a file's time). Hypothesis is imported by then: it asks what refers to an object.
