@@ -1027,6 +1027,13 @@ def test_dead_is_named_nearest_the_loss() -> None:
     assert "and no gradient passes it. It is" in found[2][0].message  # layer fc1 has one, by another way
 
 
+def test_units_that_fired_without_a_gradient_are_dead_since_they_stopped() -> None:
+    without = Row(gradients=[0.0, 1.0, 1.0, 1.0])
+    found = play(Dead(), [*[Row()] * 5, *[without] * 8, *[replace(without, zero=[1.0, 0.5, 0.5])] * 3])[-1]
+    assert found
+    assert (found[0].layer, found[0].onset) == ("fc0", 3)
+
+
 def test_zeros_in_small_batches_need_longer() -> None:
     found = play(Dead(), [Row(zero=[0.5, 1.0, 0.5], idle=NAN)] * 10)
     assert not any(found[:9])

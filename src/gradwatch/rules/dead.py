@@ -262,9 +262,11 @@ def _origin(
     onsets = onset_of(silent, backs)
     found: list[tuple[int, int, int]] = []
     for site in in_run_order(history, sites)[::-1].tolist():
-        layer = layer_before(history, site)
+        layer, onset, fired = layer_before(history, site), int(onsets[site]), backs[~silent[:, site]]
         zero = zero_onset(history, layer) if gradients else None
-        found.append((int(onsets[site]) if zero is None else zero, layer, site))
+        if zero is not None and (not len(fired) or zero < fired[-1]):  # after the sample at which they last fired
+            onset = zero
+        found.append((onset, layer, site))
     onset, layer, site = max(found, key=lambda one: one[0])
     return history.layout.sites[site], layer, onset
 
