@@ -401,6 +401,23 @@ def test_a_layer_that_is_off_into_which_nothing_flows_may_be_used(signals: Any) 
     assert only(judge_steps(Frozen(), history, rows)[30]).sites == ("fc1",)
 
 
+@pytest.mark.parametrize("known", [True, False], ids=["loss", "no loss"])
+def test_a_layer_that_is_off_amid_its_like_where_no_signal_is_known(known: bool) -> None:
+    """Nor, in a loop that does not give its loss, which layers that is made of."""
+    layers = [layer for _ in range(6) for layer in (nn.Linear(8, 8), nn.ReLU())]
+    model = nn.Sequential(*layers, nn.Linear(8, 1))
+    model[4].requires_grad_(requires_grad=False)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.01)
+    with Watch(model, rules=[Frozen()], sinks=(), signals="off", activations=True) as watch:
+        for _ in range(30):
+            optimizer.zero_grad()
+            loss = model(torch.randn(8, 8)).square().mean()
+            loss.backward()
+            watch.step(optimizer, loss=loss if known else None)
+            optimizer.step()
+    assert [(alert.rule, alert.sites) for alert in watch.alerts] == [("frozen", ("4",))]
+
+
 def test_layers_that_were_switched_off_before_the_history_may_be_so_by_a_plan() -> None:
     def forgetful() -> History:
         history = net(4)

@@ -24,7 +24,7 @@ from gradwatch.rules.evidence.layer_levels import (
     weights_of,
 )
 from gradwatch.rules.evidence.learning_rates import measured_remedy
-from gradwatch.rules.evidence.paths import paths
+from gradwatch.rules.evidence.paths import Paths, paths
 from gradwatch.rules.evidence.recent_rows import ROUNDING, RecentRows
 from gradwatch.rules.evidence.records import is_first_record, is_own, own_records
 from gradwatch.rules.evidence.samples import (
@@ -183,6 +183,8 @@ class Dead(CheckedRule):
     def _gradient_died(self, history: History, order: Sites, early: Floats, late: Floats) -> Finding | None:
         """All layers up to some depth have had a gradient of exactly zero since one step, those after it have one."""
         depth = int(np.argmax(late[-1] > 0)) if len(order) else 0
+        if not depth or not len(early):
+            return None
         if (late[:, :depth] != 0).any() or not (late[:, depth:] > 0).any(axis=1).all():
             return None
         alive = (early[:, :depth] > VANISHED_SHARE * early.max(axis=1, keepdims=True)).all(axis=1)
@@ -198,7 +200,7 @@ class Dead(CheckedRule):
         if history.layout.edges is None or len(early) < self.records:
             return None
         ended, going = np.asarray((late == 0).all(axis=0)), np.asarray((late > 0).all(axis=0))
-        if not ended.any():
+        if not ended.any() or not going.any():
             return None
         # what is not reached in some batches, as experts are, may not be for longer
         already = (early[::-1] != 0).argmax(axis=0)  # zeros at its end
@@ -210,18 +212,22 @@ class Dead(CheckedRule):
         ends = [place for place in ends if all(going[after] for after in flow.after[place])]
         if not ends:
             return None
+        passed = {place: _passed_by(flow, going, place) for place in ends}
+        ends = [place for place in ends if passed[place] is None] or ends
         first = max(ends, key=lambda place: (int(already[place]), place))
-        dead, nearest = order[[*(place for place in ends if place != first), first]], int(order[flow.after[first][0]])
         before = flow.above(np.isin(np.arange(len(order)), ends)) & ended
         before[ends] = False
-        fed = flow.only_through(np.arange(len(order)) == first) & going
-        return self._without_gradient(history, dead, order[before], nearest, fed=order[fed].tolist())
+        dead, nearest = order[[*(place for place in ends if place != first), first]], int(order[flow.after[first][0]])
+        fed = passed[first]
+        return self._without_gradient(
+            history, dead, order[before], nearest, fed=None if fed is None else int(order[fed])
+        )
 
     def _without_gradient(
-        self, history: History, dead: Sites, starved: Sites, nearest: int, *, fed: Sequence[int] = ()
+        self, history: History, dead: Sites, starved: Sites, nearest: int, *, fed: int | None = None
     ) -> Finding:
         """`dead`: layers whose gradient is 0, the one to name last; `starved`: those that lie before them; `nearest`:
-        the one after them that has a gradient; `fed`: those before them that have one through the last alone.
+        the one after them that has a gradient; `fed`: one before them that has one through the last alone.
         """
         site, severity = int(dead[-1]), self._severity(history)
         onset = zero_onset(history, site)
@@ -229,8 +235,8 @@ class Dead(CheckedRule):
         death = death_of(history, site, onset)
         name, after = death.layer, history.layout.sites[nearest].name
         too = f", and of {_before_text(history.layout.names(starved))}," if len(starved) else ""
-        if fed:
-            cause, remedy = _masked(history, site, onset, fed[-1])
+        if fed is not None:
+            cause, remedy = _masked(history, site, onset, fed)
         elif (no_inputs := _without_inputs(history, site, onset, starved)) is not None:
             (cause, remedy), severity = no_inputs, Severity.WARNING
         elif (bounded := _bounded_after(history, site, onset)) is not None:
@@ -244,6 +250,13 @@ class Dead(CheckedRule):
         headline = f"it gets no gradient any more{death.headline(len(starved))}"
         sites, effects = history.layout.names(np.sort(dead)), _effects(history, starved=starved)
         return Finding(self.name, severity, name, sites, 0.0, 0.0, message, remedy, onset, headline, effects)
+
+
+def _passed_by(flow: Paths, going: Mask, place: int) -> int | None:
+    """A layer with a gradient (`going`) that reaches the loss through the one at `place` alone, which has none."""
+    own = np.arange(len(flow)) == place
+    found = np.flatnonzero(flow.only_through(own) & going)
+    return int(found[-1]) if len(found) else None
 
 
 def _effects(history: History, **layers: Sites) -> tuple[Effect, ...]:
@@ -314,7 +327,7 @@ def _reason(history: History, layer: int, onset: int, dead: Sequence[int], *, fr
         leaky = f"no ReLU after layer {name}, the last one: it gives no negative number."
     if from_start and made:
         biased = layout.names(site for site in dead if bias_text(history, site))
-        which = f"bias{'es' * (len(biased) > 1)} of {name_text(biased)}"
+        which = f"bias{'es' * (len(biased) > 1)} of {name_text(biased or [name])}"
         return made, f"nn.init.zeros_ for the {which}, or {leaky}"
     if from_start:
         return "", f"{fill} for the weights of layer {name}, or {leaky}"
@@ -411,7 +424,7 @@ def unlearnt(history: History) -> str:
     if not history.whole or (levels := first_and_last_loss(history, LEVEL_RECORDS)) is None:
         return ""
     first, last = levels
-    if not last >= first - LOWER_LOSS_SHARE * abs(first) * ROUNDING:  # NaN, too
+    if not np.isfinite([first, last]).all() or last < first - LOWER_LOSS_SHARE * abs(first) * ROUNDING:
         return ""
     how = "higher than" if last > first else "as high as"
     return f" The loss is {how} at the start ({number_text(first, 3)} -> {number_text(last, 3)})."

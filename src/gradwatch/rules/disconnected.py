@@ -615,7 +615,7 @@ def _overflowing_squares(history: History, layers: Sites, records: int) -> tuple
     if back > records:
         return "", ""
     layout, largest = history.layout, history.row("output_max", back=back)
-    too_large = layers[largest[layers] >= LARGEST_SQUARED]
+    too_large = layers[(largest[layers] >= LARGEST_SQUARED) & (largest[layers] < np.inf)]
     wide = [any(layout.sites[own].dtype == "float64" for own in layout.parameters_of(layer)) for layer in too_large]
     found = in_run_order(history, too_large[~np.array(wide, dtype=bool)], back=back)
     if not len(found):

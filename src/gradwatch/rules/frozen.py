@@ -13,7 +13,6 @@ import numpy as np
 
 from gradwatch.core.alert import Finding, Severity, short_list
 from gradwatch.core.history import History
-from gradwatch.core.median import median
 from gradwatch.core.number_text import number_text
 from gradwatch.core.record import (
     FROZEN,
@@ -131,7 +130,8 @@ class Frozen(CheckedRule):
             f"and state_dict() do not list {them}, and {keep} initial values. {why}"
         )
         headline = "no module owns it: parameters() does not list it"
-        limit, onset = float(self.records), len(history)
+        onset = len(history) if history.whole else 1
+        limit = float(self.records)
         return [Finding(self.name, Severity.WARNING, names[0], names, limit, limit, message, remedy, onset, headline)]
 
     def _no_optimizer(self, history: History) -> Sequence[Finding]:
@@ -231,11 +231,14 @@ class Frozen(CheckedRule):
         which explain it where no rate does.
         """
         sizes = history.row("weight_norm", back=2)[history.layout.parameters]
-        usual = median(ratios[moving] * sizes[moving] / gradients[moving])
-        visible = np.asarray(usual * gradients >= self.expected_update * sizes)
+        rates = ratios[moving] * sizes[moving] / gradients[moving]
+        rates = rates[rates > 0]
+        usual = float(np.median(rates)) if len(rates) else 0.0
+        there = np.where(gradients < np.inf, gradients, 0.0)
+        visible = np.asarray(usual * there >= self.expected_update * sizes) & (usual > 0)
         if _has_one_rate(history):
             before = history.window("grad_norm", len(history))[:, history.layout.parameters]
-            visible &= gradients >= self.least_gradient * np.where(before < np.inf, before, 0.0).max(axis=0)
+            visible &= there >= self.least_gradient * np.where(before < np.inf, before, 0.0).max(axis=0)
         return visible
 
     def _off(self, history: History) -> Sequence[Finding] | None:
@@ -292,6 +295,7 @@ def _stood(history: History, sites: Sites) -> tuple[Sites, Sites]:
     backs = update_samples(history)
     moved = history.at("update_ratio", backs)[:, sites]
     measured = history.codes(RECENT_RECORDS)[:, sites] == MEASURED
+    measured &= ~zeroed_by_interventions(history, RECENT_RECORDS, sites)
     n = len(measured)
     last = np.where(moved > 0, backs[:, None], n + 1).min(axis=0)
     onsets = np.where((moved == 0) & measured[n - backs] & (backs[:, None] < last), backs[:, None], 0).max(axis=0)
@@ -375,7 +379,8 @@ def _used(history: History, layers: Sites) -> Sites:
     fed = np.isin(layers, [after for _, after in layout.edges])
     if history.has("signal_norm"):
         return layers[~fed | _is_reached(history, layers)]
-    return layers[~fed | np.isin(layers, list(used(layout)))]
+    known = list(used(layout))  # none where the loss is not known
+    return layers[~fed | np.isin(layers, known or layers)]
 
 
 def _untrained(history: History, layers: Sites, order: Sites, off: Mask) -> Sites:
@@ -471,7 +476,7 @@ def _starts_random(layout: Layout, site: int, spreads: Floats, most: Floats) -> 
         return False
     matrix = matrices[0]
     shape, numel, spread = layout.sites[matrix].shape, layout.sites[matrix].numel, spreads[matrix]
-    if numel < MIN_RANDOM or shape[0] > MAX_OUTPUTS:
+    if numel < MIN_RANDOM or shape[0] > MAX_OUTPUTS or not spread > 0:
         return False
     biases = [spreads[parameter] for parameter in own if parameter != matrix]
     bound = (numel / shape[0]) ** -0.5

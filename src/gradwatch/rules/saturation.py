@@ -128,4 +128,5 @@ def _cause(history: History, site: int, onset: int) -> tuple[str, str]:
 
 
 def _first(shares: Floats) -> float:
-    return float(shares[~np.isnan(shares)][:FIRST_SAMPLES].min())
+    known = shares[~np.isnan(shares)]
+    return float(known[:FIRST_SAMPLES].min()) if len(known) else 0.0

@@ -64,6 +64,8 @@ class Underflow(CheckedRule):
         zeros, rms = zeros[:, layers], history.at("signal_rms", backs)[:, layers]
         bottom = self._at_the_bottom(zeros, rms)
         unhealthy = bottom.sum(axis=1) >= self.layer_share * (~np.isnan(zeros)).sum(axis=1)
+        if not unhealthy[-1]:
+            return []
         times, onset = int(in_a_row(unhealthy)), int(onset_of(unhealthy, backs))
         under_scaler = history.number("scaled") == 1
         if times < self.samples or (under_scaler and onset < self.scaled_records):
@@ -86,10 +88,10 @@ class Underflow(CheckedRule):
         """Whether there is evidence of rounding, and something left to learn. `zeros`: at the latest sample; `rounded`:
         whether some signal was not all zeros; `always`: whether it was so from the start.
         """
+        loss = first_and_last_loss(history, LEVEL_RECORDS) if len(history) >= 2 * LEVEL_RECORDS else None
         if not always:
-            loss = first_and_last_loss(history, LEVEL_RECORDS)
             return rounded and loss is not None and bool(loss[1] > self.loss_share * loss[0])
-        if (zeros < 1).any():
+        if rounded or (zeros < 1).any():
             return rounded
         # nothing but zeros since the start: rounding, if there is a loss whose gradient they should be
         last = history.scalar("loss", self.samples)
@@ -114,14 +116,19 @@ class Underflow(CheckedRule):
         else:
             usual = 0.0
             when = "since the first step" if is_first_record(history, onset) else f"at the last {len(zeros)} samples"
-            loss = number_text(history.number("loss"))
-            message = f"{what}, all of dL/d(output) has been exactly zero {when}, while the loss is {loss}."
+            message = f"{what}, all of dL/d(output) has been exactly zero {when}{_loss_left(history)}."
         message += " The loss scale is too small." if under_scaler else " There is no loss scale, which float16 needs."
         severity = Severity.WARNING if under_scaler else Severity.ERROR
         limit = self.grid_steps * SMALLEST_FLOAT16
         remedy = _remedy(history, under_scaler=under_scaler)
         headline = f"{_percent(share)} of its signals is rounded to zero in float16"
         return Finding(self.name, severity, sites[-1], sites, usual, limit, message, remedy, onset, headline)
+
+
+def _loss_left(history: History) -> str:
+    """', while the loss is 0.3', empty where it is 0 or not known."""
+    loss = history.number("loss")
+    return f", while the loss is {number_text(loss)}" if loss > 0 else ""
 
 
 def _remedy(history: History, *, under_scaler: bool) -> str:

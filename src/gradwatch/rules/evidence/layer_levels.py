@@ -143,7 +143,7 @@ def parameters_of_kind(layout: Layout, layer: int, *, bias: bool) -> list[int]:
 
 def _root_mean_square(history: History, layer: int, *, bias: bool) -> Floats:
     mine, sites = parameters_of_kind(history.layout, layer, bias=bias), history.layout.sites
-    levels: Floats = _norm(history, mine) / np.sqrt(sum(sites[site].numel for site in mine))
+    levels: Floats = _norm(history, mine) / np.sqrt(sum(sites[site].numel for site in mine) or 1)
     return levels
 
 

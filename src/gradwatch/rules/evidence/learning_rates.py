@@ -199,7 +199,7 @@ def clipping_limit(history: History, *, of: int = 1) -> float | None:
     """
     norms, used = (history.window(name, CLIPPED_RECORDS, sites=0) for name in ("grad_norm", "grad_norm_clipped"))
     own = is_own(history, max(CLIPPED_RECORDS, of), of=of)[-CLIPPED_RECORDS:]
-    clipped = own & (used > 0) & (used < CLIPPED_SHARE * norms)
+    clipped = own & np.isfinite(norms) & (used > 0) & (used < CLIPPED_SHARE * norms)
     for row in np.flatnonzero(clipped):
         clipped[row] = not removed_scale(history, back=len(own) - int(row))
     return float(used[clipped].max()) if clipped.any() else None
