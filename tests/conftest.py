@@ -46,20 +46,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Exclude what has been imported by now from garbage collection, which otherwise takes a quarter of a second each
-    time (measured: up to a third of a file's time). Hypothesis is imported by then: it asks what refers to an object.
-    """
     import torch  # here, since the process that hands out tests to others does without
 
     torch.set_num_threads(1)  # the tensors are tiny, and the machine is shared
-    gc.collect()
-    gc.freeze()
     gc.enable()
 
 
 @pytest.fixture(autouse=True, scope="module")
 def exclude_what_is_there() -> None:
-    """From garbage collection: what other files have imported and cached. A batch that is replayed ends with one."""
+    """From garbage collection, which otherwise takes a quarter of a second each time (measured: up to a third of a
+    file's time): what was imported, and what other files have cached. Hypothesis is imported by then: it asks what
+    refers to an object.
+    """
     gc.collect()
     gc.freeze()
 

@@ -245,10 +245,10 @@ def test_the_replayed_report_is_the_live_one(tmp_path: Path) -> None:
 
 
 def test_it_stays_under_a_megabyte(tmp_path: Path) -> None:
-    """300 layers over 5,000 steps, with alerts and what is sampled."""
+    """300 layers over 10,000 steps, with alerts and what is sampled."""
     names = [f"model.encoder.layers.{i}.feed_forward.linear" for i in range(300)]
     layout, rng = layout_of(*names), np.random.default_rng(0)
-    norms = 10 ** rng.normal(-3, 1, (5_000, 300))
+    norms = 10 ** rng.normal(-3, 1, (10_000, 300))
     alert = alert_of("vanishing", *names[:200], step=4000, severity=Severity.ERROR)
     records = [
         record_of(
@@ -258,10 +258,10 @@ def test_it_stays_under_a_megabyte(tmp_path: Path) -> None:
             loss=rng.random(),
             **({} if step % 50 else {"update_ratio": norms[step], "signal_rms": norms[step]}),
         )
-        for step in range(5_000)
+        for step in range(10_000)
     ]
     untrained = {f"{name}.weight": "frozen (requires_grad is False)" for name in names}
-    html = written_page(records, Verdict((alert,), 5_000, 300, 0.01, untrained), alerts=[alert], folder=tmp_path)
+    html = written_page(records, Verdict((alert,), 10_000, 300, 0.01, untrained), alerts=[alert], folder=tmp_path)
     assert len(html.encode()) < 1e6
     safe(html)
 

@@ -193,11 +193,7 @@ def test_a_file_torn_at_any_byte_of_its_last_block_has_all_before_it(tmp_path: P
         ends = [opened.tell() for _ in frames(opened)]
     whole = ends[-2]
     assert len(read(tmp_path).values["grad_norm"].steps) == 14
-    for size in [
-        *range(whole, whole + 40),
-        *range(whole + 40, len(content) - 40, 9),
-        *range(len(content) - 40, len(content)),
-    ]:
+    for size in range(whole, len(content)):
         file.write_bytes(content[:size])
         run = read(tmp_path)
         assert run.values["grad_norm"].steps.tolist() == list(range(7))
@@ -276,17 +272,17 @@ def test_a_part_of_a_block_has_its_rows(block: RecordedBlock, first: int, more: 
 
 
 def test_large_blocks_are_cut_and_large_rows_are_not(tmp_path: Path) -> None:
-    for layers, steps in ((300, 32), (6000, 8)):
+    for layers in (300, 6000):
         layout = layout_of(*(f"layer{i}" for i in range(layers)))
-        written(tmp_path / str(layers), [record_of(layout, step, np.ones(layers)) for step in range(steps)], [steps])
+        written(tmp_path / str(layers), [record_of(layout, step, np.ones(layers)) for step in range(32)], [32])
         ((_, found),) = blocks_in(tmp_path / str(layers))
         rows = [len(block) for block in found]
-        assert sum(rows) == steps
+        assert sum(rows) == 32
         if layers == 300:
             assert len(rows) < 8
             assert max(block.nbytes for block in found) < 1.3 * EVENT_BYTES
         else:
-            assert rows == [1] * steps
+            assert rows == [1] * 32
 
 
 @pytest.mark.parametrize("layers", [1, 9, 50, 300, 1000, 5000])
