@@ -62,5 +62,5 @@ def same_view(tensor: Tensor) -> Tensor:
     """A view of the whole tensor, or the tensor itself where its kind has no views."""
     try:
         return tensor.view_as(tensor)
-    except (RuntimeError, NotImplementedError):
+    except RuntimeError:
         return tensor
