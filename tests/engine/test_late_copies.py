@@ -24,17 +24,18 @@ def test_numbers_that_land_out_of_order(seed: int, monkeypatch: pytest.MonkeyPat
     """Until a copy has landed its memory holds other numbers, and what was sent may be written over."""
     copies, drawn = LateCopies(monkeypatch), random.Random(seed)
     sent: list[tuple[float, HostCopy]] = []
-    source = torch.zeros(3)
+    source = torch.zeros(7)
     for number in range(200):
         source.fill_(number)
-        sent.append((float(number), HostCopy({"a": source[:2], "b": source[2:]})))
+        sent.append((float(number), HostCopy({"a": source[:2], "b": source[2:6].view(2, 2), "c": source[6]})))
         if drawn.random() < 0.3:
             copies.land(drawn.choice(range(len(copies.under_way))))
         for expected, copy in drawn.sample(sent, min(3, len(sent))):
             if copy.done:
                 assert copy.wait()["a"].tolist() == [expected] * 2
     for expected, copy in sent:
-        assert {name: found.tolist() for name, found in copy.wait().items()} == {"a": [expected] * 2, "b": [expected]}
+        found = {name: numbers.tolist() for name, numbers in copy.wait().items()}
+        assert found == {"a": [expected] * 2, "b": [[expected] * 2] * 2, "c": expected}
 
 
 def test_a_block_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,16 +129,15 @@ class RowBlock:
             self.open = False
             devices.current_stream(self._source.device, self._stream)  # others may ask, in streams of their own
             filled = slice(self.count)
-            rows = {"norms": self._norms[filled].reshape(-1), "clipped": self._clipped[filled].reshape(-1)}
-            self.host_copy = HostCopy({**rows, "losses": self._losses[filled]})
+            rows = {"norms": self._norms[filled], "clipped": self._clipped[filled], "losses": self._losses[filled]}
+            self.host_copy = HostCopy(rows)
         return self.host_copy
 
     def wait(self) -> BlockNumbers:
         """Waits for the copy."""
         if self._numbers is None:
             numbers = self.send().wait()
-            norms, clipped = (numbers[name].reshape(self.count, -1) for name in ("norms", "clipped"))
-            self._numbers = BlockNumbers(norms, numbers["losses"], clipped)
+            self._numbers = BlockNumbers(numbers["norms"], numbers["losses"], numbers["clipped"])
         return self._numbers
 
 
@@ -146,7 +145,7 @@ class HostCopy:
     """Numbers on their way to the host: one copy, started without waiting for the device."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        """`tensors`: 0-d or 1-d, on one device. They may be written again as soon as this returns."""
+        """`tensors`: on one device. They may be written again as soon as this returns."""
         self._numbers: dict[str, Floats] | None = None
         self._copies: dict[str, Tensor] | None = None
         self._landed = True
@@ -154,9 +153,8 @@ class HostCopy:
             # what else numpy has to do with them can wait until some are opened together (measured: 40 us a step)
             self._copies = {name: tensor.detach().clone() for name, tensor in tensors.items()}
             return
-        flat = {name: tensor.detach().reshape(-1) for name, tensor in tensors.items()}
-        self._lengths = {name: len(tensor) for name, tensor in flat.items()}
-        self._host, self._event = _packed(list(flat.values()))
+        self._shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        self._host, self._event = _packed([tensor.detach().reshape(-1) for tensor in tensors.values()])
         self._landed = False
 
     @property
@@ -167,17 +165,17 @@ class HostCopy:
         return self._landed
 
     def wait(self) -> dict[str, Floats]:
-        """The numbers by name, in the shapes that they had, from an accelerator 1-d; waits for the copy if it has not
-        landed.
-        """
+        """The numbers by name, in the shapes that they had; waits for the copy if it has not landed."""
         if self._copies is not None:
             self._numbers, self._copies = {name: on_host(copy) for name, copy in self._copies.items()}, None
         if self._numbers is None:
             self._event.synchronize()
             self._landed = True
-            places = np.cumsum(list(self._lengths.values()))[:-1]
-            parts = np.split(self._host.numpy().astype(np.float64), places)
-            self._numbers = dict(zip(self._lengths, parts, strict=True))
+            ends = np.cumsum([shape.numel() for shape in self._shapes.values()])
+            parts = np.split(self._host.numpy().astype(np.float64), ends[:-1])
+            self._numbers = {
+                name: part.reshape(shape) for (name, shape), part in zip(self._shapes.items(), parts, strict=True)
+            }
         return self._numbers
 
 

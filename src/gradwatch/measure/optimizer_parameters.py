@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from gradwatch.core.record import (
@@ -46,8 +45,6 @@ TINY = 1e-15
 _GRADIENT, _VERSION, _ADDRESS = attrgetter("grad"), attrgetter("_version"), methodcaller("data_ptr")
 _TRAINS = attrgetter("requires_grad")
 
-Norms = NDArray[np.float32 | np.float64]
-
 
 @dataclass(slots=True, eq=False)
 class OptimizerParameters:
@@ -80,7 +77,7 @@ class OptimizerParameters:
     """
     remeasured: dict[str, Indices] = field(default_factory=dict)
     """Row -> slots of gradients that were measured again, until what follows the step is read."""
-    _plans: dict[str, tuple[Plan, Norms | None, Indices]] = field(default_factory=dict)
+    _plans: dict[str, tuple[Plan, Indices]] = field(default_factory=dict)
     _updates: UpdateNorms | None = None
     _clip_checks: tuple[int, ...] | None = None
     """As `clip_checks` gives them; None until asked for."""
@@ -179,21 +176,18 @@ class OptimizerParameters:
         """Reduce `tensors`, one per member, into `row` of the buffer; the slot of each parameter."""
         with torch.no_grad():
             try:
-                made = self._plans[row]
-                made[0].run(tensors)
+                plan, index = self._plans[row]
+                total = plan.run(tensors)
             except (KeyError, TypeError, RuntimeError):
                 # none was made, or one for other shapes, layouts or dtypes: plan for what is there now
                 plan = Plan(tensors, buffer[row], reduction=reduction)
-                plan.run(tensors)
+                total = plan.run(tensors)
                 index = np.full(buffer.places, -1, dtype=np.intp)
                 index[[self.indices[member] for member in plan.positions]] = np.arange(len(plan.positions))
-                made = self._plans[row] = plan, buffer.view(row), index
-            plan, norms, index = made
-            if reduction is NORM:
-                total = plan.mend(tensors, norms)
-                if row == "grad_norm":
-                    before, self._norm_sum = self._norm_sum, total
-                    self.unusual = not before / UNUSUAL <= total <= before * UNUSUAL < np.inf
+                self._plans[row] = plan, index
+        if row == "grad_norm":
+            before, self._norm_sum = self._norm_sum, total
+            self.unusual = not before / UNUSUAL <= total <= before * UNUSUAL < np.inf
         return index
 
     @torch.no_grad()

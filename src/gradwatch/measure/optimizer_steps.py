@@ -93,7 +93,7 @@ class OptimizerSteps:
             self._turns[self._latest] = self._in_a_row, number
             self._latest, self._in_a_row = number, 0
         self._in_a_row += 1
-        self.next_index = self.begun[self._following()]
+        self.next_index = self.begun[self._following()] if self._turns else index + 1
         return number, index
 
     def total(self) -> int:

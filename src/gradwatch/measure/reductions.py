@@ -359,9 +359,15 @@ class Plan:
             self._single = [(i, slot) for i, slot in self._single if not _is_plain(tensors[i], out)]
         self._safe = safe_norms([_there(tensors[i]).numel() for i in self.positions])
         self._all_safe = float(self._safe.max(initial=0.0))
+        self._norms = host_view(out[: len(self.positions)]) if reduction is NORM else None
+        """The slots, where they hold norms that the host can see without waiting."""
 
-    def run(self, tensors: Sequence[Any]) -> None:
-        """Reduce `tensors` into the first `len(positions)` slots."""
+    def run(self, tensors: Sequence[Any]) -> float:
+        """Reduce `tensors` into the first `len(positions)` slots.
+
+        Unless the host would have to wait for a device, norms that float32 cannot hold, infinite, zero and tiny ones,
+        are computed again. Returns the sum of the norms as float32 gave them, 0.0 where there is none.
+        """
         for _, choose, copies, _, reduce in self._stacks:
             chosen = choose(tensors)
             if chosen[0].shape != copies.shape[1:]:
@@ -374,23 +380,15 @@ class Plan:
             torch.linalg.vector_norm(tensors[i], out=slot)
         for i, slot in self._single:
             self._reduction.one(tensors[i], slot)
-
-    def mend(self, tensors: Sequence[Any], norms: NDArray[np.floating[Any]] | None) -> float:
-        """Compute again what `run` has written for `tensors` and float32 cannot hold: infinite, zero and tiny norms.
-
-        `norms`: `out`, written in place; None where the host would have to wait for a device. Returns the sum of the
-        norms as float32 gave them, 0.0 where there is none.
-        """
-        if norms is None or not self.positions:
+        if self._norms is None or not self.positions:
             return 0.0
-        norms = norms[: len(self.positions)]
-        listed: list[float] = norms.tolist()  # min and max of a short list, faster than numpy's of a short array
+        listed: list[float] = self._norms.tolist()  # min and max of a short list, faster than numpy's of a short array
         if not (min(listed) >= self._all_safe and max(listed) < np.inf):  # so that NaN is looked at, too
-            tiny = partial(self.enlarged_norms, tensors)
-            recompute(norms, self._safe, lambda slot: tensors[self.positions[slot]], tiny)
+            tiny = partial(self._enlarged_norms, tensors)
+            recompute(self._norms, self._safe, lambda slot: tensors[self.positions[slot]], tiny)
         return sum(listed)
 
-    def enlarged_norms(self, tensors: Sequence[Any], slots: NDArray[np.intp]) -> NDArray[np.float64]:
+    def _enlarged_norms(self, tensors: Sequence[Any], slots: NDArray[np.intp]) -> NDArray[np.float64]:
         """The norms in `slots`, of numbers of which float32 squares may be lost: the tensors are enlarged first.
 
         What is stacked takes three kernels more, so that a deep model whose gradients vanish is no special case.

@@ -234,8 +234,10 @@ class ShardReducer:
         numbers = torch.where(moved(block.summed, sums.device), sums, sums.sqrt())
         numbers = torch.where(filled == self.ranks, numbers, torch.nan)
         numbers = torch.cat([numbers, torch.full_like(filled, torch.nan)], dim=1)
-        parts = {"numbers": numbers, "filled": filled, "bad": bad, "losses": self._losses[:size]}
-        block.host_copy = HostCopy({"failed": failed, **{name: part.reshape(-1) for name, part in parts.items()}})
+        losses = self._losses[:size]
+        block.host_copy = HostCopy(
+            {"failed": failed, "numbers": numbers, "filled": filled, "bad": bad, "losses": losses}
+        )
         self._losses.zero_()
         return numbers, failed
 
@@ -292,15 +294,15 @@ class ShardBlock:
         for the copy.
         """
         numbers = self.send().wait()
-        return BlockNumbers(numbers["numbers"].reshape(self.size, -1), numbers["losses"])
+        return BlockNumbers(numbers["numbers"], numbers["losses"])
 
     def is_whole(self, row: int) -> bool:
         """Whether every rank has filled `row`."""
-        return bool(self.send().wait()["filled"][row] == self.reducer.ranks)
+        return bool(self.send().wait()["filled"][row, 0] == self.reducer.ranks)
 
     def bad_rank(self, row: int) -> int | None:
         """The number among all ranks of one whose loss beside `row` was not finite: this one, or the first."""
-        bad, own = self.send().wait()["bad"].reshape(self.size, -1)[row], self.reducer.rank
+        bad, own = self.send().wait()["bad"][row], self.reducer.rank
         return self.reducer.global_ranks[own if bad[own] else int(bad.argmax())] if bad.any() else None
 
     @property

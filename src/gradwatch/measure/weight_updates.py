@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import chain
 from operator import itemgetter
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gradwatch.measure.device_buffer import DeviceBuffer, on_host
+from gradwatch.measure.device_buffer import DeviceBuffer, host_view, on_host
 from gradwatch.measure.devices import moved
 from gradwatch.measure.reductions import ENLARGED, NARROW, NORM, SMALL, STACK, Plan, recompute, safe_norms
 
@@ -111,7 +112,7 @@ class _WeightCopies:
         self.members = [member for part in stacked for member in part] + [self._singles[i][0] for i in order]
         """Index of the weight of each slot."""
         counts = [weights[member].numel() for member in self.members[:first]] + [samples[i].numel() for i in order]
-        self._safe = safe_norms(counts)
+        self._safe = safe_norms(counts[:first])
         whole = [weights[member].numel() for member in self.members]
         scales = [(all_of / count) ** 0.5 if count else 1.0 for all_of, count in zip(whole, counts, strict=True)]
         self._scales = moved(torch.tensor(scales, dtype=buffer["updates"].dtype), buffer.device)
@@ -140,43 +141,27 @@ class _WeightCopies:
 
     def _norms(self, tensors: Sequence[Tensor]) -> None:
         out, count, slot = self._buffer["updates"], len(self._stacks), 0
-        for stack in tensors[:count]:
-            NORM.rows(stack.view(len(stack), -1), out[slot : slot + len(stack)])
-            slot += len(stack)
+        stacks = [stack.view(len(stack), -1) for stack in tensors[:count]]
+        for rows in stacks:
+            NORM.rows(rows, out[slot : slot + len(rows)])
+            slot += len(rows)
+        if stacks and (norms := host_view(out[:slot])) is not None:
+            recompute(norms, self._safe, lambda slot: [*chain(*stacks)][slot], partial(_enlarged_norms, stacks))
         self._plan.run(tensors[count:])
-        if (norms := self._buffer.view("updates")) is not None:
-            recompute(
-                norms[: len(self.members)],
-                self._safe,
-                partial(self._tensor_of_slot, tensors),
-                partial(self._enlarged_norms, tensors),
-            )
         if self._scaled:
             out[: len(self.members)].mul_(self._scales)
-
-    def _enlarged_norms(self, tensors: Sequence[Tensor], slots: NDArray[np.intp]) -> NDArray[np.float64]:
-        """As of `Plan`; with a learning rate of 0, in a warm-up, no weight moves."""
-        count, parts = len(self._stacks), []
-        for stack in tensors[:count]:
-            rows = stack.view(len(stack), -1) * ENLARGED
-            parts.append(on_host(torch.linalg.vector_norm(rows, dim=1)) / ENLARGED)
-        first = sum(map(len, parts))
-        found = np.concatenate([*parts, np.empty(len(self.members) - first)])[slots]
-        found[slots >= first] = self._plan.enlarged_norms(tensors[count:], slots[slots >= first] - first)
-        return found
-
-    def _tensor_of_slot(self, tensors: Sequence[Tensor], place: int) -> Tensor:
-        for stack in tensors[: len(self._stacks)]:
-            if place < len(stack):
-                return stack[place]
-            place -= len(stack)
-        return tensors[len(self._stacks) + self._plan.positions[place]]
 
     def _samples(self, weights: Sequence[Any]) -> list[Tensor]:
         return [
             weights[member] if stride == 1 else weights[member].reshape(-1)[::stride]
             for member, stride in self._singles
         ]
+
+
+def _enlarged_norms(stacks: Sequence[Tensor], rows: NDArray[np.intp]) -> NDArray[np.float64]:
+    """As of `Plan`; with a learning rate of 0, in a warm-up, no weight moves."""
+    parts = [on_host(torch.linalg.vector_norm(stack * ENLARGED, dim=1)) for stack in stacks]
+    return np.concatenate(parts)[rows] / ENLARGED
 
 
 def _wide(weights: Tensor) -> Tensor:

@@ -73,9 +73,9 @@ class BuiltinTabs:
             self._adopt(block.layout)
         if "grad_norm" not in block.values:
             return {}
-        before, self._steps = self._steps, self._steps + len(block)
-        last, self._last = self._last, monotonic()
-        self._seconds += min(self._last - last, MAX_STEP_SECONDS * len(block))
+        count, before, last = len(block), self._steps, self._last
+        self._steps, self._last = before + count, monotonic()
+        self._seconds += min(self._last - last, MAX_STEP_SECONDS * count)
         steps, seconds = self._next_picture
         if self._steps >= steps and self._seconds >= seconds:
             self._next_picture = PICTURE_SPACING * self._steps, PICTURE_SPACING * self._seconds
