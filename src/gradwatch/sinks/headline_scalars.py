@@ -91,9 +91,8 @@ def _finite(numbers: Floats) -> Floats:
 def log_quantiles(numbers: Floats, shares: list[float]) -> list[float]:
     """`numpy.quantile` of the log10 of positive `numbers`, shape [n], n > 0, by linear interpolation."""
     last = len(numbers) - 1
-    found: list[float] = np.interp(
-        [share * last for share in shares], np.arange(last + 1), np.log10(np.sort(numbers))
-    ).tolist()
+    places = np.multiply(shares, last)
+    found: list[float] = np.interp(places, np.arange(last + 1), np.log10(np.sort(numbers))).tolist()
     return found
 
 

@@ -33,6 +33,7 @@ class RecentRows:
         self.nowhere: Mask = np.zeros(self.count, dtype=bool)
         """None of the rows; read-only."""
         self.nowhere.flags.writeable = False
+        self._nothing: Floats = np.broadcast_to(np.nan, (self.count, len(self.layout)))
         self.totals: Floats = self.values("grad_norm")[:, 0]
         self._ranges: dict[str, tuple[Floats, Floats]] = {}
 
@@ -50,13 +51,11 @@ class RecentRows:
 
     def values(self, statistic: str) -> Floats:
         """`statistic` at each row, NaN where it was not measured: shape [rows, sites]."""
-        values = self.block.values.get(statistic)
-        return np.broadcast_to(np.nan, (self.count, len(self.layout))) if values is None else values
+        return self.block.values.get(statistic, self._nothing)
 
     def scalar(self, name: str) -> Floats:
         """A number of the whole step at each row, NaN where there is none: shape [rows]."""
-        numbers = self.block.scalars.get(name)
-        return np.broadcast_to(np.nan, (self.count,)) if numbers is None else numbers
+        return self.block.scalars.get(name, self._nothing[:, 0])
 
     @cached_property
     def newest_signals(self) -> int:
