@@ -93,6 +93,42 @@ def test_watched(name: str, loop: str, signals: str, caplog: pytest.LogCaptureFi
     assert [text for text in said if "signals=" in text] == [f"GradWatch: {text}" for text in left_out]
 
 
+def signals_of_the_loss(name: str) -> list[dict[str, Tensor]]:
+    """Layer -> dL/d(output) at each step, by a second `torch.autograd.grad`."""
+    model, outputs, found = net(), dict[str, Tensor](), list[dict[str, Tensor]]()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        outputs.clear()
+        handles = [
+            layer.register_forward_hook(lambda module, args, output, path=path: outputs.update({path: output}))
+            for path, layer in model.named_children()
+            if path != "activation"
+        ]
+        loss = TRAININGS[name](model, *batch(step), step)
+        for handle in handles:
+            handle.remove()
+        assert loss is not None
+        signals = torch.autograd.grad(loss, [*outputs.values()], retain_graph=True)
+        found.append(dict(zip(outputs, signals, strict=True)))
+        loss.backward()
+        optimizer.step()
+    return found
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize("signals", ["safe", "full"])
+@pytest.mark.parametrize("name", ["gradient_penalty", "gradient_penalty_at_times", "penalty_on_weights_gradients"])
+def test_a_signal_is_of_the_loss(name: str, signals: str) -> None:
+    """And not of a pass whose gradients are a part of it."""
+    _, watch = in_a_loop(name, signals=signals)
+    assert watch is not None
+    for step, truth in enumerate(signals_of_the_loss(name)):
+        for layer, signal in truth.items():
+            measured = watch.history.series("signal_norm", layer)[step]
+            assert measured == pytest.approx(signal.double().norm().item(), rel=1e-5), (step, layer)
+
+
 @ALL
 def test_signals_acted_on(name: str) -> None:
     """By an intervention that finds nothing to change."""

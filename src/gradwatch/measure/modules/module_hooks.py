@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from gradwatch.core.record import Floats, Layout
@@ -157,6 +158,7 @@ def _modules_to_hook(layers: Sequence[Layer], layout: Layout) -> list[tuple[nn.M
 
 
 def _call_all(callbacks: Sequence[GradOutputCallback], sample: _Sample, gradient: Tensor | None) -> None:
-    if gradient is not None and not sample.collected:
+    # a pass that makes a graph is differentiated again: its gradients are a part of the loss, not what follows from it
+    if gradient is not None and not sample.collected and not torch.is_grad_enabled():
         for callback in callbacks:
             callback(gradient)
