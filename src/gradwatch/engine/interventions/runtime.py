@@ -165,15 +165,12 @@ class InterventionRuntime:
         for active, present, (indices, within) in zip(tuple(self.active), plan.present, plan.applied, strict=True):
             if not len(indices):
                 continue
-            if active.hooked:
-                applied.append(AppliedFactors(active, indices, None))
-                done = self.gradient_hooks.factors[active.number].to(norms.dtype)
-                done = done if active.device_indices is None else done[active.device_indices]
-                sent[str(active.number)] = done if within is None else done[within]
-                continue
             try:
-                if isinstance(active.action, Editing):
-                    factors: Tensor | float = gradients.edit(active, active.action, present)
+                if active.hooked:
+                    done, chosen = self.gradient_hooks.factors[active.number].to(norms.dtype), active.device_indices
+                    factors: Tensor | float = done if chosen is None else done[chosen]
+                elif isinstance(active.action, Editing):
+                    factors = gradients.edit(active, active.action, present)
                 elif isinstance(active.action, Scaling):
                     window = info.window(passes) if active.action.across_steps else 1.0
                     factors = gradients.scaling_factors(
@@ -197,11 +194,12 @@ class InterventionRuntime:
             except Exception as error:
                 self._drop(active, error)
                 continue
-            alike = factors if isinstance(factors, float) else None
-            applied.append(AppliedFactors(active, indices, alike))
             if isinstance(factors, Tensor):
+                applied.append(AppliedFactors(active, indices, None))
                 sent[str(active.number)] = factors if within is None else factors[within]
-            if not active.dry and not isinstance(active.action, Editing):
+            else:
+                applied.append(AppliedFactors(active, indices, factors))
+            if isinstance(active.action, Scaling) and not (active.dry or active.hooked):
                 gradients.multiply(active, indices, factors)
         if decisions and decisions[-1].skips:  # no gradient is left, and what was done to them has no effect
             self.gradient_hooks.used(held.indices, step + 1)
