@@ -33,7 +33,7 @@ class RecentRows:
         self.nowhere: Mask = np.zeros(self.count, dtype=bool)
         """None of the rows; read-only."""
         self.nowhere.flags.writeable = False
-        self._nothing: Floats = np.broadcast_to(np.nan, (self.count, len(self.layout)))
+        self._nothing: Floats = np.broadcast_to(np.nan, block.codes.shape)
         self.totals: Floats = self.values("grad_norm")[:, 0]
         self._ranges: dict[str, tuple[Floats, Floats]] = {}
 
