@@ -29,6 +29,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import traceback
 import uuid
 from collections.abc import Mapping, Sequence
@@ -183,6 +184,9 @@ def serve(descriptor: int, imported: Sequence[str]) -> None:
     for module in imported:
         import_module(module)
     gc.freeze()  # a collection in a fork would copy all that was imported
+    ends = time.monotonic() + 10  # what is imported may have begun a thread that ends by itself (Python 3.10)
+    while len(os.listdir("/proc/self/task")) > 1 and time.monotonic() < ends:
+        time.sleep(0.01)
     assert len(os.listdir("/proc/self/task")) == 1, "a fork has no other thread than the one that forks"
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no one waits for those between
     sys.path.remove(str(TESTS))
