@@ -302,20 +302,22 @@ class Engine:
             self._suspended = False
             self._arm(self._next)
         self.replay.begin(batch if self._measuring else None, index, epoch, accumulate)
-        self._reader.tensor_taps.in_batch = True
+        taps = self._reader.tensor_taps
+        taps.in_batch, taps.in_loss = True, self._mode.loop != "automatic"
         if self._sampling:
             self._hook_modules()
         self.overhead.seconds += perf_counter() - begun
 
     def backward(self, loss: Any = None, copy: Tensor | None = None) -> None:
         """A backward pass is about to begin, at `loss` if that is known; `copy`: its value, which no one writes to."""
-        if self.failed:
+        if self.failed or self._reader is None:
             return
+        self._reader.tensor_taps.in_loss = True
         if self.source.may_hook:
             self.source.backward()
         self.replay.loss, self._announced = copy, True
         if self._sampling and isinstance(loss, Tensor):
-            sharded = self._reader is None or self._reader.shards is not None
+            sharded = self._reader.shards is not None
             divisor = self.replay.accumulate if self._mode.loop == "automatic" else 0
             self._samples.on_loss(loss, None if sharded else self._model, divisor=divisor)
 
@@ -607,7 +609,11 @@ class Engine:
     def _hook_modules(self) -> None:
         assert self._reader is not None
         self._samples.hook_modules(
-            self._reader.layers, self._reader.layout, whole_sample=self._whole_sample, whole_batch=self._reports_batches
+            self._reader.layers,
+            self._reader.layout,
+            whole_sample=self._whole_sample,
+            whole_batch=self._reports_batches,
+            loss_announced=self._mode.loop == "automatic",
         )
 
     def _register(self, optimizers: Iterable[Any], *, rescan: bool = False, first: bool = False) -> None:

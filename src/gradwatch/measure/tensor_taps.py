@@ -111,6 +111,8 @@ class TensorTaps:
         """Whether the coming step is measured, and has not been yet."""
         self.in_batch = False
         """Whether a batch is under way; where the loop does not say, one always is."""
+        self.in_loss = True
+        """Whether the backward pass of the loss has begun; where the loop does not say, it always has."""
         self.used = self.has_new = False
         """Whether there are taps, and any without a site."""
         self._numbers: dict[str, int] = {}
@@ -249,7 +251,7 @@ class TensorTaps:
 
     def _add(self, number: int, gradient: Tensor) -> None:
         # this pass makes a graph, to be differentiated again: a penalty on gradients
-        if not self.armed or torch.is_grad_enabled() or is_capturing():
+        if not (self.armed and self.in_loss) or torch.is_grad_enabled() or is_capturing():
             return
         values, step = dense_real(gradient), self._step
         step.order.setdefault(number)

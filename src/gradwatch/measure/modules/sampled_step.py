@@ -70,18 +70,27 @@ class SampledStep:
         """Whether a sampled step has hooks on modules."""
         return len(self._module_hooks.statistics) > 0
 
-    def hook_modules(self, layers: Sequence[Layer], layout: Layout, *, whole_sample: bool, whole_batch: bool) -> None:
+    def hook_modules(
+        self,
+        layers: Sequence[Layer],
+        layout: Layout,
+        *,
+        whole_sample: bool,
+        whole_batch: bool,
+        loss_announced: bool = False,
+    ) -> None:
         """Hook the modules until `unhook_modules` or `collect`; a second call does nothing.
 
         `whole_sample`: as `SamplingSchedule.is_whole_sample` says: then gradients are computed a second time.
         `whole_batch`: whether that comes with the end of the batch: then reference cycles wait for it, too.
+        `loss_announced`: whether `on_loss` will be called when the backward pass of the loss begins.
         """
         if self.has_module_hooks:
             self._recomputed.on = whole_sample
             if self.pause is None:
                 self.pause = ExitStack()
                 self.pause.enter_context(no_collections())
-            self._module_hooks.attach(layers, layout, full=self._full)
+            self._module_hooks.attach(layers, layout, full=self._full, loss_announced=loss_announced)
             if not whole_batch:
                 self._resume()
 
