@@ -66,7 +66,7 @@ def raw_in_text(key: str, raw: str) -> Callable[[dict[str, Any]], str]:
     [
         ("verdict", "finished", "1e999", "finished=inf: expected seconds since 1970"),
         ("verdict", "finished", "1e300", "finished=1e+300: expected seconds since 1970"),
-        ("verdict", "notes", "[" * 200_000, "no JSON: maximum recursion depth exceeded"),
+        ("verdict", "notes", "[" * 200_000, "no JSON: its arrays or objects are nested too deeply"),
         ("verdict", "steps", "1" * 400, "steps=1.11e399: expected a whole number from 0 to"),
         ("meta", "started", "1e300", "started=1e+300: expected"),
         ("meta", "labels", "[]", "labels=[]: expected an object"),

@@ -92,5 +92,7 @@ def json_of(text: str | bytes) -> Any:
         raise InvalidError(f"a text of {len(text):,} bytes; {JSON_MAX:,} were expected at most")
     try:
         return json.loads(text)
-    except (ValueError, RecursionError) as error:
+    except RecursionError as error:
+        raise InvalidError("no JSON: its arrays or objects are nested too deeply") from error
+    except ValueError as error:
         raise InvalidError(f"no JSON: {error}") from error
