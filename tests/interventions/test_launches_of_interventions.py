@@ -19,6 +19,7 @@ from gradwatch.engine.diagnosis import Diagnosis
 from gradwatch.engine.interventions.multiply import multiply_each
 from gradwatch.engine.interventions.runtime import InterventionRuntime
 from gradwatch.measure.gradient_reader import GradientReader
+from gradwatch.measure.loss_pass import LossPass
 from gradwatch.measure.step_info import StepInfo
 
 
@@ -34,7 +35,7 @@ def kernels_of(intervention: Any, model: nn.Module, *, without: int | None = Non
     for place, parameter in enumerate(model.parameters()):
         parameter.grad = None if place == without else torch.zeros_like(parameter)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=False)
-    reader = GradientReader(model, ("*",))
+    reader = GradientReader(model, ("*",), LossPass())
     reader.register((optimizer,))
     diagnosis = Diagnosis((), (), on_alert=lambda alert: None)
     layers = [layer.name for layer in reader.layers]

@@ -1,4 +1,4 @@
-"""Signals and tapped gradients are those of the loss, also where a training step computes other gradients first."""
+"""What is measured inside a backward pass is of the loss, also where a training step computes other gradients first."""
 
 from __future__ import annotations
 
@@ -31,27 +31,32 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
     return model(x).square().mean()
 
 
-def signals_of(model: Tapped, x: Tensor) -> dict[str, Tensor]:
-    """dL/d(output) of both layers and of what is tapped, in float64."""
+def gradients_of(model: Tapped, x: Tensor) -> dict[tuple[str, str], Tensor]:
+    """Statistic and site -> the gradient of which it is the norm, in float64."""
     double = copy.deepcopy(model).double()
     first = double.first(x.double())
     hidden = torch.tanh(first)
     outputs = double.second(hidden)
-    signals = torch.autograd.grad(outputs.square().mean() / ACCUMULATED, [first, outputs, hidden])
-    return dict(zip(("net.first", "net.second", "hidden"), signals, strict=True))
+    tensors = {("signal_norm", "net.first"): first, ("signal_norm", "net.second"): outputs}
+    tensors |= {("arrived_norm", f"net.{name}"): parameter for name, parameter in double.named_parameters()}
+    tensors["grad_norm", "hidden"] = hidden
+    gradients = torch.autograd.grad(outputs.square().mean() / ACCUMULATED, [*tensors.values()])
+    return dict(zip(tensors, gradients, strict=True))
 
 
 @pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize("signals", ["safe", "full"])
 def test_adversarial_training(signals: str) -> None:
-    """Inputs are moved along the sign of their gradient (Goodfellow et al. 2015, equation 1)."""
-    truths: list[dict[str, Tensor]] = []
+    """Inputs are moved along the sign of their gradient (Goodfellow et al. 2015, equation 1), by more where the weights
+    have a larger one.
+    """
+    truths: list[dict[tuple[str, str], Tensor]] = []
 
     def adversarial_loss(model: Tapped, batch: Tensor, index: int) -> Tensor:
         x = torch.randn(4, 5, generator=torch.Generator().manual_seed(index), requires_grad=True)
-        (slope,) = torch.autograd.grad(loss_of(model, x), x)
-        moved = (x + 0.1 * slope.sign()).detach()
-        truths.append(signals_of(model, moved))
+        slope, *others = torch.autograd.grad(-3 * loss_of(model, x), [x, *model.parameters()])
+        moved = (x - 0.1 * sum(other.norm() for other in others) * slope.sign()).detach()
+        truths.append(gradients_of(model, moved))
         return loss_of(model, moved)
 
     watch = GradWatch(sinks=(), budget=None, signals=signals)
@@ -59,7 +64,14 @@ def test_adversarial_training(signals: str) -> None:
     fit(module, watch, data=numbers(BATCHES), max_epochs=1, accumulate_grad_batches=ACCUMULATED)
     for step in range(BATCHES // ACCUMULATED):
         parts = truths[ACCUMULATED * step : ACCUMULATED * (step + 1)]
-        for site in parts[0]:
-            truth = math.sqrt(sum(part[site].square().sum().item() for part in parts))
-            statistic = "grad_norm" if site == "hidden" else "signal_norm"
-            assert watch.history.series(statistic, site)[step] == pytest.approx(truth, rel=1e-5), (step, site)
+        for statistic, site in parts[0]:
+            truth = math.sqrt(sum(part[statistic, site].square().sum().item() for part in parts))
+            assert watch.history.series(statistic, site)[step] == pytest.approx(truth, rel=1e-5), (
+                step,
+                statistic,
+                site,
+            )
+    for layer in ("first", "second"):  # the gradient of a bias, computed a second time
+        assert watch.history.series("gradient_cosine", f"net.{layer}.bias").min() == pytest.approx(1.0, rel=1e-5)
+        assert abs(watch.history.series("gradient_dex", f"net.{layer}.bias")).max() < 1e-5
+    assert not watch.alerts

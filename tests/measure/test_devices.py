@@ -31,6 +31,7 @@ from gradwatch.measure import devices, parameter_hooks, reductions, tensor_taps
 from gradwatch.measure.device_buffer import DeviceBuffer, RowBlock
 from gradwatch.measure.devices import has_float64, is_asynchronous, moved
 from gradwatch.measure.gradient_reader import GradientReader
+from gradwatch.measure.loss_pass import LossPass
 from gradwatch.measure.loss_scale import scale_for
 from gradwatch.measure.reductions import exact_norm, joined, norm, norm_into, zeros_into
 from gradwatch.measure.step_info import StepInfo
@@ -172,7 +173,7 @@ def test_a_loss_scale_on_another_device_than_the_numbers(scale: torch.device) ->
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    reader = GradientReader(model, ("*",))
+    reader = GradientReader(model, ("*",), LossPass())
     reader.register((optimizer,))
     loss_scale = torch.ones((), device=scale)
     info = StepInfo(0, 0, {}, loss_scale, loss_scale)
@@ -300,7 +301,7 @@ class CopiedToFloat64(TorchDispatchMode):
 def tapped(gradient: Tensor) -> None:
     """A tapped tensor gets its gradient."""
     with no_dispatch():
-        taps = TensorTaps([])
+        taps = TensorTaps([], LossPass())
     taps.armed = True
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tensor_taps, "is_dense_real", lambda tensor: True)  # fake ones are of another class

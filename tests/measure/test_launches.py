@@ -14,6 +14,7 @@ from fake_devices import ByOperators, Kernels, landing_at_once
 from fake_models import deep, gpt
 from gradwatch.measure import reductions
 from gradwatch.measure.gradient_reader import GradientReader
+from gradwatch.measure.loss_pass import LossPass
 from gradwatch.measure.reductions import zeros_by_signs
 from gradwatch.measure.step_info import StepInfo
 
@@ -34,7 +35,7 @@ def test_a_step(build: Any, most: int, dtype: torch.dtype) -> None:
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    reader = GradientReader(model, ("*",))
+    reader = GradientReader(model, ("*",), LossPass())
     reader.register((optimizer,))
     held, arrivals = reader.held_by(optimizer), reader.parameter_hooks._arrivals
     for _ in range(3):

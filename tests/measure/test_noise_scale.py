@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import nn
 
+from gradwatch.measure.loss_pass import LossPass
 from gradwatch.measure.noise_scale import MAX_SAMPLES, MIN_SAMPLES, NoiseScale
 from gradwatch.measure.parameter_hooks import ParameterHooks
 from reference import dense
@@ -281,7 +282,7 @@ def test_the_noise_scale_of_a_real_model() -> None:
     each = torch.stack(singles)
     truth = float(each.var(0, correction=0).sum() / each.mean(0).square().sum())
 
-    hooks, noise, parts, examples = ParameterHooks([]), NoiseScale(), 4, 8
+    hooks, noise, parts, examples = ParameterHooks([], LossPass()), NoiseScale(), 4, 8
     hooks.watch(parameters)
     for _ in range(MAX_SAMPLES):
         hooks.arm()

@@ -20,6 +20,7 @@ from gradwatch import Record, Watch
 from gradwatch.core.record import Missing
 from gradwatch.core.statistics import CATALOGUE
 from gradwatch.measure.layers import find_layers, layout_of
+from gradwatch.measure.loss_pass import LossPass
 from gradwatch.measure.modules.output_statistics import MAX_STACKED
 from gradwatch.measure.modules.sampled_step import SampledStep
 from gradwatch.sinks.memory import Memory
@@ -593,7 +594,10 @@ def test_layers_that_come_later_stand_behind_the_activations() -> None:
     ],
 )
 def test_what_is_sampled(signals: Any, activations: Any, expected: set[str]) -> None:
-    model, samples = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1)), SampledStep(signals, activations)
+    model, samples = (
+        nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1)),
+        SampledStep(signals, activations, LossPass()),
+    )
     layers = find_layers(model)
     layout = layout_of(layers)
     samples.hook_modules(layers, layout, whole_sample=True, whole_batch=False)

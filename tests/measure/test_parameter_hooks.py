@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import gradwatch.measure.parameter_hooks
 from gradwatch import Watch
 from gradwatch.measure.layers import find_layers
+from gradwatch.measure.loss_pass import LossPass
 from gradwatch.measure.parameter_hooks import ParameterHooks
 from operations import Operations, Reads
 from reference import bits, dense, hooks_on
@@ -25,7 +26,7 @@ CPU = torch.device("cpu")
 
 
 def hooks_for(parameters: Iterable[nn.Parameter]) -> ParameterHooks:
-    hooks = ParameterHooks([])
+    hooks = ParameterHooks([], LossPass())
     hooks.watch(list(parameters))
     return hooks
 

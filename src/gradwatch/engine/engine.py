@@ -33,6 +33,7 @@ from gradwatch.measure.device_buffer import ROWS
 from gradwatch.measure.devices import wait_for
 from gradwatch.measure.gradient_reader import GradientReader
 from gradwatch.measure.layers import find_layers, is_lazy
+from gradwatch.measure.loss_pass import LossPass
 from gradwatch.measure.modules.sampled_step import FULL_HOOKS_REFUSED, SampledStep
 from gradwatch.measure.noise_scale import NoiseScale
 from gradwatch.measure.nonfinite_source import NonfiniteSource
@@ -120,7 +121,8 @@ class Engine:
         self.blocks = BlockBuilder(self.diagnosis, self.interventions, self.source, mode)
         self._model: nn.Module | None = model
         self._reader: GradientReader | None = None
-        self._samples = SampledStep(options.signals, options.activations)
+        self._loss_pass = LossPass()
+        self._samples = SampledStep(options.signals, options.activations, self._loss_pass)
         self._optimizers = OptimizerSteps(self._before_step, self._after_step)
         if not self.schedule.every_step:
             self.diagnosis.run_steps = self._optimizers.total
@@ -166,7 +168,7 @@ class Engine:
         if self._reader is not None or self._model is None:
             return
         self._run = run or self._run
-        self._reader = GradientReader(self._model, self.options.patterns)
+        self._reader = GradientReader(self._model, self.options.patterns, self._loss_pass)
         self._reader.tensor_taps.listen()
         if self._reports_batches:
             self._close_after_training()
@@ -302,22 +304,22 @@ class Engine:
             self._suspended = False
             self._arm(self._next)
         self.replay.begin(batch if self._measuring else None, index, epoch, accumulate)
-        taps = self._reader.tensor_taps
-        taps.in_batch, taps.in_loss = True, self._mode.loop != "automatic"
+        self._loss_pass.begun = self._mode.loop != "automatic"
+        self._reader.tensor_taps.in_batch = True
         if self._sampling:
             self._hook_modules()
         self.overhead.seconds += perf_counter() - begun
 
     def backward(self, loss: Any = None, copy: Tensor | None = None) -> None:
         """A backward pass is about to begin, at `loss` if that is known; `copy`: its value, which no one writes to."""
-        if self.failed or self._reader is None:
+        if self.failed:
             return
-        self._reader.tensor_taps.in_loss = True
+        self._loss_pass.begun = True
         if self.source.may_hook:
             self.source.backward()
         self.replay.loss, self._announced = copy, True
         if self._sampling and isinstance(loss, Tensor):
-            sharded = self._reader.shards is not None
+            sharded = self._reader is None or self._reader.shards is not None
             divisor = self.replay.accumulate if self._mode.loop == "automatic" else 0
             self._samples.on_loss(loss, None if sharded else self._model, divisor=divisor)
 
@@ -613,7 +615,6 @@ class Engine:
             self._reader.layout,
             whole_sample=self._whole_sample,
             whole_batch=self._reports_batches,
-            loss_announced=self._mode.loop == "automatic",
         )
 
     def _register(self, optimizers: Iterable[Any], *, rescan: bool = False, first: bool = False) -> None:

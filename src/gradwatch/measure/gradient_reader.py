@@ -28,6 +28,7 @@ from gradwatch.measure.layers import (
     main_device,
     structure_of,
 )
+from gradwatch.measure.loss_pass import LossPass
 from gradwatch.measure.optimizer_parameters import OptimizerParameters, missing_codes
 from gradwatch.measure.optimizer_steps import weak_reference
 from gradwatch.measure.parameter_hooks import ParameterHooks
@@ -42,7 +43,7 @@ from gradwatch.measure.tensor_taps import TensorTaps
 class GradientReader:
     """Owns the parameter hooks, and reads the gradients and weights of the optimizers' parameters."""
 
-    def __init__(self, model: nn.Module, patterns: Sequence[str]) -> None:
+    def __init__(self, model: nn.Module, patterns: Sequence[str], loss_pass: LossPass) -> None:
         self.model = model
         self.patterns = tuple(patterns)
         self._structure: Structure | None = None
@@ -55,10 +56,10 @@ class GradientReader:
         """What ranks exchange, if parameters lie on them in parts."""
         self.errors: list[Exception] = []
         """What went wrong where it could not be raised: inside hooks, and before ranks exchange what they have."""
-        self.parameter_hooks = ParameterHooks(self.errors)
+        self.parameter_hooks = ParameterHooks(self.errors, loss_pass)
         self.deferred_errors: AbstractContextManager[None] = nullcontext()
         """With shards, a context that keeps an error for the next exchange, in which the other ranks wait."""
-        self.tensor_taps = TensorTaps(self.errors)
+        self.tensor_taps = TensorTaps(self.errors, loss_pass)
         self.latest: Reading | None = None
         """What `measure` has read of the gradients that are about to be used, if it has."""
         self.waiting = False

@@ -18,6 +18,7 @@ from gradwatch.measure.device_buffer import host_view
 from gradwatch.measure.devices import moved, widest_type
 from gradwatch.measure.dtensor import is_dtensor
 from gradwatch.measure.layers import is_lazy
+from gradwatch.measure.loss_pass import LossPass
 from gradwatch.measure.reductions import Plan, exact_norm, is_vmapped, may_be_lost, norm_into
 
 
@@ -82,6 +83,7 @@ class _Arrivals:
     """What the hooks have measured; they hold it and nothing else."""
 
     parameters: Sequence[weakref.ref[nn.Parameter]] = ()
+    loss_pass: LossPass = field(default_factory=LossPass)
     errors: list[Exception] = field(default_factory=list)
     """What a hook failed with: raised there, it would end the user's backward pass."""
     devices: dict[torch.device, _DeviceSquares] = field(default_factory=dict)
@@ -160,9 +162,10 @@ class _ParameterHook:
     """What `unserializable_hook` sets."""
 
     def __call__(self, gradient: Tensor | None) -> None:
-        if gradient is None or (gradient.is_cuda and is_capturing()):
+        arrivals, place = self.arrivals, self.place
+        if gradient is None or not arrivals.loss_pass.begun or (gradient.is_cuda and is_capturing()):
             return
-        begun, arrivals, place = perf_counter(), self.arrivals, self.place
+        begun = perf_counter()
         try:
             weight = arrivals.parameters[place]()
             if weight is not None and weight.grad is None and place not in arrivals.at_once:
@@ -187,7 +190,7 @@ class ParameterHooks:
     share parameters). The parts of a sharded parameter have no hooks: torch never calls them.
     """
 
-    def __init__(self, errors: list[Exception]) -> None:
+    def __init__(self, errors: list[Exception], loss_pass: LossPass) -> None:
         """`errors`: where what goes wrong inside a hook is put."""
         self.hooks = HookSet()
         self.armed = False
@@ -195,7 +198,7 @@ class ParameterHooks:
         self._several = True
         """Whether a parameter may have got several gradients in the last step that was measured, as far as is known."""
         self._parameters: Sequence[nn.Parameter] = ()
-        self._arrivals = _Arrivals(errors=errors)
+        self._arrivals = _Arrivals((), loss_pass, errors)
         self._made: list[_ParameterHook] = []
         """The hooks of those parameters that can have one."""
 
@@ -203,8 +206,9 @@ class ParameterHooks:
         """From now on the hooks are for `parameters`, each of them once; their places are those of what is measured."""
         armed = self.armed
         self.disarm()
-        arrivals = self._arrivals = _Arrivals([weakref.ref(one) for one in parameters], self._arrivals.errors)
-        self._parameters = parameters
+        before = self._arrivals
+        arrivals = _Arrivals([weakref.ref(one) for one in parameters], before.loss_pass, before.errors)
+        self._arrivals, self._parameters = arrivals, parameters
         self._made = [
             _ParameterHook(arrivals, place)
             for place, parameter in enumerate(parameters)

@@ -21,6 +21,7 @@ from gradwatch.hooks.view_gradients import register_value_hook
 from gradwatch.measure.device_buffer import HostCopy, host_view
 from gradwatch.measure.devices import moved
 from gradwatch.measure.layers import unique_name
+from gradwatch.measure.loss_pass import LossPass
 from gradwatch.measure.reductions import dense_real, is_dense_real, norm_of
 
 logger = logging.getLogger("gradwatch")
@@ -102,8 +103,9 @@ class _TappedGradients:
 class TensorTaps:
     """Notes tapped tensors during a training batch, and keeps only numbers of them."""
 
-    def __init__(self, errors: list[Exception]) -> None:
+    def __init__(self, errors: list[Exception], loss_pass: LossPass) -> None:
         """`errors`: where to put what goes wrong inside a hook, or in the user's call."""
+        self._loss_pass = loss_pass
         self.seconds = 0.0
         """Time spent in the hooks since this was last set to 0."""
         self._errors = errors
@@ -111,8 +113,6 @@ class TensorTaps:
         """Whether the coming step is measured, and has not been yet."""
         self.in_batch = False
         """Whether a batch is under way; where the loop does not say, one always is."""
-        self.in_loss = True
-        """Whether the backward pass of the loss has begun; where the loop does not say, it always has."""
         self.used = self.has_new = False
         """Whether there are taps, and any without a site."""
         self._numbers: dict[str, int] = {}
@@ -250,8 +250,8 @@ class TensorTaps:
             logger.warning(f"GradWatch: {text}", *arguments)
 
     def _add(self, number: int, gradient: Tensor) -> None:
-        # this pass makes a graph, to be differentiated again: a penalty on gradients
-        if not (self.armed and self.in_loss) or torch.is_grad_enabled() or is_capturing():
+        # a pass that makes a graph is to be differentiated again: a penalty on gradients
+        if not (self.armed and self._loss_pass.begun) or torch.is_grad_enabled() or is_capturing():
             return
         values, step = dense_real(gradient), self._step
         step.order.setdefault(number)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from gradwatch.hooks.graph_release import LEAF
 from gradwatch.hooks.hook_set import HookCosts, recorded
+from gradwatch.measure.loss_pass import LossPass
 from gradwatch.measure.reductions import is_dense_real
 
 # fmt: off
@@ -57,15 +58,15 @@ def leaf_of(node: Any) -> nn.Parameter | None:
     return found.variable if found is not None and kind_of(found) == LEAF else None
 
 
-def register_node_hook(node: Any, on_gradient: Callable[[Tensor], None], costs: HookCosts) -> None:
-    """Call `on_gradient` with the gradient of the first output of `node`, after all tensor hooks.
+def register_node_hook(node: Any, on_gradient: Callable[[Tensor], None], costs: HookCosts, loss_pass: LossPass) -> None:
+    """Call `on_gradient` with the gradient of the loss for the first output of `node`, after all tensor hooks.
 
     The hook lives as long as the node. Time and errors are recorded in `costs`.
     """
 
     def on_node(gradients: tuple[Tensor | None, ...]) -> None:
         gradient = gradients[0]
-        if gradient is not None and is_dense_real(gradient):
+        if gradient is not None and loss_pass.begun and is_dense_real(gradient):
             on_gradient(gradient.detach() if gradient.requires_grad else gradient)
 
     node.register_prehook(recorded(on_node, costs))

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from gradwatch.core.record import Floats, Layout
 from gradwatch.hooks.hook_set import HookCosts
+from gradwatch.measure.loss_pass import LossPass
 from gradwatch.measure.modules import ModuleReading, ModuleStatistic, OutputCallback
 from gradwatch.measure.modules.autograd_graph import register_node_hook
 from gradwatch.measure.reductions import is_dense_real, joined
@@ -50,8 +51,8 @@ class LogitMisfit(ModuleStatistic):
     log |dL/dp| - log sigmoid(-p) over the positives.
     """
 
-    def __init__(self, costs: HookCosts) -> None:
-        self.costs = costs
+    def __init__(self, costs: HookCosts, loss_pass: LossPass) -> None:
+        self.costs, self._loss_pass = costs, loss_pass
         self.step = _StepMisfits()
 
     def on_output(self, site: int, module: nn.Module, kind: str) -> OutputCallback | None:
@@ -80,7 +81,7 @@ class LogitMisfit(ModuleStatistic):
                 # a copy: the user may edit the output in place
                 probabilities = _sampled(tensor.detach(), class_dim).float().clone()
                 on_gradient = partial(_add_misfit, self.step, site, class_dim, probabilities)
-                register_node_hook(tensor.grad_fn, on_gradient, self.costs)
+                register_node_hook(tensor.grad_fn, on_gradient, self.costs, self._loss_pass)
 
 
 def _logit_misfit(sites: Sequence[int], n: int, numbers: Mapping[str, Floats]) -> dict[str, Floats]:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from gradwatch.core.record import Floats, Layout
@@ -27,10 +26,8 @@ class _Sample:
 
     sites: list[int] = field(default_factory=list)
     """The site of a layer or activation for each time that it has run."""
-    counts: bool = True
-    """Whether gradients that arrive are the step's own: not before the backward pass of its loss has begun, nor after
-    it has been read.
-    """
+    collected: bool = False
+    """Whether the step has been read: gradients that arrive later are not its own."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,18 +65,14 @@ class ModuleHooks:
         self._made_for: object = None
         """What the hooks that are made depend on, besides their modules."""
 
-    def attach(
-        self, layers: Sequence[Layer], layout: Layout, *, full: bool = False, loss_announced: bool = False
-    ) -> None:
+    def attach(self, layers: Sequence[Layer], layout: Layout, *, full: bool = False) -> None:
         """Hook `layers` and their activations until `hooks` are removed; measurements are kept until `collect`. A
         second call does nothing.
 
-        `full`: backward signals by torch's own full backward hooks. `loss_announced`: whether `on_loss` will be called
-        when the backward pass of the loss begins.
+        `full`: backward signals by torch's own full backward hooks.
         """
         if len(self.hooks):
             return
-        self._sample.counts = not loss_announced
         self._costs.unprepared_calls = unprepared_calls()
         modules = _modules_to_hook(layers, layout)
         trains = [
@@ -101,14 +94,13 @@ class ModuleHooks:
 
     def on_loss(self, loss: Tensor) -> None:
         """A backward pass begins at `loss`."""
-        self._sample.counts = True
         for statistic in self.statistics if len(self.hooks) else ():
             statistic.on_loss(loss)
 
     def collect(self, layout: Layout) -> ModuleHooksReading | None:
         """What has been measured since `attach`; None if nothing has."""
         sample, self._sample = self._sample, _Sample()
-        sample.counts = False
+        sample.collected = True
         calls = Counter(sample.sites)
         self.order |= dict.fromkeys([site for site in calls if layout.sites[site].kind == "layer"])
         if repeated := [site for site, count in calls.items() if count > 1]:
@@ -165,7 +157,6 @@ def _modules_to_hook(layers: Sequence[Layer], layout: Layout) -> list[tuple[nn.M
 
 
 def _call_all(callbacks: Sequence[GradOutputCallback], sample: _Sample, gradient: Tensor | None) -> None:
-    # a pass that makes a graph is differentiated again: its gradients are a part of the loss, not what follows from it
-    if gradient is not None and sample.counts and not torch.is_grad_enabled():
+    if gradient is not None and not sample.collected:
         for callback in callbacks:
             callback(gradient)

@@ -20,6 +20,7 @@ from gradwatch.hooks.hook_set import OWN_MODULES, HookCosts, defined_in
 from gradwatch.measure.devices import moved, widest_type
 from gradwatch.measure.dtensor import is_dtensor
 from gradwatch.measure.layers import is_lazy
+from gradwatch.measure.loss_pass import LossPass
 from gradwatch.measure.modules import ModuleReading, ModuleStatistic, OutputCallback
 from gradwatch.measure.modules.autograd_graph import kind_of, leaf_of, parents, register_node_hook, skip_views
 from gradwatch.measure.reductions import is_dense_real, joined, wide_type
@@ -102,8 +103,8 @@ class RecomputedGradients(ModuleStatistic):
     hooks on activations, because those change the gradients of all earlier layers on purpose.
     """
 
-    def __init__(self, costs: HookCosts) -> None:
-        self._costs = costs
+    def __init__(self, costs: HookCosts, loss_pass: LossPass) -> None:
+        self._costs, self._loss_pass = costs, loss_pass
         self._expected: dict[int, _ExpectedGradient] = {}
         """By `id` of the parameter."""
         self.on = True
@@ -150,11 +151,13 @@ class RecomputedGradients(ModuleStatistic):
                 continue
             added = bias_of(node, module)
             if added is not None and (bias := wanted.get(id(added[0]))):
-                register_node_hook(node, partial(_add_bias_gradient, bias, added[1]), self._costs)
+                on_gradient = partial(_add_bias_gradient, bias, added[1])
+                register_node_hook(node, on_gradient, self._costs, self._loss_pass)
             if weights and (weight := wanted.get(id(weight_of(node)))):
                 projected = _project_input(weight, arguments, module)
                 if projected is not None:
-                    register_node_hook(node, partial(_add_weight_gradient, weight, projected), self._costs)
+                    on_gradient = partial(_add_weight_gradient, weight, projected)
+                    register_node_hook(node, on_gradient, self._costs, self._loss_pass)
 
     def collect(self, layout: Layout) -> ModuleReading | None:
         expected, self._expected = self._expected, {}

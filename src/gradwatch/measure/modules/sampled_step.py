@@ -14,6 +14,7 @@ from gradwatch.core.record import Layout
 from gradwatch.hooks.garbage_collector import no_collections
 from gradwatch.hooks.hook_set import HookCosts
 from gradwatch.measure.layers import Layer
+from gradwatch.measure.loss_pass import LossPass
 from gradwatch.measure.modules import ModuleStatistic
 from gradwatch.measure.modules.data_flow import DataFlow
 from gradwatch.measure.modules.frozen_weights import FrozenWeights
@@ -45,18 +46,23 @@ class LayerFlow:
 class SampledStep:
     """Owns the hooks that are attached for a sampled step, and removes them when it has been read."""
 
-    def __init__(self, signals: Literal["auto", "safe", "full", "off"], activations: Literal["auto"] | bool) -> None:
+    def __init__(
+        self,
+        signals: Literal["auto", "safe", "full", "off"],
+        activations: Literal["auto"] | bool,
+        loss_pass: LossPass,
+    ) -> None:
         """`activations`: whether forward statistics are measured; "auto": where signals are."""
         self._full = signals == "full"
         self.costs = HookCosts()
         """Errors inside hooks, and the seconds spent in them."""
         self._head = LossHead()
-        self._recomputed = RecomputedGradients(self.costs)
+        self._recomputed = RecomputedGradients(self.costs, loss_pass)
         forward = signals != "off" if activations == "auto" else bool(activations)
         statistics: list[ModuleStatistic] = [OutputStatistics(), FrozenWeights()] if forward else []
         if signals != "off":
-            statistics += [SignalStatistics(), self._head, TimeStepGradients(self.costs)]
-            statistics += [LogitMisfit(self.costs), self._recomputed]
+            statistics += [SignalStatistics(loss_pass), self._head, TimeStepGradients(self.costs, loss_pass)]
+            statistics += [LogitMisfit(self.costs, loss_pass), self._recomputed]
         self._data_flow = DataFlow()
         if statistics:
             statistics.append(self._data_flow)
@@ -70,27 +76,18 @@ class SampledStep:
         """Whether a sampled step has hooks on modules."""
         return len(self._module_hooks.statistics) > 0
 
-    def hook_modules(
-        self,
-        layers: Sequence[Layer],
-        layout: Layout,
-        *,
-        whole_sample: bool,
-        whole_batch: bool,
-        loss_announced: bool = False,
-    ) -> None:
+    def hook_modules(self, layers: Sequence[Layer], layout: Layout, *, whole_sample: bool, whole_batch: bool) -> None:
         """Hook the modules until `unhook_modules` or `collect`; a second call does nothing.
 
         `whole_sample`: as `SamplingSchedule.is_whole_sample` says: then gradients are computed a second time.
         `whole_batch`: whether that comes with the end of the batch: then reference cycles wait for it, too.
-        `loss_announced`: whether `on_loss` will be called when the backward pass of the loss begins.
         """
         if self.has_module_hooks:
             self._recomputed.on = whole_sample
             if self.pause is None:
                 self.pause = ExitStack()
                 self.pause.enter_context(no_collections())
-            self._module_hooks.attach(layers, layout, full=self._full, loss_announced=loss_announced)
+            self._module_hooks.attach(layers, layout, full=self._full)
             if not whole_batch:
                 self._resume()
 

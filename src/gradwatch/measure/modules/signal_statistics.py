@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from gradwatch.core.record import Floats, Layout
 from gradwatch.measure.dtensor import local_tensor
+from gradwatch.measure.loss_pass import LossPass
 from gradwatch.measure.modules import MAX_TENSORS, GradOutputCallback, ModuleReading, ModuleStatistic
 from gradwatch.measure.reductions import SAFE_SQUARE, dense_real, exact_norm, is_dense_real, joined, wide_norm
 
@@ -33,8 +34,9 @@ class _StepSignals:
 class SignalStatistics(ModuleStatistic):
     """Measures every backward signal as it arrives, and keeps none."""
 
-    def __init__(self) -> None:
+    def __init__(self, loss_pass: LossPass) -> None:
         self.step = _StepSignals()
+        self._loss_pass = loss_pass
 
     def on_grad_output(self, site: int, module: nn.Module, kind: str) -> GradOutputCallback | None:
         return None if kind else partial(self._measure, site)
@@ -49,7 +51,7 @@ class SignalStatistics(ModuleStatistic):
 
     def _measure(self, site: int, gradient: Tensor) -> None:
         step = self.step
-        if len(step.norms) >= MAX_TENSORS:
+        if len(step.norms) >= MAX_TENSORS or not self._loss_pass.begun:
             return
         if gradient.requires_grad:
             gradient = gradient.detach()

@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 from gradwatch.core.record import Floats, Layout
 from gradwatch.hooks.graph_release import metadata_of, release_in_a_loop
 from gradwatch.hooks.hook_set import HookCosts, hooks_disabled, recorded, tensors_in
+from gradwatch.measure.loss_pass import LossPass
 from gradwatch.measure.modules import (
     Arguments,
     GradOutputCallback,
@@ -73,6 +74,7 @@ class _StepCalls:
     """What the hooks of one sampled step have measured. They hold it and nothing else."""
 
     costs: HookCosts
+    loss_pass: LossPass
     calls: dict[int, list[_LayerCall]] = field(default_factory=dict)
     output_norms: dict[int, list[Tensor]] = field(default_factory=dict)
     """Site of a sequence layer -> norms of dL/d(output), shape [1]."""
@@ -94,7 +96,9 @@ class _StepCalls:
 
         def on_grad_output(gradient: Tensor | None) -> None:
             self.reached.add(site)
-            if gradient is not None and is_hookable(gradient) and self.measured < MAX_TIME_STEPS:
+            if gradient is None or self.measured >= MAX_TIME_STEPS or not self.loss_pass.begun:
+                return
+            if is_hookable(gradient):
                 found = norms(gradient.detach())
                 self.measured += len(found)
                 call.norms.append(found)
@@ -111,8 +115,8 @@ class TimeStepGradients(ModuleStatistic):
     gradient, so that torch also computes dL/dx; all other numbers stay the same.
     """
 
-    def __init__(self, costs: HookCosts) -> None:
-        self.step = _StepCalls(costs)
+    def __init__(self, costs: HookCosts, loss_pass: LossPass) -> None:
+        self.step = _StepCalls(costs, loss_pass)
         self.leaf = torch.empty(0, requires_grad=True)
         self._loops = CallLoops()
         self._layers: set[int] = set()
@@ -136,7 +140,7 @@ class TimeStepGradients(ModuleStatistic):
             return None
 
         def on_grad_output(gradient: Tensor) -> None:
-            if is_hookable(gradient):
+            if self.step.loss_pass.begun and is_hookable(gradient):
                 self.step.output_norms.setdefault(site, []).append(_norm_of(gradient.detach()))
 
         return on_grad_output
@@ -147,7 +151,7 @@ class TimeStepGradients(ModuleStatistic):
         self.version += len(new)
 
     def collect(self, layout: Layout) -> ModuleReading | None:
-        step, self.step = self.step, _StepCalls(self.step.costs)
+        step, self.step = self.step, _StepCalls(self.step.costs, self.step.loss_pass)
         if self._loops.calls:  # some may be known now, or have been tried often enough
             self.version += 1
             self._loops.calls.clear()
