@@ -45,7 +45,7 @@ def kernels_of(intervention: Any, model: nn.Module, *, without: int | None = Non
         diagnosis,
         TrainingMode(),
         end=lambda why: None,
-        alive=lambda: True,
+        acts=lambda: True,
         reports_batches=False,
     )
     runtime.open(reader)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from gradwatch import Clip, GradWatch, Scale, SkipNonFinite, SpikeClip, Watch, Zero, tap
 from gradwatch.interventions import Intervention, InterventionSettings
+from models import module_of
 from operations import Reads
 from reference import bits, hooks_on
 from training import FailingIntervention, fit, numbers, train
@@ -247,6 +248,28 @@ def test_a_gradient_penalty_is_left_alone(zero: Zero) -> None:
             values.append(penalised(model, 0).detach())
     assert torch.equal(*values)
     assert (values[0] > 0).all()
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize("zero", [Zero(on="signal"), Zero(at="hook")])
+def test_gradients_that_a_training_step_computes_are_left_alone(zero: Zero) -> None:
+    """For an adversarial example, say; the Trainer says when the backward pass of the loss begins."""
+    found: list[list[Tensor]] = []
+
+    def adversarial(model: nn.Module, number: Tensor, index: int) -> Tensor:
+        inputs = batch(int(number)).requires_grad_()
+        slopes = torch.autograd.grad(model(inputs).square().mean(), [inputs, *model.parameters()])
+        found.append([*slopes])
+        return model((inputs + slopes[0].sign()).detach()).square().mean()
+
+    for interventions in ([], [zero]):
+        model = recurrent()
+        before = bits(model)
+        watch = GradWatch(interventions=interventions, sinks=())
+        fit(module_of(model, adversarial, lr=0.1), watch, data=numbers(1), max_epochs=1)
+        assert (bits(model) == before) == bool(interventions)
+    alone, beside = found
+    assert all(torch.equal(one, other) for one, other in zip(alone, beside, strict=True))
 
 
 def test_no_scalar_is_read() -> None:

@@ -106,6 +106,7 @@ class Engine:
         self.replay, self.alert_reaction = replay or BatchReplay(), AlertReaction(options.on_alert)
         self.schedule = SamplingSchedule(options.every_n_steps, options.budget)
         self.overhead = Overhead()
+        self._loss_pass = loss_pass = LossPass()
         self.diagnosis = Diagnosis(rules, tuple(sinks), on_alert=self._alerted, trace=self.replay.trace)
         self.interventions = InterventionRuntime(
             interventions,
@@ -113,7 +114,7 @@ class Engine:
             self.diagnosis,
             mode,
             end=self.alert_reaction.end,
-            alive=lambda: training() == "running",
+            acts=lambda: loss_pass.begun and training() == "running",
             reports_batches=self._reports_batches,
         )
         self._run = Run(self.diagnosis.history.layout, "")
@@ -121,8 +122,7 @@ class Engine:
         self.blocks = BlockBuilder(self.diagnosis, self.interventions, self.source, mode)
         self._model: nn.Module | None = model
         self._reader: GradientReader | None = None
-        self._loss_pass = LossPass()
-        self._samples = SampledStep(options.signals, options.activations, self._loss_pass)
+        self._samples = SampledStep(options.signals, options.activations, loss_pass)
         self._optimizers = OptimizerSteps(self._before_step, self._after_step)
         if not self.schedule.every_step:
             self.diagnosis.run_steps = self._optimizers.total

@@ -27,9 +27,9 @@ class GradientHooks:
     They never write into a gradient: other tensors may share its memory.
     """
 
-    def __init__(self, count: int, numbers: int, device: torch.device, alive: Callable[[], bool]) -> None:
-        """`count`: number of parameters; `numbers`: number of interventions. `alive`: as of `SignalHooks`."""
-        self.hooks, self._alive = HookSet(), alive
+    def __init__(self, count: int, numbers: int, device: torch.device, acts: Callable[[], bool]) -> None:
+        """`count`: number of parameters; `numbers`: number of interventions. `acts`: as of `SignalHooks`."""
+        self.hooks, self._acts = HookSet(), acts
         self.errors: list[tuple[ActiveIntervention, Exception]] = []
         """What the hooks have raised."""
         self.calls = [0] * count
@@ -90,7 +90,7 @@ class GradientHooks:
             # a gradient that is differentiated again is a user's result, not what an optimizer uses
             if gradient is None or torch.is_grad_enabled() or owner is None or weight is None:
                 return None
-            if not owner._alive() or is_capturing():
+            if not owner._acts() or is_capturing():
                 return None
             new, active = gradient, actions[0][0]
             try:

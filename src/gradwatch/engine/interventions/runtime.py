@@ -43,11 +43,11 @@ class InterventionRuntime:
         mode: TrainingMode,
         *,
         end: Callable[[str], None],
-        alive: Callable[[], bool],
+        acts: Callable[[], bool],
         reports_batches: bool,
     ) -> None:
-        """`layers`: the names of the watched layers; `end`: ends the training, for a reason in words; `alive`: whether
-        it goes on; `reports_batches`: as of `SignalHooks`.
+        """`layers`: the names of the watched layers; `end`: ends the training, for a reason in words; `acts`,
+        `reports_batches`: as of `SignalHooks`.
 
         Raises NoSuchLayer for a pattern that matches none of them, and for patterns that together leave none.
         """
@@ -70,8 +70,8 @@ class InterventionRuntime:
         self.gradient_hooks: GradientHooks | None = None
         self._last: dict[int, int] = {}
         """Optimizer -> the number of its last step at which interventions acted."""
-        self._alive = alive
-        self.signal_hooks = SignalHooks(len(self._all), diagnosis, alive, reports_batches=reports_batches)
+        self._acts = acts
+        self.signal_hooks = SignalHooks(len(self._all), diagnosis, acts, reports_batches=reports_batches)
         self.pending = False
         """Whether there are gradients on which the interventions have not yet acted."""
 
@@ -94,7 +94,7 @@ class InterventionRuntime:
             return {}
         self._layout, layout, mode = reader.layout, reader.layout, self._mode
         device, before = reader.buffer.device, self.gradient_hooks
-        self.gradient_hooks = GradientHooks(len(layout.parameters), len(self._all), device, self._alive)
+        self.gradient_hooks = GradientHooks(len(layout.parameters), len(self._all), device, self._acts)
         if before is not None:
             self.gradient_hooks.continue_from(before)
         self._plans.clear()

@@ -28,12 +28,12 @@ class SignalHooks:
     itself, on each rank its own.
     """
 
-    def __init__(self, numbers: int, diagnosis: Diagnosis, alive: Callable[[], bool], *, reports_batches: bool) -> None:
-        """`numbers`: number of interventions of all kinds. `alive`: whether the training goes on: hooks that are left
-        after its end do nothing. `reports_batches`: whether `begin_batch` and `end_batch` are called for every batch;
-        otherwise the hooks stay attached.
+    def __init__(self, numbers: int, diagnosis: Diagnosis, acts: Callable[[], bool], *, reports_batches: bool) -> None:
+        """`numbers`: number of interventions of all kinds. `acts`: whether hooks act on what flows back now: those that
+        are left after the training do nothing, nor do any before the loss's own backward pass. `reports_batches`:
+        whether `begin_batch` and `end_batch` are called for every batch; otherwise the hooks stay attached.
         """
-        self._alive, self._reports_batches = alive, reports_batches
+        self._acts, self._reports_batches = acts, reports_batches
         self.errors: list[tuple[ActiveIntervention, Exception]] = []
         """What the hooks have raised."""
         self._numbers, self._diagnosis = numbers, diagnosis
@@ -138,7 +138,7 @@ class SignalHooks:
         def act(signal: Tensor | None) -> Tensor | None:
             owner = this()
             # a signal that is differentiated again (a gradient penalty) is a user's result, not what layers learn from
-            if signal is None or owner is None or torch.is_grad_enabled() or not owner._alive() or is_capturing():
+            if signal is None or owner is None or torch.is_grad_enabled() or not owner._acts() or is_capturing():
                 return None
             new, norm = signal, None
             for active, action in actions:
