@@ -699,6 +699,32 @@ def test_two_layers_of_zeros_in_a_row() -> None:
     assert alert.headline == "their gradient was exactly 0 at each of 20 steps; all weights of layers 1, 2 are 0"
 
 
+def test_layers_of_zeros_before_an_output_whose_bias_trains() -> None:
+    """Of the output, only the weights are named: their gradient is 0 as long as what they multiply is."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 1))
+    for layer in (model[2], model[4]):
+        nn.init.zeros_(layer.weight)
+        nn.init.zeros_(layer.bias)
+    alert = zero_gradients_of(model, lambda y: (y - 1).square().mean())
+    assert model[4].bias.item() > 0.9
+    assert alert.message == (
+        "The gradient of layers 0, 2 was exactly 0 at each of 20 steps: all weights of layers 2, 4 are 0, and of two "
+        "factors or layers in a row that are 0, each makes the gradient of the other 0."
+    )
+    assert alert.remedy == "initial weights other than 0 for layer 2."
+
+
+def test_a_layer_of_zeros_before_others_that_are_not() -> None:
+    """Its own zeros make the gradient of what comes before it 0, not its own."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 1))
+    nn.init.zeros_(model[2].weight)
+    nn.init.zeros_(model[2].bias)
+    alert = zero_gradients_of(model, lambda y: 0 * y.sum())
+    assert "weights" not in alert.message.partition(":")[2].partition("loss weight")[0]
+
+
 def test_adapters_that_are_all_zeros_beside_frozen_layers() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 4, bias=False), nn.Linear(4, 8, bias=False), nn.Linear(8, 1))
