@@ -272,6 +272,21 @@ def test_gradients_that_a_training_step_computes_are_left_alone(zero: Zero) -> N
     assert all(torch.equal(one, other) for one, other in zip(alone, beside, strict=True))
 
 
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize("zero", [Zero(on="signal"), Zero(at="hook")])
+def test_they_go_on_where_the_watching_fails_as_a_batch_begins(zero: Zero, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise RuntimeError("planned")
+
+    monkeypatch.setattr("gradwatch.measure.modules.sampled_step.SampledStep.hook_modules", fails)
+    model = recurrent()
+    before, watch = bits(model), GradWatch(interventions=[zero], sinks=())
+    module = module_of(model, lambda model, number, _: model(batch(int(number))).square().mean(), lr=0.1)
+    fit(module, watch, data=numbers(3), max_epochs=1)
+    assert any("and so do the interventions: RuntimeError: planned" in note for note in watch.verdict.notes)
+    assert bits(model) == before
+
+
 def test_no_scalar_is_read() -> None:
     model = recurrent()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)

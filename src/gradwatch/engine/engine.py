@@ -312,9 +312,9 @@ class Engine:
 
     def backward(self, loss: Any = None, copy: Tensor | None = None) -> None:
         """A backward pass is about to begin, at `loss` if that is known; `copy`: its value, which no one writes to."""
+        self._loss_pass.begun = True  # also where the watching has failed: interventions in hooks go on
         if self.failed:
             return
-        self._loss_pass.begun = True
         if self.source.may_hook:
             self.source.backward()
         self.replay.loss, self._announced = copy, True
