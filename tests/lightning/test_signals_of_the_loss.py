@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import math
+from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 
 from gradwatch import GradWatch, tap
@@ -75,3 +77,36 @@ def test_adversarial_training(signals: str) -> None:
         assert watch.history.series("gradient_cosine", f"net.{layer}.bias").min() == pytest.approx(1.0, rel=1e-5)
         assert abs(watch.history.series("gradient_dex", f"net.{layer}.bias")).max() < 1e-5
     assert not watch.alerts
+
+
+class Silent(Precision):
+    """Does not announce the loss, as a plugin of the user's own may."""
+
+    def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
+        return tensor
+
+
+@pytest.mark.usefixtures("quiet")
+def test_where_the_loss_is_not_announced() -> None:
+    """All passes count, from the second step on."""
+    watch = GradWatch(sinks=(), budget=None)
+    module = module_of(Tapped(), lambda model, batch, index: loss_of(model, torch.ones(4, 5)), lr=0.1)
+    fit(module, watch, data=numbers(4), max_epochs=1, plugins=[Silent()])
+    for statistic, site in (("signal_norm", "net.first"), ("grad_norm", "hidden"), ("arrived_norm", "net.first.bias")):
+        assert (watch.history.series(statistic, site) > 0).tolist() == [False, True, True, True], statistic
+    assert watch.verdict.notes == ()
+
+
+@pytest.mark.usefixtures("quiet")
+def test_a_batch_without_a_loss() -> None:
+    """After it, the loss is announced as before."""
+
+    def penalized(model: Tapped, batch: Tensor, index: int) -> Tensor:
+        torch.autograd.grad(9 * loss_of(model, torch.ones(4, 5)), [*model.parameters()])
+        return loss_of(model, torch.ones(4, 5)) if index != 1 else None  # type: ignore[return-value]
+
+    watch = GradWatch(sinks=(), budget=None)
+    module = module_of(Tapped(), penalized, lr=0.0)
+    fit(module, watch, data=numbers(5), max_epochs=1)
+    found = watch.history.series("signal_norm", "net.first")
+    assert found[3:] == pytest.approx([found[0]] * 2)

@@ -107,6 +107,7 @@ class Engine:
         self.schedule = SamplingSchedule(options.every_n_steps, options.budget)
         self.overhead = Overhead()
         self._loss_pass = loss_pass = LossPass()
+        loss_pass.announced = mode.loop == "automatic"
         self.diagnosis = Diagnosis(rules, tuple(sinks), on_alert=self._alerted, trace=self.replay.trace)
         self.interventions = InterventionRuntime(
             interventions,
@@ -304,7 +305,7 @@ class Engine:
             self._suspended = False
             self._arm(self._next)
         self.replay.begin(batch if self._measuring else None, index, epoch, accumulate)
-        self._loss_pass.begun = self._mode.loop != "automatic"
+        self._loss_pass.begun = not self._loss_pass.announced
         self._reader.tensor_taps.in_batch = True
         if self._sampling:
             self._hook_modules()
@@ -312,7 +313,8 @@ class Engine:
 
     def backward(self, loss: Any = None, copy: Tensor | None = None) -> None:
         """A backward pass is about to begin, at `loss` if that is known; `copy`: its value, which no one writes to."""
-        self._loss_pass.begun = True  # also where the watching has failed: interventions in hooks go on
+        # also where the watching has failed: interventions in hooks go on
+        self._loss_pass.begun, self._loss_pass.announced = True, self._mode.loop == "automatic"
         if self.failed:
             return
         if self.source.may_hook:
@@ -353,6 +355,8 @@ class Engine:
             self._note_once(f"a step that is captured into a CUDA graph is not measured{self.interventions.neither}")
             return
         self.interventions.pending = self.interventions.given
+        if not self._loss_pass.begun:  # a plugin of the Trainer does not call `on_before_backward`
+            self._loss_pass.begun, self._loss_pass.announced = True, False
         if not self.failed:
             try:
                 self._read(optimizer, info, loss)

@@ -9,5 +9,7 @@ class LossPass:
     """
 
     def __init__(self) -> None:
+        self.announced = False
+        """Whether the loop says when it begins."""
         self.begun = True
         """Whether it has begun in this batch; where the loop does not say, it always has."""
