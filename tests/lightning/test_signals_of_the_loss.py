@@ -11,35 +11,25 @@ import torch
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 
-from gradwatch import GradWatch, tap
+from gradwatch import GradWatch
 from models import module_of
+from tapped_models import Tapping
 from training import fit, numbers
 
 BATCHES, ACCUMULATED = 6, 2
-
-
-class Tapped(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second = nn.Linear(5, 7), nn.Linear(7, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        outputs: Tensor = self.second(tap(torch.tanh(self.first(x)), "hidden"))
-        return outputs
 
 
 def loss_of(model: nn.Module, x: Tensor) -> Tensor:
     return model(x).square().mean()
 
 
-def gradients_of(model: Tapped, x: Tensor) -> dict[tuple[str, str], Tensor]:
+def gradients_of(model: Tapping, x: Tensor) -> dict[tuple[str, str], Tensor]:
     """Statistic and site -> the gradient of which it is the norm, in float64."""
     double = copy.deepcopy(model).double()
     first = double.first(x.double())
     hidden = torch.tanh(first)
-    outputs = double.second(hidden)
-    tensors = {("signal_norm", "net.first"): first, ("signal_norm", "net.second"): outputs}
+    outputs = double.last(hidden)
+    tensors = {("signal_norm", "net.first"): first, ("signal_norm", "net.last"): outputs}
     tensors |= {("arrived_norm", f"net.{name}"): parameter for name, parameter in double.named_parameters()}
     tensors["grad_norm", "hidden"] = hidden
     gradients = torch.autograd.grad(outputs.square().mean() / ACCUMULATED, [*tensors.values()])
@@ -54,26 +44,23 @@ def test_adversarial_training(signals: str) -> None:
     """
     truths: list[dict[tuple[str, str], Tensor]] = []
 
-    def adversarial_loss(model: Tapped, batch: Tensor, index: int) -> Tensor:
-        x = torch.randn(4, 5, generator=torch.Generator().manual_seed(index), requires_grad=True)
+    def adversarial_loss(model: Tapping, batch: Tensor, index: int) -> Tensor:
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(index), requires_grad=True)
         slope, *others = torch.autograd.grad(-3 * loss_of(model, x), [x, *model.parameters()])
         moved = (x - 0.1 * sum(other.norm() for other in others) * slope.sign()).detach()
         truths.append(gradients_of(model, moved))
         return loss_of(model, moved)
 
     watch = GradWatch(sinks=(), budget=None, signals=signals)
-    module = module_of(Tapped(), adversarial_loss, lr=0.1)
+    module = module_of(Tapping(), adversarial_loss, lr=0.1)
     fit(module, watch, data=numbers(BATCHES), max_epochs=1, accumulate_grad_batches=ACCUMULATED)
     for step in range(BATCHES // ACCUMULATED):
         parts = truths[ACCUMULATED * step : ACCUMULATED * (step + 1)]
         for statistic, site in parts[0]:
             truth = math.sqrt(sum(part[statistic, site].square().sum().item() for part in parts))
-            assert watch.history.series(statistic, site)[step] == pytest.approx(truth, rel=1e-5), (
-                step,
-                statistic,
-                site,
-            )
-    for layer in ("first", "second"):  # the gradient of a bias, computed a second time
+            measured = watch.history.series(statistic, site)[step]
+            assert measured == pytest.approx(truth, rel=1e-5), (step, statistic, site)
+    for layer in ("first", "last"):  # the gradient of a bias, computed a second time
         assert watch.history.series("gradient_cosine", f"net.{layer}.bias").min() == pytest.approx(1.0, rel=1e-5)
         assert abs(watch.history.series("gradient_dex", f"net.{layer}.bias")).max() < 1e-5
     assert not watch.alerts
@@ -90,7 +77,7 @@ class Silent(Precision):
 def test_where_the_loss_is_not_announced() -> None:
     """All passes count, from the second step on."""
     watch = GradWatch(sinks=(), budget=None)
-    module = module_of(Tapped(), lambda model, batch, index: loss_of(model, torch.ones(4, 5)), lr=0.1)
+    module = module_of(Tapping(), lambda model, batch, index: loss_of(model, torch.ones(4, 6)), lr=0.1)
     fit(module, watch, data=numbers(4), max_epochs=1, plugins=[Silent()])
     for statistic, site in (("signal_norm", "net.first"), ("grad_norm", "hidden"), ("arrived_norm", "net.first.bias")):
         assert (watch.history.series(statistic, site) > 0).tolist() == [False, True, True, True], statistic
@@ -101,12 +88,12 @@ def test_where_the_loss_is_not_announced() -> None:
 def test_a_batch_without_a_loss() -> None:
     """After it, the loss is announced as before."""
 
-    def penalized(model: Tapped, batch: Tensor, index: int) -> Tensor:
-        torch.autograd.grad(9 * loss_of(model, torch.ones(4, 5)), [*model.parameters()])
-        return loss_of(model, torch.ones(4, 5)) if index != 1 else None  # type: ignore[return-value]
+    def penalized(model: Tapping, batch: Tensor, index: int) -> Tensor:
+        torch.autograd.grad(9 * loss_of(model, torch.ones(4, 6)), [*model.parameters()])
+        return loss_of(model, torch.ones(4, 6)) if index != 1 else None  # type: ignore[return-value]
 
     watch = GradWatch(sinks=(), budget=None)
-    module = module_of(Tapped(), penalized, lr=0.0)
+    module = module_of(Tapping(), penalized, lr=0.0)
     fit(module, watch, data=numbers(5), max_epochs=1)
     found = watch.history.series("signal_norm", "net.first")
     assert found[3:] == pytest.approx([found[0]] * 2)

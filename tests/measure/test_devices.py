@@ -333,7 +333,7 @@ def test_device_threads_begin_a_backward_pass_once(monkeypatch: pytest.MonkeyPat
     """Both may find that it is not known yet; what one of them has noted by then stays."""
     monkeypatch.setattr(parameter_hooks, "after_backward", lambda callback: begun.append(callback))
     parameters = [nn.Parameter(torch.ones(1)) for _ in range(2)]
-    arrivals, begun = parameter_hooks._Arrivals([weakref.ref(parameter) for parameter in parameters]), []
+    arrivals, begun = parameter_hooks._Arrivals([*map(weakref.ref, parameters)], LossPass(), []), []
     arrivals.pending.append(1)  # of a pass that failed
     arrivals.wait(7)
     arrivals.pending.append(0)

@@ -106,8 +106,7 @@ class Engine:
         self.replay, self.alert_reaction = replay or BatchReplay(), AlertReaction(options.on_alert)
         self.schedule = SamplingSchedule(options.every_n_steps, options.budget)
         self.overhead = Overhead()
-        self._loss_pass = loss_pass = LossPass()
-        loss_pass.announced = mode.loop == "automatic"
+        self._loss_pass = loss_pass = LossPass(announced=mode.loop == "automatic")
         self.diagnosis = Diagnosis(rules, tuple(sinks), on_alert=self._alerted, trace=self.replay.trace)
         self.interventions = InterventionRuntime(
             interventions,
@@ -615,10 +614,7 @@ class Engine:
     def _hook_modules(self) -> None:
         assert self._reader is not None
         self._samples.hook_modules(
-            self._reader.layers,
-            self._reader.layout,
-            whole_sample=self._whole_sample,
-            whole_batch=self._reports_batches,
+            self._reader.layers, self._reader.layout, whole_sample=self._whole_sample, whole_batch=self._reports_batches
         )
 
     def _register(self, optimizers: Iterable[Any], *, rescan: bool = False, first: bool = False) -> None:

@@ -8,8 +8,8 @@ class LossPass:
     for a gradient penalty, or an adversarial example. What flows back in these is not counted.
     """
 
-    def __init__(self) -> None:
-        self.announced = False
-        """Whether the loop says when it begins."""
+    def __init__(self, *, announced: bool = False) -> None:
+        """`announced`: whether the loop says when it begins."""
+        self.announced = announced
         self.begun = True
         """Whether it has begun in this batch; where the loop does not say, it always has."""

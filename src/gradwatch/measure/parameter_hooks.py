@@ -82,9 +82,9 @@ class _DeviceSquares:
 class _Arrivals:
     """What the hooks have measured; they hold it and nothing else."""
 
-    parameters: Sequence[weakref.ref[nn.Parameter]] = ()
-    loss_pass: LossPass = field(default_factory=LossPass)
-    errors: list[Exception] = field(default_factory=list)
+    parameters: Sequence[weakref.ref[nn.Parameter]]
+    loss_pass: LossPass
+    errors: list[Exception]
     """What a hook failed with: raised there, it would end the user's backward pass."""
     devices: dict[torch.device, _DeviceSquares] = field(default_factory=dict)
     at_once: set[int] = field(default_factory=set)

@@ -111,9 +111,9 @@ class _WeightCopies:
         order = self._plan.positions
         self.members = [member for part in stacked for member in part] + [self._singles[i][0] for i in order]
         """Index of the weight of each slot."""
-        counts = [weights[member].numel() for member in self.members[:first]] + [samples[i].numel() for i in order]
-        self._safe = safe_norms(counts[:first])
         whole = [weights[member].numel() for member in self.members]
+        self._safe = safe_norms(whole[:first])
+        counts = whole[:first] + [samples[i].numel() for i in order]
         scales = [(all_of / count) ** 0.5 if count else 1.0 for all_of, count in zip(whole, counts, strict=True)]
         self._scales = moved(torch.tensor(scales, dtype=buffer["updates"].dtype), buffer.device)
         """Factors that make norms of every k-th element estimates for whole tensors."""

@@ -402,7 +402,7 @@ class Disconnected(CheckedRule):
         if (zero & reached).any() and (zero & ~reached).any():
             zeros, hidden = (name_text(layout.names(layers[chosen])) for chosen in (zero, zero & ~reached))
             return "zero_weights", {"zeros": zeros, "hidden": hidden}
-        if zero.any() and (behind := _zero_weights_behind(history, layers)):
+        if zero.any() and (behind := _zero_weights_behind(history, layout.index[last])):
             zeros, hidden = (name_text(layout.names(found)) for found in ([*layers[zero], *behind], layers[zero]))
             return "zero_weights", {"zeros": zeros, "hidden": hidden}
         one, losses = _gives_one(layout, last), own_losses(history, self.zero_records)
@@ -587,12 +587,11 @@ def _has_zero_weights(history: History, layers: Sites) -> Mask:
     return np.asarray((history.at("weight_norm", backs[-1:])[:, layers] == 0).any(axis=0))
 
 
-def _zero_weights_behind(history: History, layers: Sites) -> list[int]:
-    """Layers that run after all of `layers` and had no weight but 0 at the newest sample; their biases may train."""
-    layout = history.layout
-    order = forward_order(layout).tolist()
-    behind = order[max((order.index(site) for site in layers if site in order), default=len(order)) + 1 :]
-    weights = {site: np.array(parameters_of_kind(layout, site, bias=False), dtype=np.intp) for site in behind}
+def _zero_weights_behind(history: History, layer: int) -> list[int]:
+    """Layers that run after `layer` and had no weight but 0 at the newest sample; their biases may train."""
+    order = forward_order(history.layout).tolist()
+    behind = order[order.index(layer) + 1 :] if layer in order else []
+    weights = {site: np.array(parameters_of_kind(history.layout, site, bias=False), dtype=np.intp) for site in behind}
     return [site for site, own in weights.items() if len(own) and _has_zero_weights(history, own).all()]
 
 

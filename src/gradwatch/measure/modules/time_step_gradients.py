@@ -96,9 +96,8 @@ class _StepCalls:
 
         def on_grad_output(gradient: Tensor | None) -> None:
             self.reached.add(site)
-            if gradient is None or self.measured >= MAX_TIME_STEPS or not self.loss_pass.begun:
-                return
-            if is_hookable(gradient):
+            counts = self.loss_pass.begun and self.measured < MAX_TIME_STEPS
+            if gradient is not None and counts and is_hookable(gradient):
                 found = norms(gradient.detach())
                 self.measured += len(found)
                 call.norms.append(found)
