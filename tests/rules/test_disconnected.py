@@ -716,13 +716,19 @@ def test_layers_of_zeros_before_an_output_whose_bias_trains() -> None:
 
 
 def test_a_layer_of_zeros_before_others_that_are_not() -> None:
-    """Its own zeros make the gradient of what comes before it 0, not its own."""
+    """Where something else makes the gradient 0, its zeros are no cause, and those behind it have none."""
+
+    class Masked(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 0 * x + 1
+
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 1))
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4), Masked(), nn.Linear(4, 1))
     nn.init.zeros_(model[2].weight)
     nn.init.zeros_(model[2].bias)
-    alert = zero_gradients_of(model, lambda y: 0 * y.sum())
-    assert "weights" not in alert.message.partition(":")[2].partition("loss weight")[0]
+    alert = zero_gradients_of(model, lambda y: (y - 1).square().mean())
+    assert alert.sites == ("0", "2")
+    assert "0 at each of 20 steps: a loss weight of 0, a mask or padding that leaves nothing" in alert.message
 
 
 def test_adapters_that_are_all_zeros_beside_frozen_layers() -> None:
