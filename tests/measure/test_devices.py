@@ -173,7 +173,7 @@ def test_a_loss_scale_on_another_device_than_the_numbers(scale: torch.device) ->
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    reader = GradientReader(model, ("*",), LossPass())
+    reader = GradientReader(model, ("*",), LossPass(nn.Module()))
     reader.register((optimizer,))
     loss_scale = torch.ones((), device=scale)
     info = StepInfo(0, 0, {}, loss_scale, loss_scale)
@@ -301,7 +301,7 @@ class CopiedToFloat64(TorchDispatchMode):
 def tapped(gradient: Tensor) -> None:
     """A tapped tensor gets its gradient."""
     with no_dispatch():
-        taps = TensorTaps([], LossPass())
+        taps = TensorTaps([], LossPass(nn.Module()))
     taps.armed = True
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tensor_taps, "is_dense_real", lambda tensor: True)  # fake ones are of another class
@@ -333,7 +333,7 @@ def test_device_threads_begin_a_backward_pass_once(monkeypatch: pytest.MonkeyPat
     """Both may find that it is not known yet; what one of them has noted by then stays."""
     monkeypatch.setattr(parameter_hooks, "after_backward", lambda callback: begun.append(callback))
     parameters = [nn.Parameter(torch.ones(1)) for _ in range(2)]
-    arrivals, begun = parameter_hooks._Arrivals([*map(weakref.ref, parameters)], LossPass(), []), []
+    arrivals, begun = parameter_hooks._Arrivals([*map(weakref.ref, parameters)], LossPass(nn.Module()), []), []
     arrivals.pending.append(1)  # of a pass that failed
     arrivals.wait(7)
     arrivals.pending.append(0)

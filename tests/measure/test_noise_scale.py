@@ -282,7 +282,7 @@ def test_the_noise_scale_of_a_real_model() -> None:
     each = torch.stack(singles)
     truth = float(each.var(0, correction=0).sum() / each.mean(0).square().sum())
 
-    hooks, noise, parts, examples = ParameterHooks([], LossPass()), NoiseScale(), 4, 8
+    hooks, noise, parts, examples = ParameterHooks([], LossPass(nn.Module())), NoiseScale(), 4, 8
     hooks.watch(parameters)
     for _ in range(MAX_SAMPLES):
         hooks.arm()

@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 
 def hooks_for(parameters: Iterable[nn.Parameter]) -> ParameterHooks:
-    hooks = ParameterHooks([], LossPass())
+    hooks = ParameterHooks([], LossPass(nn.Module()))
     hooks.watch(list(parameters))
     return hooks
 

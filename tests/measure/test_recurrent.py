@@ -482,7 +482,7 @@ def test_a_call_without_a_gradient_is_a_step_of_its_sequence() -> None:
 def test_a_loop_without_end_is_measured_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time_step_gradients, "MAX_TIME_STEPS", 12)
     costs = HookCosts()
-    step = TimeStepGradients(costs, LossPass()).step
+    step = TimeStepGradients(costs, LossPass(nn.Module())).step
     call = step.begin(1, carried=False)
     hook = step.gradient_hook(1, call, lambda gradient: torch.ones(5))
     for gradient in (None, *[torch.ones(2)] * 9):
@@ -491,7 +491,7 @@ def test_a_loop_without_end_is_measured_up_to_a_bound(monkeypatch: pytest.Monkey
 
 
 def test_an_activation_in_a_loop_has_no_time_steps() -> None:
-    statistic = TimeStepGradients(HookCosts(), LossPass())
+    statistic = TimeStepGradients(HookCosts(), LossPass(nn.Module()))
     for _ in range(2):
         assert statistic.on_output(1, nn.Tanh(), "Tanh") is None
         statistic.on_repeated_calls([1])

@@ -338,7 +338,7 @@ def test_underflow_cannot_tell_of_other_records_and_of_what_it_has_forgotten() -
 )
 def test_the_share_of_zeros_meets_its_obvious_reference(numbers: list[float], calls: int, dtype: torch.dtype) -> None:
     layout = Layout((Site("total", "total", "", 0, 0, ""), Site("a", "layer", "Linear", 1, 4, "")))
-    statistic = SignalStatistics(LossPass())
+    statistic = SignalStatistics(LossPass(nn.Module()))
     on_gradient = statistic.on_grad_output(1, nn.Linear(1, 1), "")
     assert on_gradient is not None
     assert statistic.on_grad_output(1, nn.ReLU(), "ReLU") is None
@@ -360,7 +360,7 @@ def test_the_share_of_zeros_meets_its_obvious_reference(numbers: list[float], ca
 
 def test_a_signal_that_becomes_float16_later_is_counted_at_once() -> None:
     layout = Layout((Site("total", "total", "", 0, 0, ""), Site("a", "layer", "Linear", 1, 4, "")))
-    statistic = SignalStatistics(LossPass())
+    statistic = SignalStatistics(LossPass(nn.Module()))
     on_gradient = statistic.on_grad_output(1, nn.Linear(1, 1), "")
     assert on_gradient is not None
     for sample in range(10):

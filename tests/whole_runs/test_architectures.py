@@ -59,7 +59,10 @@ def train_architecture(
     with watch or nullcontext():
         for step in range(STEPS):
             optimizer.zero_grad()
-            architecture.loss(model, step).backward()
+            loss = architecture.loss(model, step)
+            if reference:
+                reference.take()  # what flows back before is of another gradient: the slope in a gradient penalty
+            loss.backward()
             truth = Truth()
             if watch and reference:
                 truth.grad_norm = gradient_norms(model, optimizer)

@@ -106,7 +106,7 @@ class Engine:
         self.replay, self.alert_reaction = replay or BatchReplay(), AlertReaction(options.on_alert)
         self.schedule = SamplingSchedule(options.every_n_steps, options.budget)
         self.overhead = Overhead()
-        self._loss_pass = loss_pass = LossPass(announced=mode.loop == "automatic")
+        self._loss_pass = loss_pass = LossPass(model, announced=mode.loop == "automatic")
         self.diagnosis = Diagnosis(rules, tuple(sinks), on_alert=self._alerted, trace=self.replay.trace)
         self.interventions = InterventionRuntime(
             interventions,
@@ -114,7 +114,7 @@ class Engine:
             self.diagnosis,
             mode,
             end=self.alert_reaction.end,
-            acts=lambda: loss_pass.begun and training() == "running",
+            acts=lambda: loss_pass.counts() and training() == "running",
             reports_batches=self._reports_batches,
         )
         self._run = Run(self.diagnosis.history.layout, "")

@@ -251,7 +251,7 @@ class TensorTaps:
 
     def _add(self, number: int, gradient: Tensor) -> None:
         # a pass that makes a graph is to be differentiated again: a penalty on gradients
-        if not (self.armed and self._loss_pass.begun) or torch.is_grad_enabled() or is_capturing():
+        if not (self.armed and self._loss_pass.counts()) or torch.is_grad_enabled() or is_capturing():
             return
         values, step = dense_real(gradient), self._step
         step.order.setdefault(number)

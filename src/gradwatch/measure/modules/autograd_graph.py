@@ -66,7 +66,7 @@ def register_node_hook(node: Any, on_gradient: Callable[[Tensor], None], costs: 
 
     def on_node(gradients: tuple[Tensor | None, ...]) -> None:
         gradient = gradients[0]
-        if gradient is not None and loss_pass.begun and is_dense_real(gradient):
+        if gradient is not None and loss_pass.counts() and is_dense_real(gradient):
             on_gradient(gradient.detach() if gradient.requires_grad else gradient)
 
     node.register_prehook(recorded(on_node, costs))

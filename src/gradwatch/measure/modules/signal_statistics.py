@@ -51,7 +51,7 @@ class SignalStatistics(ModuleStatistic):
 
     def _measure(self, site: int, gradient: Tensor) -> None:
         step = self.step
-        if len(step.norms) >= MAX_TENSORS or not self._loss_pass.begun:
+        if len(step.norms) >= MAX_TENSORS or not self._loss_pass.counts():
             return
         if gradient.requires_grad:
             gradient = gradient.detach()

@@ -96,7 +96,7 @@ class _StepCalls:
 
         def on_grad_output(gradient: Tensor | None) -> None:
             self.reached.add(site)
-            counts = self.loss_pass.begun and self.measured < MAX_TIME_STEPS
+            counts = self.loss_pass.counts() and self.measured < MAX_TIME_STEPS
             if gradient is not None and counts and is_hookable(gradient):
                 found = norms(gradient.detach())
                 self.measured += len(found)
@@ -139,7 +139,7 @@ class TimeStepGradients(ModuleStatistic):
             return None
 
         def on_grad_output(gradient: Tensor) -> None:
-            if self.step.loss_pass.begun and is_hookable(gradient):
+            if self.step.loss_pass.counts() and is_hookable(gradient):
                 self.step.output_norms.setdefault(site, []).append(_norm_of(gradient.detach()))
 
         return on_grad_output
