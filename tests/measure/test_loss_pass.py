@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Iterable
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import LightningModule
@@ -121,6 +122,47 @@ def test_an_intervention_leaves_gradients_of_inputs_alone() -> None:
     net.zero_grad()
     net(inputs(0)).sum().backward()
     torch.testing.assert_close(2 * scaled, net.first.weight.grad)
+
+
+class Classifier(nn.Module):
+    """Sequences [N, 6], seen twice -> probabilities [N, 3]."""
+
+    def __init__(self, cell: type[nn.Module]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.cell, self.head, self.softmax = cell(1, 8), nn.Linear(8, 3), nn.Softmax(dim=-1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, state = x.repeat(1, 2), None
+        if isinstance(self.cell, nn.RNN):
+            state = self.cell(x.t().unsqueeze(-1))[0][-1]
+        else:
+            for part in x.unbind(1):
+                state = self.cell(part.unsqueeze(-1), state)
+        return self.softmax(self.head(state))
+
+
+@pytest.mark.parametrize("cell", [nn.RNN, nn.RNNCell])
+def test_nor_for_what_is_measured_inside_layers(cell: type[nn.Module]) -> None:
+    """A gradient through time, and that of probabilities, with a gradient of inputs before the loss and without."""
+    found = {}
+    for slopes in (False, True):
+        model = Classifier(cell)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with Watch(model, sinks=(), budget=None) as watch:
+            for step in range(STEPS):
+                optimizer.zero_grad()
+                for size in (0.1, 10.0) if slopes else ():  # whose gradients fade less, or more
+                    x = (size * inputs(step)).requires_grad_()
+                    torch.autograd.grad(model(x).square().sum(), x)
+                nn.functional.cross_entropy(model(inputs(step)), torch.arange(4) % 3).backward()
+                watch.step(optimizer)
+                optimizer.step()
+        statistics = {"time_steps": "cell", "time_growth": "cell", "logit_misfit": "softmax"}
+        statistics |= {"time_gain": "cell"} if cell is nn.RNN else {}
+        found[slopes] = [watch.history.series(statistic, site) for statistic, site in statistics.items()]
+    np.testing.assert_array_equal(found[True], found[False])
+    assert np.isfinite(found[True]).all()
 
 
 # ---- passes that are the loss's, however they run
