@@ -163,7 +163,7 @@ class _ParameterHook:
 
     def __call__(self, gradient: Tensor | None) -> None:
         arrivals, place = self.arrivals, self.place
-        if gradient is None or not arrivals.loss_pass.counts() or (gradient.is_cuda and is_capturing()):
+        if gradient is None or not arrivals.loss_pass.begun or (gradient.is_cuda and is_capturing()):
             return
         begun = perf_counter()
         try:
