@@ -19,12 +19,13 @@ import gradwatch
 from fake_devices import HERE, HOST, OTHER, ByOperators, Kernels, landing_at_once
 from gradwatch import Scale, SkipNonFinite, Watch
 from gradwatch.engine.diagnosis import Diagnosis
-from gradwatch.engine.interventions import gradient_hooks, signal_hooks
+from gradwatch.engine.interventions import gradient_hooks
 from gradwatch.engine.interventions.active_intervention import ActiveIntervention
 from gradwatch.engine.interventions.batchnorm_buffers import BatchNormBuffers
 from gradwatch.engine.interventions.gates import Gates
 from gradwatch.engine.interventions.gradient_hooks import GradientHooks, apply_action
 from gradwatch.engine.interventions.signal_hooks import SignalHooks
+from gradwatch.hooks import hook_set
 from gradwatch.interventions import adaptive
 from gradwatch.interventions.contract import Editing, ParameterScope, Scaling
 from gradwatch.measure import devices, parameter_hooks, reductions, tensor_taps
@@ -235,8 +236,7 @@ def test_nothing_is_done_in_hooks_while_a_graph_is_captured(monkeypatch: pytest.
     diagnosis = Diagnosis((), (), on_alert=lambda alert: None)
     signals = SignalHooks(1, diagnosis, lambda: True, reports_batches=False)
     signals._factors = torch.ones((1, 2), device=HERE)
-    for module in (gradient_hooks, signal_hooks):
-        monkeypatch.setattr(module, "is_capturing", lambda: True)
+    monkeypatch.setattr(hook_set, "is_capturing", lambda: True)
     with Kernels() as kernels, torch.no_grad():
         assert hooks._hook(0, weakref.ref(model.weight), [halved])(gradient) is None
         assert signals._hook(1, [halved])(gradient) is None

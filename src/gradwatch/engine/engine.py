@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from time import perf_counter
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from gradwatch.core.alert import Alert, short_list
@@ -376,7 +377,7 @@ class Engine:
         this = weakref.ref(self)
 
         def closes(gradient: Tensor | None) -> None:
-            engine = this()
+            engine = None if torch.compiler.is_compiling() else this()  # compiled autograd
             if engine is None:
                 return
             if engine._announced:

@@ -66,9 +66,13 @@ class HookCosts:
 
 
 def recorded(hook: Callable[P, R], costs: HookCosts) -> Callable[P, R | None]:
-    """`hook`, whose time and errors are recorded in `costs`; after an error it returns None."""
+    """`hook`, whose time and errors are recorded in `costs`; after an error, and where it would become part of a graph,
+    it returns None.
+    """
 
     def recording(*args: P.args, **kwargs: P.kwargs) -> R | None:
+        if is_tracing():
+            return None
         begun = perf_counter()
         try:
             return hook(*args, **kwargs)
@@ -180,7 +184,9 @@ def is_capturing() -> bool:
 
 
 def is_tracing() -> bool:
-    """Whether this code is being compiled, traced or captured: no hook of ours may become part of that graph."""
+    """Whether this code is being compiled, traced or captured: no hook of ours may become part of that graph. Compiled
+    autograd compiles the hooks of a backward pass.
+    """
     # in this order: what is being compiled cannot ask for a capture (torch 2.6)
     if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         return True

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
@@ -59,6 +60,8 @@ def register_value_hook(tensor: Tensor, hook: Callable[[Tensor | None], Any]) ->
     handle, edited = on_base
 
     def on_view(gradient: Tensor | None) -> Tensor | None:
+        if torch.compiler.is_compiling():  # compiled autograd
+            return None
         return None if edited() else hook(gradient)  # the part from before an edit is in the base's gradient
 
     return [handle, tensor.register_hook(on_view)]
@@ -88,6 +91,8 @@ def register_base_hook(
         return counter._version != version
 
     def on_base(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
+        if torch.compiler.is_compiling():
+            return None
         already_fired, fired[0] = fired[0], False
         gradient = gradients[output_number]
         if already_fired or gradient is None or not edited():

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from gradwatch.core.training_loop import TrainingMode
-from gradwatch.hooks.hook_set import HookSet, is_capturing
+from gradwatch.hooks.hook_set import HookSet, is_tracing
 from gradwatch.measure.device_buffer import DeviceBuffer, HostCopy, host_view
 from gradwatch.measure.layers import has_doubles, is_lazy, main_device, smallest_of_parts
 from gradwatch.measure.reductions import is_vmapped, norm_into
@@ -103,20 +103,20 @@ class NonfiniteSource:
             self.store.publish(step_count, -1)
 
     def _look(self, slot: Tensor, gradient: Tensor | None) -> None:
+        if is_tracing() or gradient is None:
+            return
         try:
-            if gradient is None:
-                return
             if (seen := host_view(slot)) is not None:
                 norm_into(gradient.detach(), slot)
                 if not np.isfinite(seen):
                     self.alarmed = True
                     self.store.publish(self.step_count, self._micro - 1)
-            elif not is_capturing():
+            else:
                 norm = torch.empty_like(slot)
                 norm_into(gradient.detach(), norm)
                 slot.add_(norm)
         except Exception as error:
-            if not (gradient is not None and is_vmapped(gradient)):  # asked only here: this runs at every step
+            if not is_vmapped(gradient):  # asked only here: this runs at every step
                 self.errors.append(error)
 
 

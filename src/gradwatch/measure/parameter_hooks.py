@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from gradwatch.hooks.garbage_collector import no_collections
-from gradwatch.hooks.hook_set import HookSet, after_backward, backward_pass, is_capturing, is_hooked_by_others
+from gradwatch.hooks.hook_set import HookSet, after_backward, backward_pass, is_hooked_by_others, is_tracing
 from gradwatch.measure.device_buffer import host_view
 from gradwatch.measure.devices import moved, widest_type
 from gradwatch.measure.dtensor import is_dtensor
@@ -163,7 +163,7 @@ class _ParameterHook:
 
     def __call__(self, gradient: Tensor | None) -> None:
         arrivals, place = self.arrivals, self.place
-        if gradient is None or not arrivals.loss_pass.begun or (gradient.is_cuda and is_capturing()):
+        if is_tracing() or gradient is None or not arrivals.loss_pass.begun:
             return
         begun = perf_counter()
         try:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from gradwatch.hooks.hook_set import HookSet, is_capturing
+from gradwatch.hooks.hook_set import HookSet, is_tracing
 from gradwatch.measure.dtensor import is_dtensor
 from gradwatch.measure.layers import is_lazy, smallest_of_parts
 from gradwatch.measure.reductions import dense_real, is_vmapped, joined, version_of, wide_norm
@@ -189,8 +189,10 @@ class StaleGradientCheck:
 
 def _on_arrival(checked: _CheckedParameter, errors: list[Exception]) -> Callable[[Tensor | None], None]:
     def on_gradient(gradient: Tensor | None) -> None:
+        if is_tracing() or gradient is None:
+            return
         try:
-            if checked.cleared or gradient is None or is_vmapped(gradient) or is_capturing():
+            if checked.cleared or is_vmapped(gradient):
                 return
             there = checked.gradient
             if there is None or (checked.gradient_version is not None and checked.gradient_version != _version(there)):
@@ -208,12 +210,13 @@ def _on_arrival(checked: _CheckedParameter, errors: list[Exception]) -> Callable
 
 def _on_accumulated(checked: _CheckedParameter, errors: list[Exception]) -> Callable[[Tensor], None]:
     def accumulated(parameter: Tensor) -> None:
+        if is_tracing():
+            return
         try:
             # torch.autograd.grad calls the hook before, too, and adds nothing
-            if not is_capturing():
-                checked.added = True
-                if checked.gradient_version is not None:
-                    checked.gradient_version = _version(parameter.grad)
+            checked.added = True
+            if checked.gradient_version is not None:
+                checked.gradient_version = _version(parameter.grad)
         except Exception as error:
             errors.append(error)
 

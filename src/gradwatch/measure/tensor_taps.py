@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gradwatch.core.record import MEASURED, NO_GRADIENT, TOTAL, UNMEASURABLE, Codes, Floats, Layout
 from gradwatch.hooks.graph_release import MAX_UNPREPARED, made_by, release_in_a_loop
-from gradwatch.hooks.hook_set import is_capturing
+from gradwatch.hooks.hook_set import is_tracing
 from gradwatch.hooks.view_gradients import register_value_hook
 from gradwatch.measure.device_buffer import HostCopy, host_view
 from gradwatch.measure.devices import moved
@@ -223,10 +223,11 @@ class TensorTaps:
         seen[key] = ref(tensor), tensor._version
 
         def on_gradient(gradient: Tensor | None) -> None:
+            if is_tracing() or gradient is None:
+                return
             begun = perf_counter()
             try:
-                if gradient is not None:
-                    self._add(number, gradient)
+                self._add(number, gradient)
             except Exception as error:  # raised here, it would end the user's backward pass
                 self._errors.append(error)
             self.seconds += perf_counter() - begun
@@ -251,7 +252,7 @@ class TensorTaps:
 
     def _add(self, number: int, gradient: Tensor) -> None:
         # a pass that makes a graph is to be differentiated again: a penalty on gradients
-        if not (self.armed and self._loss_pass.counts()) or torch.is_grad_enabled() or is_capturing():
+        if not (self.armed and self._loss_pass.counts()) or torch.is_grad_enabled():
             return
         values, step = dense_real(gradient), self._step
         step.order.setdefault(number)

@@ -41,6 +41,8 @@ class ActiveIntervention:
         """The same on the device; None for all parameters."""
         self.hooked = False
         """Whether it acts in hooks, not at the step."""
+        self.acted = False
+        """Whether it has acted in a hook."""
         self.sites: Indices = np.zeros(0, dtype=np.intp)
         """The layers on whose signals it acts; then it has no `indices`."""
         self.judged = self.refused = 0

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gradwatch.engine.interventions.active_intervention import ActiveIntervention
-from gradwatch.hooks.hook_set import HookSet, is_capturing
+from gradwatch.hooks.hook_set import HookSet, is_tracing
 from gradwatch.interventions.contract import Editing, Scaling
 from gradwatch.measure.device_buffer import host_view
 from gradwatch.measure.devices import moved, widest_type
@@ -86,11 +86,13 @@ class GradientHooks:
         present = torch.ones(1, dtype=torch.bool, device=slot.device)
 
         def act(gradient: Tensor | None) -> Tensor | None:
+            if is_tracing():
+                return None
             owner, weight = this(), parameter()
             # a gradient that is differentiated again is a user's result, not what an optimizer uses
             if gradient is None or torch.is_grad_enabled() or owner is None or weight is None:
                 return None
-            if not owner._acts() or is_capturing():
+            if not owner._acts():
                 return None
             new, active = gradient, actions[0][0]
             try:
@@ -101,6 +103,7 @@ class GradientHooks:
                 scale = owner.scale
                 norm = norm if scale is None else norm / moved(scale, norm.device)
                 for active, action in actions:
+                    active.acted = True
                     other, factor, after = apply_action(action, new, norm, present, weight, scale, owner.steps[index])
                     keep_most_changed(factors.select(0, active.number), factor, first=owner.calls[index] == 1)
                     if not active.dry:

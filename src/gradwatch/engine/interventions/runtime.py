@@ -31,6 +31,9 @@ from gradwatch.measure.layers import NoSuchLayer, is_lazy
 from gradwatch.measure.site_values import Reading
 from gradwatch.measure.step_info import StepInfo
 
+STEPS_TO_ACT = 20
+"""Steps of an optimizer after which it is said of an intervention that its hooks have not acted. Judgement."""
+
 
 class InterventionRuntime:
     """Runs the interventions in their order. One that raises is switched off and logged once; the others go on."""
@@ -152,6 +155,8 @@ class InterventionRuntime:
             self.open(reader)
         if not self.active:
             return None
+        if step == STEPS_TO_ACT:
+            self._note_unused_hooks()
         assert self.gradient_hooks is not None
         held = reader.held_by(optimizer)
         norms = self._norms(reader, reading.index["grad_norm"])
@@ -297,6 +302,15 @@ class InterventionRuntime:
         for index, of_parameter in actions.items():
             if not is_lazy(reader.parameters[index]):
                 self.gradient_hooks.attach(index, reader.parameters[index], of_parameter)
+
+    def _note_unused_hooks(self) -> None:
+        for active in self.active:
+            if (active.hooked or len(active.sites)) and not active.acted:
+                note = (
+                    f"{active} did not act in the first {STEPS_TO_ACT} steps: no gradient of the loss came to its "
+                    "hooks, as with compiled autograd, or where none comes to its layers"
+                )
+                self._diagnosis.note(note, log=not self._mode.rank)
 
     def _norms(self, reader: GradientReader, slots: Indices) -> Tensor:
         """The norms of all gradients; their slots are sent to the device when they are others than at the last step."""

@@ -14,7 +14,7 @@ from gradwatch.engine.diagnosis import Diagnosis
 from gradwatch.engine.interventions.active_intervention import ActiveIntervention, CannotAct
 from gradwatch.engine.interventions.gradient_hooks import HookAction, apply_action, keep_most_changed
 from gradwatch.engine.interventions.step_effect import AppliedFactors
-from gradwatch.hooks.hook_set import HookCosts, HookSet, OutputHook, is_capturing
+from gradwatch.hooks.hook_set import HookCosts, HookSet, OutputHook, is_tracing
 from gradwatch.interventions import Editing, ParameterScope, Scaling
 from gradwatch.measure.devices import moved
 from gradwatch.measure.gradient_reader import GradientReader
@@ -136,12 +136,15 @@ class SignalHooks:
         present = torch.ones(1, dtype=torch.bool, device=device)
 
         def act(signal: Tensor | None) -> Tensor | None:
+            if is_tracing():
+                return None
             owner = this()
             # a signal that is differentiated again (a gradient penalty) is a user's result, not what layers learn from
-            if signal is None or owner is None or torch.is_grad_enabled() or not owner._acts() or is_capturing():
+            if signal is None or owner is None or torch.is_grad_enabled() or not owner._acts():
                 return None
             new, norm = signal, None
             for active, action in actions:
+                active.acted = True
                 try:
                     if norm is None:
                         norm = moved(norm_of(signal), device).reshape(1)
