@@ -198,4 +198,5 @@ def _number(loss: Any) -> Tensor | None:
         return loss.reshape(())
     if isinstance(loss, Tensor):
         raise ValueError(f"loss: a tensor of shape {tuple(loss.shape)}: expected one number, such as loss.mean()")
-    return torch.tensor(check_number("loss", loss, "one number, or a tensor that holds one", valid=lambda number: True))
+    number = check_number("loss", loss, "one number, or a tensor that holds one", valid=lambda number: True)
+    return torch.tensor(number, device="cpu")

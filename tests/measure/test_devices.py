@@ -121,6 +121,30 @@ def test_only_one_file_copies_without_waiting() -> None:
     assert found == {"devices.py"}, "use `moved`, or `start_copy`"
 
 
+FACTORIES = {
+    *("arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace", "ones", "rand", "randint"),
+    *("randn", "randperm", "scalar_tensor", "sparse_coo_tensor", "tensor", "zeros"),
+}
+"""Functions of torch that make tensors on its default device, where none is given."""
+
+
+def test_tensors_are_made_on_a_device_that_is_named() -> None:
+    """The user may have another default device than the CPU (`torch.set_default_device`)."""
+    found = []
+    for path in Path(gradwatch.__path__[0]).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            function = node.func if isinstance(node, ast.Call) else None
+            if (
+                isinstance(function, ast.Attribute)
+                and function.attr in FACTORIES
+                and ast.unparse(function.value) == "torch"
+            ):
+                assert isinstance(node, ast.Call)
+                if "device" not in {keyword.arg for keyword in node.keywords}:
+                    found.append(f"{path.name}:{node.lineno} {ast.unparse(node)}")
+    assert not [call for call in found if not call.startswith("demo_training.py")]  # a training of its own
+
+
 class _Xpu:
     def __init__(self, *, has_fp64: bool) -> None:
         self.has_fp64 = has_fp64

@@ -84,7 +84,7 @@ class _Units:
         indices = sparse.indices()
         values, changed = self.edit(sparse.values(), weight.index_select(0, indices[0]), scale, step)
         return torch.sparse_coo_tensor(
-            indices, values, sparse.shape, is_coalesced=True, check_invariants=False
+            indices, values, sparse.shape, device=values.device, is_coalesced=True, check_invariants=False
         ), changed
 
     def factors(

@@ -97,7 +97,7 @@ class Clip:
         limits = [0.0] * groups.count
         for group, owner in zip(groups.groups, scope.owners, strict=True):
             limits[group] = self.limits[which[owner]][1]
-        allowed = moved(torch.tensor(limits, dtype=widest_type(scope.device)), scope.device)
+        allowed = moved(torch.tensor(limits, dtype=widest_type(scope.device), device="cpu"), scope.device)
 
         def factors(norms: Tensor, present: Tensor, step: int) -> Tensor:
             whole = groups.norms(norms)
@@ -123,7 +123,7 @@ def _within(value: float, gradient: Tensor, weight: Tensor, scale: Tensor | None
         gradient = gradient.coalesce()
         inside, changed = _within(value, gradient.values(), weight, scale, step)
         return torch.sparse_coo_tensor(
-            gradient.indices(), inside, gradient.shape, is_coalesced=True, check_invariants=False
+            gradient.indices(), inside, gradient.shape, device=inside.device, is_coalesced=True, check_invariants=False
         ), changed
     clipped = gradient.clamp(-limit, limit) if isinstance(limit, float) else gradient.clamp(min=-limit, max=limit)
     return clipped, (gradient.abs() > limit).any()

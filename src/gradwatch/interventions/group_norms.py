@@ -29,8 +29,8 @@ class GroupNorms:
         widest = max(map(len, members))
         # summed row by row, which always gives the same bits; index_add_ does not on an accelerator
         rows = [own + [len(self.groups)] * (widest - len(own)) for own in members]
-        self._rows = moved(torch.tensor(rows, dtype=torch.int64), device)
-        self._groups = moved(torch.tensor(self.groups, dtype=torch.int64), device)
+        self._rows = moved(torch.tensor(rows, dtype=torch.int64, device="cpu"), device)
+        self._groups = moved(torch.tensor(self.groups, dtype=torch.int64, device="cpu"), device)
 
     def norms(self, norms: Tensor) -> Tensor:
         """The norms of the groups, shape [count], from those of the n gradients."""

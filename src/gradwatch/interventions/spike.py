@@ -148,8 +148,8 @@ class _NormHistories:
         if counts.shape != (len(names),):
             raise ValueError("the histories of norms and their counts are of different lengths")
         rows = [row for row, name in enumerate(self._names) if name in names]
-        saved_rows = torch.tensor([names[self._names[row]] for row in rows], dtype=torch.int64)
-        own_rows = moved(torch.tensor(rows, dtype=torch.int64), self._logs.device)
+        saved_rows = torch.tensor([names[self._names[row]] for row in rows], dtype=torch.int64, device="cpu")
+        own_rows = moved(torch.tensor(rows, dtype=torch.int64, device="cpu"), self._logs.device)
         found, added = (
             moved(saved[moved(saved_rows, saved.device)], own.device, own.dtype)
             for saved, own in ((logs, self._logs), (counts, self._added))

@@ -48,7 +48,7 @@ def start_copy(tensor: Tensor) -> tuple[Tensor, torch.Event]:
     it has landed. `tensor` may be written again as soon as this returns.
     """
     # torch's allocator of pinned memory reuses blocks, and not before the copy into them is done
-    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
     pinned.copy_(tensor, non_blocking=True)
     event = torch.Event(tensor.device)
     event.record(torch.accelerator.current_stream(tensor.device))

@@ -21,7 +21,7 @@ def check_scaler(scaler: Any) -> None:
 def scale_on(scaler: Any, device: torch.device) -> Tensor:
     """The loss scale, 0-d, on `device`; waits for a scale that has to come to the CPU, and for no other."""
     if device.type == "cpu":  # where the scaler would use a scale that has not arrived yet
-        return torch.tensor(float(scaler.get_scale()))
+        return torch.tensor(float(scaler.get_scale()), device="cpu")
     scale: Tensor = scaler.scale(torch.ones((), device=device))
     return scale
 

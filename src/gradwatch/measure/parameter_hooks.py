@@ -72,7 +72,7 @@ class _DeviceSquares:
         if known is None:
             plan = Plan(gradients, self._together)
             plan.run(gradients)
-            index = torch.tensor([places[position] for position in plan.positions])
+            index = torch.tensor([places[position] for position in plan.positions], device="cpu")
             known = self._plan = places, plan, moved(index, self.squares.device)
         index = known[2]
         self.squares.index_add_(0, index, self._together[: len(index)].to(self.wide).square_())
@@ -265,7 +265,7 @@ class ParameterHooks:
         total: Tensor | None = None
         for on_device in arrivals.devices.values():
             on_device.add_up()
-            index = moved(torch.tensor(places, dtype=torch.int64), on_device.squares.device)
+            index = moved(torch.tensor(places, dtype=torch.int64, device="cpu"), on_device.squares.device)
             squares = moved(on_device.squares[index], device)
             total = squares if total is None else total + squares
             on_device.squares.index_fill_(0, index, 0.0)

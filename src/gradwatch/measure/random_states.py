@@ -82,7 +82,11 @@ class RngState:
         return {
             "cpu": self.cpu.clone(),
             "devices": {device: state.clone() for device, state in self.devices.items()},
-            "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
+            "python": {
+                "version": version,
+                "words": torch.tensor(words, dtype=torch.int64, device="cpu"),
+                "gauss": gauss,
+            },
             "numpy": numpy,
         }
 

@@ -158,7 +158,7 @@ def exact_norm(tensor: Tensor) -> Tensor:
     if not has_float64(flat.device):
         return _norm_by_largest(flat)
     parts = [torch.linalg.vector_norm(chunk, dtype=torch.float64) for chunk in flat.split(STACK)]
-    return torch.linalg.vector_norm(torch.stack(parts)) if parts else torch.zeros((), dtype=torch.float64)
+    return torch.linalg.vector_norm(torch.stack(parts)) if parts else flat.new_zeros((), dtype=torch.float64)
 
 
 def wide_norm(values: Tensor) -> Tensor:
@@ -224,7 +224,7 @@ def _norm_rows(rows: Tensor, out: Tensor) -> None:
 
 def _zero_rows(rows: Tensor, out: Tensor) -> None:
     """Stacks are made on the CPU only."""
-    ones = torch.eq(rows, 0, out=torch.empty(rows.shape, dtype=torch.float32))
+    ones = torch.eq(rows, 0, out=torch.empty_like(rows, dtype=torch.float32))
     out.copy_(ones.sum(dim=1))
 
 
@@ -244,7 +244,7 @@ def _norm_many(tensors: Sequence[Tensor], out: Tensor) -> None:
 def _zeros_many(tensors: Sequence[Tensor], out: Tensor) -> None:
     """Zeros in each of a list of strided real tensors of one type and device."""
     if tensors[0].is_cpu:
-        out.copy_(torch.tensor([_zeros_on_host(tensor) for tensor in tensors], dtype=out.dtype))
+        out.copy_(torch.tensor([_zeros_on_host(tensor) for tensor in tensors], dtype=out.dtype, device="cpu"))
     else:
         zeros_by_signs(tensors, out)
 
@@ -270,9 +270,10 @@ def zeros_by_signs(tensors: Sequence[Tensor], out: Tensor) -> None:
     if parts:
         counts += _nonzero_counts(parts)
     together = torch.stack(counts)
-    zeros = moved(torch.tensor([tensor.numel() for tensor in tensors], dtype=together.dtype), together.device)
+    sizes = torch.tensor([tensor.numel() for tensor in tensors], dtype=together.dtype, device="cpu")
+    zeros = moved(sizes, together.device)
     # whole numbers: their sum does not depend on the order
-    zeros.index_add_(0, moved(torch.tensor(owners), together.device), together, alpha=-1)
+    zeros.index_add_(0, moved(torch.tensor(owners, device="cpu"), together.device), together, alpha=-1)
     out.copy_(zeros, non_blocking=not out.is_cpu)
 
 

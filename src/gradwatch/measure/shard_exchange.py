@@ -177,7 +177,7 @@ class ShardReducer:
             float(first) if mesh is None else 1.0 / (self.ranks // int(mesh.size()) * replicas(parameter))
             for parameter, mesh in zip(parameters, meshes, strict=True)
         ]
-        self._counts = moved(torch.tensor(counts, dtype=torch.float64), buffer.device)
+        self._counts = moved(torch.tensor(counts, dtype=torch.float64, device="cpu"), buffer.device)
         self.buffer = buffer
         # parameters that are offloaded to the CPU are still reduced on the mesh's own device
         self._device = buffer.device
@@ -283,7 +283,7 @@ class ShardBlock:
     def summed(self) -> Tensor:
         """Which rows hold numbers that add up, not norms: shape [rows, 1], on the host."""
         known = [row in SUMMED for row in self.rows]
-        return torch.tensor(known + [False] * (self.size - len(known))).unsqueeze(1)
+        return torch.tensor(known + [False] * (self.size - len(known)), device="cpu").unsqueeze(1)
 
     def send(self) -> HostCopy:
         assert self.host_copy is not None, "it was exchanged"

@@ -115,7 +115,7 @@ class _WeightCopies:
         self._safe = safe_norms(whole[:first])
         counts = whole[:first] + [samples[i].numel() for i in order]
         scales = [(all_of / count) ** 0.5 if count else 1.0 for all_of, count in zip(whole, counts, strict=True)]
-        self._scales = moved(torch.tensor(scales, dtype=buffer["updates"].dtype), buffer.device)
+        self._scales = moved(torch.tensor(scales, dtype=buffer["updates"].dtype, device="cpu"), buffer.device)
         """Factors that make norms of every k-th element estimates for whole tensors."""
         self._scaled = any(scale != 1.0 for scale in scales)
 

@@ -147,7 +147,7 @@ def _classes(target: Target, scores: Tensor) -> Tensor:
     if not isinstance(target, Tensor):
         expected = f"a class from 0 to {classes - 1}, a tensor of them [{images}] or None"
         number = check_whole("gradcam: target", target, expected, least=0, most=classes - 1)
-        target = torch.full((images,), number, dtype=torch.int64)
+        target = torch.full((images,), number, dtype=torch.int64, device=scores.device)
     if target.ndim == 0:
         target = target.expand(images)
     if (

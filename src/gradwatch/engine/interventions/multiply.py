@@ -33,7 +33,7 @@ class CpuScalars:
         """The factors of `members` from `times`, shape [n], to multiply tensors of `dtype` by."""
         wide = dtype if dtype in (torch.float32, torch.float64) else torch.float64
         if wide not in self._kinds:
-            buffer = torch.ones(self._count, dtype=wide)
+            buffer = torch.ones(self._count, dtype=wide, device="cpu")
             self._kinds[wide] = buffer, buffer.unbind()
         buffer, each = self._kinds[wide]
         buffer.copy_(torch.from_numpy(times))

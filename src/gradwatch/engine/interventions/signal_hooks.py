@@ -40,7 +40,7 @@ class SignalHooks:
         self._hooks, self._costs = HookSet(), HookCosts()
         self._layers: dict[int, tuple[nn.Module, list[HookAction]]] = {}
         """Site -> the layer, and the actions on its signals in order."""
-        self._factors = torch.ones((numbers, 0), dtype=torch.float32)
+        self._factors = torch.ones((numbers, 0), dtype=torch.float32, device="cpu")
         """Factor by which each intervention changed the norm of a site's signal, the farthest from 1 of all calls."""
         self.step = 0
         """The number of the next step."""

@@ -175,7 +175,7 @@ class StepGradients:
                 multiply_each(gradients, factors)
             key = tuple(own_indices)
             if key not in self._plan.device_indices:
-                there = torch.tensor(own_indices, dtype=torch.int64)
+                there = torch.tensor(own_indices, dtype=torch.int64, device="cpu")
                 self._plan.device_indices[key] = moved(there, self.norms.device)
             yield own_indices, self._plan.device_indices[key], norms_of(gradients), differs
 

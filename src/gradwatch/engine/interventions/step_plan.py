@@ -60,7 +60,7 @@ def make_plan(
         keys = [(*key, group.get(index, -1)) for key, index in zip(keys, held.indices, strict=True)]
     known: dict[tuple[int, ...], int] = {}
     in_order = held.indices == list(range(count))
-    members = None if in_order else moved(torch.tensor(held.indices, dtype=torch.int64), device)
+    members = None if in_order else moved(torch.tensor(held.indices, dtype=torch.int64, device="cpu"), device)
     groups = [known.setdefault(key, len(known)) for key in keys]
     member_of = {index: member for member, index in enumerate(held.indices)}
     return StepPlan(held.absent, present, applied, groups, members, member_of, CpuScalars(len(groups)))

@@ -116,7 +116,7 @@ class TimeStepGradients(ModuleStatistic):
 
     def __init__(self, costs: HookCosts, loss_pass: LossPass) -> None:
         self.step = _StepCalls(costs, loss_pass)
-        self.leaf = torch.empty(0, requires_grad=True)
+        self.leaf = torch.empty(0, device="cpu", requires_grad=True)
         self._loops = CallLoops()
         self._layers: set[int] = set()
         """Sites of the layers that are no sequence layers."""
