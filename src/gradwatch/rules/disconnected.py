@@ -20,7 +20,6 @@ from gradwatch.core.record import (
     NO_OPTIMIZER,
     NOT_SAMPLED,
     OTHER_OPTIMIZER,
-    Codes,
     Layout,
     Mask,
     Sites,
@@ -103,10 +102,10 @@ TEXTS = {
     ),
     "no_slope": (
         "{their} gradient was exactly 0 at each of {steps}",
-        "The gradient of {all} was exactly 0 at each of {steps}: {flat}a loss weight of 0, a mask or padding that "
+        "The gradient of {all} was exactly 0 at each of {steps}: {cause}a loss weight of 0, a mask or padding that "
         "leaves nothing, a hook that makes it 0, an operation without a slope (round, sign, a comparison, a clamp or "
         "an activation in its flat part, a softmax or norm of one number), or units that are dead{since}.{biased}",
-        "{normed}a weight above 0 for the loss of layer {last}, no clamp of its outputs, {scalar}or straight "
+        "{remedy}a weight above 0 for the loss of layer {last}, no clamp of its outputs, {scalar}or straight "
         "through: x + (round(x) - x).detach().",
     ),
     "zero_weights": (
@@ -220,52 +219,82 @@ class Disconnected(CheckedRule):
     def __call__(self, history: History) -> Sequence[Finding] | None:
         if not history.has("grad_norm"):
             return None
-        norms, codes, layers = history.row("grad_norm"), history.codes(1)[0], history.layout.layers
+        layout, norms, codes = history.layout, history.row("grad_norm"), history.codes(1)[0]
+        layers, (weights, biases) = layout.layers, _weights_beside_biases(layout)
         without = np.flatnonzero(codes[1:] == NO_GRADIENT) + 1
-        without = without[[history.layout.sites[i].numel > 0 for i in without]]  # an empty one has nothing to learn
+        without = without[layout.sizes[without] > 0]  # an empty one has nothing to learn
         zero = layers[(norms[layers] == 0) & (codes[layers] == MEASURED)]
-        weights, biases = _weights_beside_biases(history.layout)
         alone = (norms[weights] == 0) & (norms[biases] > 0)
-        found = [
-            *(self._without_gradient(history, without) if len(without) else ()),
-            *(self._always_zero(history, zero) if len(zero) else ()),
-        ]
+        found: list[Finding] = []
+        if len(without):
+            found += [*self._no_longer(history, without), *self._never(history, without)]
+        if len(zero):
+            found += self._always_zero(history, zero)
         if alone.any() and not found:  # what ends the gradients of layers may do so by outputs of 0
-            found = self._weights_always_zero(history, weights[alone], biases[alone])
+            found += self._weights_always_zero(history, weights[alone], biases[alone])
         return sorted(found, key=lambda finding: -finding.severity.order)  # the first one names the incident
 
-    def _without_gradient(self, history: History, sites: Sites) -> list[Finding]:
-        layout, found = history.layout, self._no_longer(history, sites)
+    def _no_longer(self, history: History, sites: Sites) -> list[Finding]:
+        """What of `sites` had a gradient at each of `steady_records`, then none at `lost_records`; where no layer has
+        one: a gradient at any record, then none at `unused_records`.
+        """
+        nowhere = self._nowhere(history, self.unused_records)
+        limit = self.unused_records if nowhere else self.lost_records
+        sites = sites[~(history.codes(limit)[:, sites] == MEASURED).any(axis=0)]
+        sites, owners = _without_parts(history.layout, sites)
+        codes = history.codes(self.rare_records)
+        there = (codes[:, sites] == MEASURED).any(axis=0)
+        # experts and heads may take turns
+        rests = _have_running_siblings(history, owners, self.unused_records) & ~_ran_lately(history, owners, limit)
+        there &= (owners != sites) | ~rests
+        if not there.any():
+            return []
+        sites, owners, codes = sites[there], owners[there], codes[:, sites[there]]
+        gradients, absent, place = codes == MEASURED, codes == NO_GRADIENT, np.arange(len(codes))[:, None]
+        last = np.where(gradients, place, -1).max(axis=0)
+        gap = np.where(absent & (place < last), place, -1).max(axis=0)
+        steady, counts = (gradients & (place > gap)).sum(axis=0), (absent & (place > last)).sum(axis=0)
+        enough = steady >= (1 if nowhere else self.steady_records)
+        if len(codes) >= min(self.rare_records, history.capacity):  # others may have been before these
+            enough |= gap < 0
+        lost, found = enough & (counts >= limit), []
+        text = _why_nowhere(history) if nowhere else "stopped"
+        for chosen in (lost & (owners == sites), lost & (owners != sites)):
+            if chosen.any():
+                onset = _onset(history, sites[chosen][[counts[chosen].argmin()]])
+                before = steps_text(history, int(steady[chosen].min()), back=onset + 1)
+                records = int(counts[chosen].min())
+                found.append(self._finding(history, sites[chosen], text, records, limit, onset, before=before))
+        return found
+
+    def _never(self, history: History, sites: Sites) -> list[Finding]:
+        """What of `sites` had no gradient at any record as far back as `rare_records`, and at enough of these none."""
+        layout = history.layout
         for records in self._looks:
             sites = sites[~(history.codes(records)[:, sites] == MEASURED).any(axis=0)]
-        order, around = np.array(layout.order, dtype=np.intp), _holding(layout, layout.order)
         trained = layout.layers[history.codes(1)[0, layout.layers] == MEASURED]
-        ran = np.isin(sites, order)
+        ran = np.isin(sites, layout.order)
         # modules whose own parameters alone are unused: the layers inside all train, or another method than forward
         # calls them
+        around = _holding(layout, layout.order)
         used = _holding(layout, tuple(trained)).keys() - _holding(layout, tuple(sites[ran])).keys()
         modules = map(module_of, layout.names(sites))
         alone = [name in used if here else name in around for name, here in zip(modules, ran, strict=True)]
         sites, owners = _without_parts(layout, sites[~np.array(alone, dtype=bool)])
-        whole = sites == owners
-        ran = np.isin(owners, order)
+        whole, ran = sites == owners, np.isin(owners, layout.order)
         rare = whole & _have_running_siblings(history, owners, self.unused_records)
-        wanted = np.where(whole & ran, self.detached_records, np.where(rare, self.rare_records, self.unused_records))
+        wanted = np.select([whole & ran, rare], [self.detached_records, self.rare_records], self.unused_records)
         absences = (history.codes(self.rare_records)[:, sites] == NO_GRADIENT).sum(axis=0)
-        unhealthy = absences >= np.minimum(wanted, history.capacity)
-        if not unhealthy.any():
-            return found
-        sites, owners, wanted, absences = (each[unhealthy] for each in (sites, owners, wanted, absences))
+        enough = absences >= np.minimum(wanted, history.capacity)
+        if not enough.any():
+            return []
+        sites, owners, wanted, absences = (each[enough] for each in (sites, owners, wanted, absences))
         texts, libraries = self._why_absent(history, sites, owners, trained)
-        kinds = set(zip(libraries.tolist(), (owners != sites).tolist(), texts.tolist(), strict=True))
+        found, kinds = [], set(zip(libraries.tolist(), (owners != sites).tolist(), texts.tolist(), strict=True))
         for library, part, text in sorted(kinds, key=lambda kind: (*kind[:2], [*TEXTS].index(kind[2]))):
             these = (libraries == library) & ((owners != sites) == part) & (texts == text)
-            chosen, records = sites[these], int(absences[these].min())
-            names, codes = layout.names(_as_they_run(layout, chosen)), history.codes(len(history))[:, chosen]
-            onset, kind = _onset(codes == MEASURED, codes == NO_GRADIENT, codes), "parameter" if part else "layer"
-            wording = _worded(text, names, steps_text(history, records), kind, library=library)
-            severity, limit = _severity(history, text, names), int(wanted[these].min())
-            found.append(self._finding(names, records, limit, wording, onset, severity))
+            records, limit, onset = int(absences[these].min()), int(wanted[these].min()), _onset(history, sites[these])
+            found.append(self._finding(history, sites[these], text, records, limit, onset, library=library))
         return found
 
     def _why_absent(
@@ -294,44 +323,6 @@ class Disconnected(CheckedRule):
         pairs = zip(texts.tolist(), libraries.tolist(), strict=True)
         return np.array([BY_LIBRARY[text] if library else text for text, library in pairs]), libraries
 
-    def _no_longer(self, history: History, sites: Sites) -> list[Finding]:
-        """What of `sites` had a gradient at each of `steady_records`, then none at `lost_records`; where no layer has
-        one: a gradient at any record, then none at `unused_records`.
-        """
-        nowhere = self._nowhere(history, self.unused_records)
-        limit = self.unused_records if nowhere else self.lost_records
-        sites = sites[~(history.codes(limit)[:, sites] == MEASURED).any(axis=0)]
-        sites, owners = _without_parts(history.layout, sites)
-        codes = history.codes(self.rare_records)
-        there = (codes[:, sites] == MEASURED).any(axis=0)
-        # experts and heads may take turns
-        rests = _have_running_siblings(history, owners, self.unused_records) & ~_ran_lately(history, owners, limit)
-        there &= (owners != sites) | ~rests
-        if not there.any():
-            return []
-        sites, owners, codes = sites[there], owners[there], codes[:, sites[there]]
-        gradients, absent, place = codes == MEASURED, codes == NO_GRADIENT, np.arange(len(codes))[:, None]
-        last = np.where(gradients, place, -1).max(axis=0)
-        gap = np.where(absent & (place < last), place, -1).max(axis=0)
-        steady, counts = (gradients & (place > gap)).sum(axis=0), (absent & (place > last)).sum(axis=0)
-        enough = steady >= (1 if nowhere else self.steady_records)
-        if len(codes) >= min(self.rare_records, history.capacity):  # others may have been before these
-            enough |= gap < 0
-        lost, found = enough & (counts >= limit), []
-        for kind, chosen in (("layer", lost & (owners == sites)), ("parameter", lost & (owners != sites))):
-            if not chosen.any():
-                continue
-            own = sites[chosen]
-            names, latest = history.layout.names(_as_they_run(history.layout, own)), own[counts[chosen].argmin()]
-            codes = history.codes(len(history))[:, [latest]]
-            onset = _onset(codes == MEASURED, codes == NO_GRADIENT, codes)
-            records = int(counts[chosen].min())
-            before = steps_text(history, int(steady[chosen].min()), back=onset + 1)
-            text = _why_nowhere(history) if nowhere else "stopped"
-            wording = _worded(text, names, steps_text(history, records), kind, before=before)
-            found.append(self._finding(names, records, limit, wording, onset))
-        return found
-
     def _arrived(self, history: History, sites: Sites) -> Mask:
         """Which of `sites`, without a gradient at any step, had one in a backward pass. With several optimizers it may
         be that of another's pass.
@@ -352,16 +343,17 @@ class Disconnected(CheckedRule):
         for records in self._looks:
             layers = layers[~(history.window("grad_norm", records)[:, layers] > 0).any(axis=0)]
         zeros = (history.window("grad_norm", self.rare_records)[:, layers] == 0).sum(axis=0)
-        unhealthy = zeros >= self.zero_records
-        if unhealthy.any():
-            unhealthy &= ~np.isin(layers, faded(history, self.rare_records))
-        layers, zeros = layers[unhealthy], zeros[unhealthy]
+        enough = zeros >= self.zero_records
+        if enough.any():
+            enough &= ~np.isin(layers, faded(history, self.rare_records))
+        layers, zeros = layers[enough], zeros[enough]
         cleared, found = self._arrived(history, layers), []
-        for kind in (cleared, ~cleared):
-            if kind.any():
-                own, records = layers[kind], int(zeros[kind].min())
-                text, more = ("cleared", {}) if cleared[kind].any() else self._why_zero(history, own, records)
-                found.append(self._zero(history, own, records, text, **more))
+        for these in (cleared, ~cleared):
+            if these.any():
+                records, onset = int(zeros[these].min()), _onset(history, layers[these], zero=True)
+                text, more = ("cleared", {}) if these is cleared else self._why_zero(history, layers[these], records)
+                limit = self.zero_records
+                found.append(self._finding(history, layers[these], text, records, limit, onset, **more))
         return found
 
     def _weights_always_zero(self, history: History, weights: Sites, biases: Sites) -> list[Finding]:
@@ -378,17 +370,9 @@ class Disconnected(CheckedRule):
         chosen = (zeros >= self.zero_records) & ~(norms[:, weights] > 0).any(axis=0)
         if not chosen.any():
             return []
-        return [self._zero(history, weights[chosen], int(zeros[chosen].min()), "no_slope_of_weight", kind="parameter")]
-
-    def _zero(self, history: History, sites: Sites, records: int, text: str, **more: str) -> Finding:
-        """`sites`: with a gradient of exactly zero at `records` at least; `text`, `more`: which of `TEXTS` says
-        why, and what is to be put in there.
-        """
-        names, n = history.layout.names(_as_they_run(history.layout, sites)), len(history)
-        norms, codes = history.window("grad_norm", n)[:, sites], history.codes(n)[:, sites]
-        wording = _worded(text, names, steps_text(history, records), **more)
-        onset, severity = _onset(norms > 0, norms == 0, codes), _severity(history, text, names)
-        return self._finding(names, records, self.zero_records, wording, onset, severity)
+        weights, records = weights[chosen], int(zeros[chosen].min())
+        onset = _onset(history, weights, zero=True)
+        return [self._finding(history, weights, "no_slope_of_weight", records, self.zero_records, onset)]
 
     def _why_zero(self, history: History, layers: Sites, records: int) -> tuple[str, dict[str, str]]:
         """Which of `TEXTS` says why the gradient of `layers` is zero, and what is to be put in there."""
@@ -399,12 +383,14 @@ class Disconnected(CheckedRule):
             several = zero.all() and all((layout.owners == site).sum() > 1 for site in layers)
             factors, other = (each * bool(several) for each in FACTORS)
             return "no_slope_inside", {"factors": factors, "other": other}
-        if (zero & reached).any() and (zero & ~reached).any():
-            zeros, hidden = (name_text(layout.names(layers[chosen])) for chosen in (zero, zero & ~reached))
-            return "zero_weights", {"zeros": zeros, "hidden": hidden}
-        if zero.any() and (behind := _zero_weights_behind(history, layout.index[last])):
-            zeros, hidden = (name_text(layout.names(found)) for found in ([*layers[zero], *behind], layers[zero]))
-            return "zero_weights", {"zeros": zeros, "hidden": hidden}
+        both = (zero & reached).any() and (zero & ~reached).any()
+        behind = _zero_weights_behind(history, layout.index[last]) if zero.any() and not both else []
+        if both or behind:
+            hidden = zero & ~reached if both else zero
+            return "zero_weights", {
+                "zeros": name_text(layout.names([*layers[zero], *behind])),
+                "hidden": name_text(layout.names(layers[hidden])),
+            }
         one, losses = _gives_one(layout, last), own_losses(history, self.zero_records)
         if history.total == 0 and len(losses) and not losses.any():
             one_class = f"a cross entropy of one class, as layer {last} gives one number; or " * one
@@ -415,16 +401,16 @@ class Disconnected(CheckedRule):
             libraries = {*_libraries_around(layout, layers, trained)}
             if "" not in libraries:
                 return "weighs_one" if one else "attends", {"library": min(libraries)}
-        flat, normed = _flat_activation(history, layers, records)
-        if not flat:
-            flat, normed = _overflowing_squares(history, layers, records)
+        cause, remedy = _flat_activation(history, layers, records)
+        if not cause:
+            cause, remedy = _overflowing_squares(history, layers, records)
         site, biased = layout.index[last], ""
-        if not flat and latest(biases_of(history, site)) >= DEADENING_BIAS:
+        if not cause and latest(biases_of(history, site)) >= DEADENING_BIAS:
             biased = bias_text(history, site, back=records)
-            normed = f"nn.init.zeros_ for the bias of layer {last}; or " * bool(biased)
+            remedy = f"nn.init.zeros_ for the bias of layer {last}; or " * bool(biased)
         ever = history.steps[0] > 0 or (history.window("grad_norm", len(history))[:, layers] > 0).any()
         scalar, since = "no softmax or norm of its one number, " * one, "" if ever else " from the start"
-        return "no_slope", {"flat": flat, "normed": normed, "scalar": scalar, "since": since, "biased": biased}
+        return "no_slope", {"cause": cause, "remedy": remedy, "scalar": scalar, "since": since, "biased": biased}
 
     @property
     def _looks(self) -> tuple[int, int, int]:
@@ -432,17 +418,17 @@ class Disconnected(CheckedRule):
         return self.unused_records, 5 * self.unused_records, self.rare_records
 
     def _finding(
-        self,
-        names: Sequence[str],
-        records: int,
-        wanted: int,
-        texts: Sequence[str],
-        onset: int,
-        severity: Severity = Severity.WARNING,
+        self, history: History, sites: Sites, text: str, records: int, limit: int, onset: int, **more: str
     ) -> Finding:
-        headline, message, remedy = texts
-        value, limit, sites = float(records), float(wanted), tuple(names)
-        return Finding(self.name, severity, names[-1], sites, value, limit, message, remedy, onset, headline)
+        """`sites` have no gradient, or one of exactly zero, at `records` at least. `text`, `more`: which of `TEXTS`
+        says why, and what else is to be put in there.
+        """
+        layout = history.layout
+        names = layout.names(_as_they_run(layout, sites))
+        kind = "parameter" if layout.sites[sites[0]].kind == "parameter" else "layer"
+        headline, message, remedy = _worded(text, names, kind, steps_text(history, records), **more)
+        severity, value, threshold = _severity(history, text, names), float(records), float(limit)
+        return Finding(self.name, severity, names[-1], names, value, threshold, message, remedy, onset, headline)
 
 
 def _why_nowhere(history: History) -> str:
@@ -450,7 +436,7 @@ def _why_nowhere(history: History) -> str:
     return "no_dependence" if len(own_losses(history, 1)) else "no_backward"
 
 
-def _worded(text: str, names: Sequence[str], steps: str, kind: str = "layer", **more: str) -> list[str]:
+def _worded(text: str, names: Sequence[str], kind: str, steps: str, **more: str) -> list[str]:
     """Those of `TEXTS`, about `names`, each a `kind`, in so many `steps`."""
     every, one = name_text(names, kind), len(names) == 1
     more |= {"all": every, "All": capitalized(every), "last": names[-1], "steps": steps, "kind": kind}
@@ -536,16 +522,21 @@ def _weights_beside_biases(layout: Layout) -> tuple[Sites, Sites]:
     return pairs[:, 0], pairs[:, 1]
 
 
-def _onset(gradients: Mask, absent: Mask, codes: Codes) -> int:
-    """The first record that is `absent` [records, sites] after the last with a gradient, of the site for which that is
-    earliest.
+def _onset(history: History, sites: Sites, *, zero: bool = False) -> int:
+    """The first record without a gradient after the last with one, of the one of `sites` for which that is earliest;
+    `zero`: a gradient of exactly zero is none.
 
     Of a history from a checkpoint some records are thinned out, and not the last one with a gradient: those after it
     were without, too.
     """
-    n = len(gradients)
+    n = len(history)
+    codes = history.codes(n)[:, sites]
+    gradients, without = codes == MEASURED, codes == NO_GRADIENT
+    if zero:
+        norms = history.window("grad_norm", n)[:, sites]
+        gradients, without = norms > 0, norms == 0
     last = np.where(gradients.any(axis=0), n - 1 - gradients[::-1].argmax(axis=0), -1)
-    without = absent | ((codes == NOT_SAMPLED) & (last >= 0))
+    without |= (codes == NOT_SAMPLED) & (last >= 0)
     later = without & (np.arange(n)[:, None] > last)
     return n - int(later.argmax(axis=0).min())
 
