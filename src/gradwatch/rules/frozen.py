@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import log
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
@@ -29,7 +29,7 @@ from gradwatch.core.record import (
 )
 from gradwatch.rules.evidence.paths import paths, used
 from gradwatch.rules.evidence.recent_rows import RecentRows
-from gradwatch.rules.evidence.samples import RECENT_RECORDS, forward_order, in_a_row, sample_backs, still_in_model
+from gradwatch.rules.evidence.samples import RECENT_RECORDS, forward_order, in_a_row, present_layers, sample_backs
 from gradwatch.rules.evidence.weights import update_samples, zeroed_by_interventions
 from gradwatch.rules.evidence.wording import capitalized, name_text, steps_text
 from gradwatch.rules.rule import CheckedRule
@@ -99,14 +99,13 @@ class Frozen(CheckedRule):
             stood = backs[(updates[:, layout.parameters] == 0).any(axis=1) & (backs > 1)]
             suspected[rows.count + 1 - stood] = True
         if (codes == FROZEN).any():
-            off = [row.tobytes() for row in codes]
-            suspected |= [len(_switched_off(layout, row)[0]) + len(_behind_trained(layout, row)) > 0 for row in off]
+            suspected |= [any(len(off) for off in _layers_off(layout, row.tobytes())) for row in codes]
         return suspected
 
     def __call__(self, history: History) -> Sequence[Finding] | None:
         if len(history) < self.records:
             return None
-        looks = (self._unowned, self._no_optimizer, self._idle_optimizer, self._still, self._off)
+        looks = (self._unowned, self._no_optimizer, self._idle_optimizer, self._still, self._switched_off)
         answers = [look(history) for look in looks]
         found = [finding for answer in answers for finding in answer or ()]
         return None if not found and None in answers else found
@@ -241,21 +240,25 @@ class Frozen(CheckedRule):
             visible &= there >= self.least_gradient * np.where(before < np.inf, before, 0.0).max(axis=0)
         return visible
 
-    def _off(self, history: History) -> Sequence[Finding] | None:
-        """Switched off by requires_grad: a new head that was frozen, or left out of the modules of an adapted model
-        that train; or few of many of a make, after some of those and before others that train, a notice where they have
-        no such make, but lie between layers that train. None where it is forgotten whether they ever trained.
+    def _switched_off(self, history: History) -> Sequence[Finding] | None:
+        """Off by requires_grad: a new head that was frozen, or left out of the modules of an adapted model that train;
+        or few of many of a make, after some of those and before others that train, a notice where they have no such
+        make, but lie between layers that train. None where it is forgotten whether they ever trained.
         """
         layout, codes = history.layout, history.codes(1)[0]
         if len(history) < self.still_records or not (codes[layout.layers] == FROZEN).any():
             return []
         long = (history.codes(self.still_records) == FROZEN).all(axis=0)
-        order = forward_order(layout)[still_in_model(history)]
+        behind, alike, amid = (_used(history, sites[long[sites]]) for sites in _layers_off(layout, codes.tobytes()))
+        order = present_layers(history)
         off = codes[order] == FROZEN
-        behind, (between, alike) = _behind_trained(layout, codes.tobytes()), _switched_off(layout, codes.tobytes())
-        new = _untrained(history, _used(history, behind[long[behind]]), order, off)
-        sites = new if len(new) else _used(history, between[long[between]])
-        if not len(sites) or self._thaws(history, order, off):
+        new = _untrained(history, behind, order, off)
+        sites = new if len(new) else alike if len(alike) else amid
+        if not len(sites):
+            return []
+        # a mistake is there from the start: what is switched in the run follows a plan, and stays so for long
+        some = history.codes(len(history))[:: max(1, self.still_records // 2)][:, order] == FROZEN
+        if (some != off).any():
             return []
         if history.count > len(history):
             return None
@@ -271,21 +274,14 @@ class Frozen(CheckedRule):
             headline = "it is frozen with the weights of a random start, behind layers that train"
         else:
             make = "most of the same make train, as layers before and after do"
-            others = make if alike else "layers before and after train"
+            others = make if len(alike) else "layers before and after train"
             message += f", while {others}: most often a pattern of names that fits more than was meant."
             remedy = f"requires_grad_(True) for {name_text(names)}, and match whole names when layers are frozen."
             headline = "requires_grad is False, while others train"
-        severity = Severity.WARNING if len(new) or alike else Severity.NOTICE
+        severity = Severity.WARNING if len(new) or len(alike) else Severity.NOTICE
         onset = int(in_a_row(history.codes(len(history))[:, sites] == FROZEN).max())
         limit = float(self.still_records)
         return [Finding(self.name, severity, names[0], names, limit, limit, message, remedy, onset, headline)]
-
-    def _thaws(self, history: History, order: Sites, off: Mask) -> bool:
-        """Whether any of the layers `order` has been switched on or off in the run: by a plan, as a mistake is there
-        from the start. What is switched stays so for long, and some of the records tell.
-        """
-        some = history.codes(len(history))[:: max(1, self.still_records // 2)][:, order] == FROZEN
-        return bool((some != off).any())
 
 
 def _stood(history: History, sites: Sites) -> tuple[Sites, Sites]:
@@ -362,8 +358,7 @@ def _why_still(history: History, their: str, first_named: str) -> tuple[str, str
 
 def _is_reached(history: History, layers: Sites) -> Mask:
     """Whether a backward signal has come to each of `layers` in the last samples."""
-    there = forward_order(history.layout)[still_in_model(history)]
-    latest = sample_backs(history, "signal_norm", sites=there)[-SIGNAL_SAMPLES:]
+    latest = sample_backs(history, "signal_norm", sites=present_layers(history))[-SIGNAL_SAMPLES:]
     return np.asarray((history.at("signal_norm", latest)[:, layers] > 0).any(axis=0))
 
 
@@ -450,19 +445,6 @@ def _named(layout: Layout, parameters: Sites) -> tuple[tuple[str, ...], str, str
     return names, every, name_text(names[:1], "layer" if whole[0] else "parameter")
 
 
-@lru_cache(maxsize=8)
-def _behind_trained(layout: Layout, code_bytes: bytes) -> Sites:
-    """Layers that are off, as `code_bytes`, the `Missing` codes of a record, say, into which data flow from layers that
-    are not; norms left aside.
-    """
-    codes, order = np.frombuffer(code_bytes, dtype=np.int8), forward_order(layout)
-    if layout.edges is None or not len(order):
-        return order[:0]
-    off = codes[order] == FROZEN
-    found = order[off & paths(layout, order).below(codes[order] == MEASURED)]
-    return layout.without_class(found, "Norm")
-
-
 def _starts_random(layout: Layout, site: int, spreads: Floats, most: Floats) -> bool:
     """Whether the weights of the layer `site` may be those of torch's start, uniform within 1 / sqrt(fan_in), or of
     transformers', normal of 0.02 with a bias of 0: their root mean square is that, within the error of so many weights,
@@ -486,23 +468,42 @@ def _starts_random(layout: Layout, site: int, spreads: Floats, most: Floats) -> 
     return any(abs(spread / rms - 1) <= error and most[matrix] <= ROUNDED * largest for rms, largest in starts)
 
 
+class _LayersOff(NamedTuple):
+    """Layers that are off while others train, by where they lie: site indices."""
+
+    behind: Sites
+    """Into which data flow from layers that train; norms left aside."""
+    alike: Sites
+    """Few of many of a make, after some of those and before others that train."""
+    amid: Sites
+    """Where none are alike: between layers that train."""
+
+
 @lru_cache(maxsize=8)
-def _switched_off(layout: Layout, code_bytes: bytes) -> tuple[Sites, bool]:
-    """Layers that are off amid others, as `code_bytes`, the `Missing` codes of a record, say: few of many of a make,
-    after some of those and before others that train, and True; where there are none of these, `_amid`, and False.
-    """
+def _layers_off(layout: Layout, code_bytes: bytes) -> _LayersOff:
+    """`code_bytes`: the `Missing` codes of a record."""
     codes, order = np.frombuffer(code_bytes, dtype=np.int8), forward_order(layout)
+    behind = order[:0]
+    if layout.edges is not None and len(order):
+        fed = paths(layout, order).below(codes[order] == MEASURED)
+        behind = layout.without_class(order[fed & (codes[order] == FROZEN)], "Norm")
     there = codes[order] != UNMEASURABLE
-    order, families = order[there], _families(layout)[there]
-    off = codes[order] == FROZEN
+    present, off = order[there], codes[order[there]] == FROZEN
     if off.all() or not off.any():
-        return order[:0], False
+        return _LayersOff(behind, order[:0], order[:0])
+    alike = _alike(present, off, _families(layout)[there])
+    return _LayersOff(behind, alike, order[:0] if len(alike) else _amid(layout, present, off))
+
+
+def _alike(order: Sites, off: Mask, families: Sites) -> Sites:
+    """The layers that are `off` and few of their family, behind the first of it that trains and before some layer that
+    does.
+    """
     places, makes = np.arange(len(order)), families.max() + 1
     first = np.full(makes, len(order))
     np.minimum.at(first, families[~off], places[~off])
     few = 2 * np.bincount(families[off], minlength=makes) < np.bincount(families, minlength=makes)
-    sites = order[off & few[families] & (first[families] < places) & (places < places[~off].max())]
-    return (sites, True) if len(sites) else (_amid(layout, order, off), False)
+    return np.asarray(order[off & few[families] & (first[families] < places) & (places < places[~off].max())])
 
 
 def _amid(layout: Layout, order: Sites, off: Mask) -> Sites:
@@ -513,8 +514,7 @@ def _amid(layout: Layout, order: Sites, off: Mask) -> Sites:
     if layout.edges is None or sizes[off].sum() >= sizes[~off].sum():
         return order[:0]
     flow = paths(layout, order)
-    amid = order[off & flow.below(~off) & flow.above(~off)]
-    return layout.without_class(amid, "Norm")
+    return layout.without_class(order[off & flow.below(~off) & flow.above(~off)], "Norm")
 
 
 @lru_cache(maxsize=8)

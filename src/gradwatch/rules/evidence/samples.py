@@ -97,9 +97,10 @@ def forward_order(layout: Layout) -> Sites:
     return np.array(layout.order, dtype=np.intp) if layout.order else layout.layers
 
 
-def still_in_model(history: History) -> Mask:
-    """Which of `forward_order` the model still had at the latest record."""
-    return np.asarray(history.codes(1)[0, forward_order(history.layout)] != UNMEASURABLE)
+def present_layers(history: History) -> Sites:
+    """`forward_order` without the layers that the model no longer had at the latest record."""
+    order = forward_order(history.layout)
+    return np.asarray(order[history.codes(1)[0, order] != UNMEASURABLE])
 
 
 def in_run_order(history: History, sites: Sites, *, back: int = 1) -> Sites:
