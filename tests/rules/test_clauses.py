@@ -24,11 +24,11 @@ from gradwatch.rules import (
     Stalled,
     Vanishing,
 )
-from gradwatch.rules.dead import Death, death_of, unlearnt
-from gradwatch.rules.evidence.baseline import first_steps, median_and_spread, was_learnt
+from gradwatch.rules.dead import Death, death_of, unlearnt_text
+from gradwatch.rules.evidence.baseline import first_steps_text, median_and_spread, was_learnt
 from gradwatch.rules.evidence.jumps import began_text, beginning, gradient_jump
-from gradwatch.rules.evidence.layer_levels import bias_text, factor_text, gives_its_bias_alone
-from gradwatch.rules.evidence.learning_rates import better_rate, rate_text
+from gradwatch.rules.evidence.layer_levels import bias_text, factor_remedy, gives_its_bias_alone
+from gradwatch.rules.evidence.learning_rates import rate_remedy, rate_text
 from gradwatch.rules.evidence.wording import percent_text
 from synthetic_history import INF, NAN, USUAL, judge_rows, judge_steps, layout, net, only, record, steps
 
@@ -171,7 +171,7 @@ def test_a_factor_is_told_by_outputs_and_usual_weights() -> None:
     def factor(outputs: float, weight: float) -> str:
         history = played({}, {})
         sampled(history, output_rms=[1, 1, 1, outputs, 1, 1], weight=weight * 500**0.25)
-        return factor_text(history, "fc2", "fc3")
+        return factor_remedy(history, "fc2", "fc3")
 
     assert factor(1e-4, 1.0).endswith("its outputs are 10000 times as small as those of layer fc2, its weights usual.")
     assert "times as large" in factor(1e4, 1.0)
@@ -229,7 +229,7 @@ def test_the_better_rate_says_where_it_comes_from() -> None:
     def after(*rows: Any) -> str:
         history = net(2)
         judge_steps(Spike(), history, [one for row in rows for one in row])
-        return better_rate(history)
+        return rate_remedy(history)
 
     thrown = after(steps(3, updates=0.6, lr=0.1))
     assert (
@@ -252,7 +252,7 @@ def test_the_better_rate_says_where_it_comes_from() -> None:
 
 def test_momentum_is_to_blame_where_it_is_long() -> None:
     def with_momentum(momentum: float) -> str:
-        return better_rate(played((30, {"lr": 0.1, "loss": 1.0, "momentum": momentum})))
+        return rate_remedy(played((30, {"lr": 0.1, "loss": 1.0, "momentum": momentum})))
 
     assert with_momentum(0.99) == "momentum=0.9 in configure_optimizers."
     assert "momentum" not in with_momentum(0.9)
@@ -260,7 +260,7 @@ def test_momentum_is_to_blame_where_it_is_long() -> None:
 
 def test_passes_that_are_summed_are_to_blame_where_nothing_else_adds_up_gradients() -> None:
     def after(**more: float) -> str:
-        return better_rate(sampled(played((30, {"gradients": 2.0, "lr": 0.1, **more})), arrived_norm=1.0))
+        return rate_remedy(sampled(played((30, {"gradients": 2.0, "lr": 0.1, **more})), arrived_norm=1.0))
 
     assert "N is 24 at least." in after()
     assert "N is" not in after(accumulate=4.0)
@@ -270,11 +270,11 @@ def test_passes_that_are_summed_are_to_blame_where_nothing_else_adds_up_gradient
 def test_the_first_steps_are_its_first_only_while_they_are_known() -> None:
     history = net()
     record(history)
-    assert first_steps(history, 10) == "its first 10 steps"
+    assert first_steps_text(history, 10) == "its first 10 steps"
     short = History(history.layout, capacity=4)
     for _ in range(9):
         record(short)
-    assert first_steps(short, 10) == "the 10 steps from step 5 on"
+    assert first_steps_text(short, 10) == "the 10 steps from step 5 on"
 
 
 def test_what_was_learnt_had_lowered_the_loss() -> None:
@@ -285,9 +285,9 @@ def test_what_was_learnt_had_lowered_the_loss() -> None:
 
 
 def test_the_loss_is_as_high_as_at_the_start_where_it_is() -> None:
-    assert unlearnt(played((20, {"loss": 2.0}))) == " The loss is as high as at the start (2 -> 2)."
-    assert unlearnt(played((10, {"loss": 50.0}), (10, {"loss": 0.04}))) == ""
-    assert unlearnt(played((20, {}))) == ""
+    assert unlearnt_text(played((20, {"loss": 2.0}))) == " The loss is as high as at the start (2 -> 2)."
+    assert unlearnt_text(played((10, {"loss": 50.0}), (10, {"loss": 0.04}))) == ""
+    assert unlearnt_text(played((20, {}))) == ""
 
 
 def test_since_when_it_is_so() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from gradwatch.core.history import History
 from gradwatch.core.record import Missing
-from gradwatch.rules.dead import death_of, unlearnt, zero_onset
+from gradwatch.rules.dead import death_of, unlearnt_text, zero_onset
 from gradwatch.rules.evidence.baseline import is_stuck
 from gradwatch.rules.evidence.jumps import beginning
 from gradwatch.rules.evidence.layer_levels import bias_text, biases_of, weights_of, weights_over_usual
@@ -46,7 +46,7 @@ def losses(*levels: float) -> History:
     ],
 )
 def test_the_loss_is_no_lower(made: History, said: str) -> None:
-    assert unlearnt(made) == said
+    assert unlearnt_text(made) == said
 
 
 def test_a_loss_is_known_to_be_stuck_while_its_start_is_known() -> None:

@@ -15,7 +15,7 @@ from gradwatch.core.alert import Alert, Verdict
 from gradwatch.core.history import History
 from gradwatch.rules import Collapse, Divergence, Spike, Vanishing
 from gradwatch.rules.divergence import _why_long
-from gradwatch.rules.evidence.baseline import first_steps
+from gradwatch.rules.evidence.baseline import first_steps_text
 from gradwatch.rules.evidence.jumps import beginning, gradient_jump
 from gradwatch.rules.evidence.learning_rates import rate_text
 from gradwatch.rules.evidence.wording import distance_text, steps_text
@@ -44,7 +44,7 @@ def test_numbers_of_records_are_of_measured_steps_and_distances_are_true(apart: 
     history = played((20, {}), apart=apart)
     assert steps_text(history, 10) == f"10 {measured}steps"
     assert steps_text(history, 10, back=5, kind="normal ") == f"10 normal {measured}steps"
-    assert first_steps(history, 10) == f"its first 10 {measured}steps"
+    assert first_steps_text(history, 10) == f"its first 10 {measured}steps"
     assert distance_text(history, 20) == f"{far} steps"
     assert distance_text(history, 20, until=20) == "0 steps"
     assert history.steps[-1] - history.steps[0] == far

@@ -20,7 +20,7 @@ from gradwatch.rules.evidence.jumps import beginning
 from gradwatch.rules.evidence.layer_levels import weights_of
 from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.records import own_losses
-from gradwatch.rules.evidence.samples import FIRST_SAMPLES, in_run_order, onset_of, samples
+from gradwatch.rules.evidence.samples import FIRST_SAMPLES, in_run_order, onset_of, own_samples
 from gradwatch.rules.evidence.weights import has_norm_layers
 from gradwatch.rules.evidence.wording import name_text, ratio_text
 from gradwatch.rules.rule import CheckedRule
@@ -74,7 +74,7 @@ class ActBlowup(CheckedRule):
         return np.asarray(suspected)
 
     def __call__(self, history: History) -> Sequence[Finding] | None:
-        found = samples(history, "output_rms")
+        found = own_samples(history, "output_rms")
         if found is None:
             return None
         if len(found[0]) < self.samples:
@@ -142,7 +142,7 @@ class ActBlowup(CheckedRule):
             f"{ratio_text(self.growth_dex)} times is normal."
         )
         onset = int(onset_of(beyond[:, unhealthy], backs).max())
-        cause, remedy = _growth(history, int(ran[0]), onset)
+        cause, remedy = _why(history, int(ran[0]), onset)
         text, limit = message + cause, self.growth_dex
         headline = f"its outputs grew {ratio_text(value)} times, and still grow"
         return [Finding(self.name, Severity.WARNING, layer, names, value, limit, text, remedy, onset, headline)]
@@ -160,7 +160,7 @@ class ActBlowup(CheckedRule):
         return float(np.median(now)) < first - self.falling_share * abs(first)
 
 
-def _growth(history: History, site: int, onset: int) -> tuple[str, str]:
+def _why(history: History, site: int, onset: int) -> tuple[str, str]:
     """What the record tells of why the outputs of the layer `site` grew, and what to change."""
     layer, how = history.layout.sites[site].name, beginning(history, onset)
     weights = weights_of(history, site)

@@ -21,7 +21,7 @@ from gradwatch.rules.evidence.samples import (
     in_run_order,
     layer_before,
     onset_of,
-    samples,
+    own_samples,
     throughout,
 )
 from gradwatch.rules.rule import CheckedRule
@@ -122,7 +122,7 @@ class BadHead(CheckedRule):
 
     def _by_graph(self, history: History, statistic: str, *, over: float = 0.0) -> Finding | None:
         """`over`: what `statistic` is where there is a fault."""
-        found = samples(history, statistic)
+        found = own_samples(history, statistic)
         if found is None:
             return None
         (values, backs), layers = found, history.layout.layers
@@ -144,7 +144,7 @@ class BadHead(CheckedRule):
         return Finding(self.name, Severity.WARNING, layer, (layer,), value, 1.0, message, remedy, onset, headline)
 
     def _by_numbers(self, history: History) -> Finding | None:
-        found = samples(history, "logit_misfit")
+        found = own_samples(history, "logit_misfit")
         if found is None:
             return None
         (misfits, backs), sites = found, history.layout.activations

@@ -17,7 +17,7 @@ from gradwatch.rules.evidence.baseline import LEVEL_RECORDS
 from gradwatch.rules.evidence.jumps import beginning
 from gradwatch.rules.evidence.recent_rows import ROUNDING, RecentRows
 from gradwatch.rules.evidence.records import is_alone, is_own, own_losses, own_records
-from gradwatch.rules.evidence.samples import RECENT_RECORDS, in_a_row, lasted, onset_of, own_sample_backs, samples
+from gradwatch.rules.evidence.samples import RECENT_RECORDS, in_a_row, lasted, onset_of, own_sample_backs, own_samples
 from gradwatch.rules.evidence.weights import outside_writes
 from gradwatch.rules.evidence.wording import distance_text, name_text
 from gradwatch.rules.rule import CheckedRule
@@ -91,7 +91,7 @@ class Collapse(CheckedRule):
         """All outputs that flow both into the loss and into one more layer are near zero."""
         layout = history.layout
         groups = _codes_of(layout)
-        found = samples(history, "output_rms") if groups else None
+        found = own_samples(history, "output_rms") if groups else None
         if found is None:
             return None
         levels, backs = found
@@ -216,7 +216,7 @@ def _why(history: History, names: tuple[str, ...], onset: int, *, lower: int) ->
             f" A step took {number_text(100 * lost)} % of them on average; at lr={number_text(rate)} a weight_decay of "
             f"{number_text(lost / rate)} in SGD or AdamW takes as much."
         )
-    return known, how.remedy or _less_decay(history, lost, rate)
+    return known, how.remedy or _decay_remedy(history, lost, rate)
 
 
 def _lost_each_step(history: History, names: tuple[str, ...], onset: int) -> tuple[float, float]:
@@ -240,7 +240,7 @@ def _lost_each_step(history: History, names: tuple[str, ...], onset: int) -> tup
     return 1 - left ** (1 / steps), float(rates[-1])
 
 
-def _less_decay(history: History, lost: float, rate: float) -> str:
+def _decay_remedy(history: History, lost: float, rate: float) -> str:
     """The remedy where each step takes the share `lost` of the weights at the learning `rate`; 0 where not known."""
     decay = history.number("weight_decay")
     if history.number("decay_in_gradient") == 1:

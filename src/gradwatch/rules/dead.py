@@ -36,7 +36,7 @@ from gradwatch.rules.evidence.samples import (
     layer_before,
     layers_before,
     onset_of,
-    samples,
+    own_samples,
 )
 from gradwatch.rules.evidence.wording import name_text, percent_text, steps_text
 from gradwatch.rules.rule import CheckedRule
@@ -90,14 +90,14 @@ class Dead(CheckedRule):
         gradients = self._gradients(history)
         if died := self._gradient_died(history, *gradients) or self._gradient_ended(history, *gradients):
             return [died]
-        zeros = samples(history, "zero_share")
+        zeros = own_samples(history, "zero_share")
         if zeros is None:
             return [] if history.newest("zero_share") > len(history) else None
         layout = history.layout
         silent = self._all_zero(history, *zeros)
         if len(silent):
             return [self._silent(history, silent, *zeros)]
-        units, dead = samples(history, "idle_units"), samples(history, "dead_units")
+        units, dead = own_samples(history, "idle_units"), own_samples(history, "dead_units")
         if units is None or dead is None:
             return []
         share = dead[0][-1]
@@ -236,11 +236,11 @@ class Dead(CheckedRule):
         name, after = death.layer, history.layout.sites[nearest].name
         too = f", and of {_before_text(history.layout.names(starved))}," if len(starved) else ""
         if fed is not None:
-            cause, remedy = _masked(history, site, onset, fed)
-        elif (no_inputs := _without_inputs(history, site, onset, starved)) is not None:
+            cause, remedy = _why_masked(history, site, onset, fed)
+        elif (no_inputs := _why_without_inputs(history, site, onset, starved)) is not None:
             (cause, remedy), severity = no_inputs, Severity.WARNING
         elif (bounded := _bounded_after(history, site, onset)) is not None:
-            cause, remedy = _after_bounded(history, *bounded, site, onset)
+            cause, remedy = _why_after_bounded(history, *bounded, site, onset)
         else:
             cause, remedy = f"most often no unit after layer {name} fires any more. {death.cause}", death.remedy
         message = (
@@ -308,12 +308,12 @@ def death_of(history: History, layer: int, onset: int, *, dead: Sites | None = N
     `dead`: all such layers, where there are more than this one.
     """
     how, from_start = beginning(history, onset), is_first_record(history, onset)
-    reason, remedy = _reason(history, layer, onset, [layer] if dead is None else dead.tolist(), from_start=from_start)
-    cause = f"{how.began}{how.sentence}{reason}{unlearnt(history)}".strip()
+    reason, remedy = _why_dead(history, layer, onset, [layer] if dead is None else dead.tolist(), from_start=from_start)
+    cause = f"{how.began}{how.sentence}{reason}{unlearnt_text(history)}".strip()
     return Death(history.layout.sites[layer].name, cause, how.remedy or remedy, how.headline)
 
 
-def _reason(history: History, layer: int, onset: int, dead: Sequence[int], *, from_start: bool) -> tuple[str, str]:
+def _why_dead(history: History, layer: int, onset: int, dead: Sequence[int], *, from_start: bool) -> tuple[str, str]:
     """What the weights and biases of `layer` say, as a sentence, and what to change, in it and others of `dead`."""
     layout, name = history.layout, history.layout.sites[layer].name
     norms = [site for site in dead if "Norm" in layout.sites[site].module]
@@ -341,7 +341,7 @@ def _reason(history: History, layer: int, onset: int, dead: Sequence[int], *, fr
     return made, measured_remedy(history, onset) or f"a smaller lr in configure_optimizers, with warm-up, or {leaky}"
 
 
-def _masked(history: History, site: int, onset: int, fed: int) -> tuple[str, str]:
+def _why_masked(history: History, site: int, onset: int, fed: int) -> tuple[str, str]:
     """Why the layer `site` has no gradient since the record `onset`, though the layer `fed` has one through it alone,
     and what to change.
     """
@@ -353,7 +353,7 @@ def _masked(history: History, site: int, onset: int, fed: int) -> tuple[str, str
     return cause, f"for the weights of layer {name} torch.sigmoid, say, in place of a clamp, or no mask or hook."
 
 
-def _without_inputs(history: History, site: int, onset: int, starved: Sites) -> tuple[str, str] | None:
+def _why_without_inputs(history: History, site: int, onset: int, starved: Sites) -> tuple[str, str] | None:
     """The same where a signal reaches the layer, or may: its inputs are all 0. None where none reaches it. `starved`:
     layers before it without a gradient.
     """
@@ -363,7 +363,7 @@ def _without_inputs(history: History, site: int, onset: int, starved: Sites) -> 
         return None
     only = "its padding_idx" if embeds else "0"
     cause = f"{'a backward signal reaches it, so' if reached else 'most often'} its inputs are all {only}, or "
-    cause += f"something makes its gradient 0.{began_text(history, onset)}{unlearnt(history)}"
+    cause += f"something makes its gradient 0.{began_text(history, onset)}{unlearnt_text(history)}"
     look = "nn.LeakyReLU before it." if len(starved) else "look at a batch as the DataLoader returns it."
     return cause, f"inputs of layer {layer.name} that are not all {only}: {look}"
 
@@ -381,7 +381,7 @@ def _bounded_after(history: History, layer: int, onset: int) -> tuple[Site, floa
     return next(((layout.sites[site], float(known[site])) for site in after), None)
 
 
-def _after_bounded(history: History, bounded: Site, share: float, layer: int, onset: int) -> tuple[str, str]:
+def _why_after_bounded(history: History, bounded: Site, share: float, layer: int, onset: int) -> tuple[str, str]:
     """Why no gradient passes the activation `bounded` after `layer` (a site) since the record `onset`, as far as
     samples since then tell, and what to change. `share`: of its outputs that lie at its ends; NaN where not known.
     """
@@ -400,7 +400,7 @@ def _after_bounded(history: History, bounded: Site, share: float, layer: int, on
     )
     cause = (
         f"most often the outputs of the {bounded.module} {bounded.name} after layer {name} lie at its ends, where no "
-        f"gradient passes.{how.began}{how.sentence}{inputs}{unlearnt(history)}"
+        f"gradient passes.{how.began}{how.sentence}{inputs}{unlearnt_text(history)}"
     )
     if inputs or layer == forward_order(history.layout)[0]:
         normal = f"inputs of mean 0 and standard deviation 1 for layer {name}"
@@ -419,7 +419,7 @@ def zero_onset(history: History, site: int) -> int | None:
     return int(onset_of(norms[-own] == 0, own))
 
 
-def unlearnt(history: History) -> str:
+def unlearnt_text(history: History) -> str:
     """' The loss is higher than at the start (2.31 -> 2.32).', empty where it is lower, or the start is not known."""
     if not history.whole or (levels := first_and_last_loss(history, LEVEL_RECORDS)) is None:
         return ""

@@ -401,9 +401,9 @@ class Disconnected(CheckedRule):
             libraries = {*_libraries_around(layout, layers, trained)}
             if "" not in libraries:
                 return "weighs_one" if one else "attends", {"library": min(libraries)}
-        cause, remedy = _flat_activation(history, layers, records)
+        cause, remedy = _why_flat(history, layers, records)
         if not cause:
-            cause, remedy = _overflowing_squares(history, layers, records)
+            cause, remedy = _why_overflown(history, layers, records)
         site, biased = layout.index[last], ""
         if not cause and latest(biases_of(history, site)) >= DEADENING_BIAS:
             biased = bias_text(history, site, back=records)
@@ -586,7 +586,7 @@ def _zero_weights_behind(history: History, layer: int) -> list[int]:
     return [site for site, own in weights.items() if len(own) and _has_zero_weights(history, own).all()]
 
 
-def _flat_activation(history: History, layers: Sites, records: int) -> tuple[str, str]:
+def _why_flat(history: History, layers: Sites, records: int) -> tuple[str, str]:
     """The last activation after one of `layers` whose outputs lay in its flat part at the newest sample of the last
     `records`, as a cause, and what to change; empty without one.
     """
@@ -609,7 +609,7 @@ def _flat_activation(history: History, layers: Sites, records: int) -> tuple[str
     return cause, f"nn.LayerNorm after layer {layer}, before the {site.module}; or "
 
 
-def _overflowing_squares(history: History, layers: Sites, records: int) -> tuple[str, str]:
+def _why_overflown(history: History, layers: Sites, records: int) -> tuple[str, str]:
     """The last of `layers` whose outputs were too large for a norm at the newest sample of the last `records`, as a
     cause, and what to change; empty without one.
     """

@@ -12,7 +12,7 @@ from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import OPENING, History
 from gradwatch.core.number_text import number_text
 from gradwatch.core.record import MEASURED, TOTAL, Floats, Mask, Sites
-from gradwatch.rules.evidence.baseline import LEVEL_RECORDS, first_steps, largest_first_loss, was_learnt
+from gradwatch.rules.evidence.baseline import LEVEL_RECORDS, first_steps_text, largest_first_loss, was_learnt
 from gradwatch.rules.evidence.jumps import GradientJump, gradient_jump, grew_alike, last_jump
 from gradwatch.rules.evidence.learning_rates import (
     EFFECT_RECORDS,
@@ -21,10 +21,10 @@ from gradwatch.rules.evidence.learning_rates import (
     MAXIMIZES_REMEDY,
     RATE_JUMP_RATIO,
     RateJump,
-    better_rate,
     maximizes,
     may_be_large,
     rate_jump,
+    rate_remedy,
     rate_text,
     scale_in_use,
     summed_passes,
@@ -180,7 +180,7 @@ class Divergence(CheckedRule):
         cause, remedy, headline, onset = _why_long(history, back, records=max(EFFECT_RECORDS, between))
         message = (
             f"{'One step' if together else 'Steps'} moved the weights of {name_text(names)} by "
-            f"{'up to ' * (len(names) > 1)}{number_text(worst)} times their own size{_went(rise)}; a hundredth is "
+            f"{'up to ' * (len(names) > 1)}{number_text(worst)} times their own size{_loss_text(rise)}; a hundredth is "
             f"usual. {cause}"
         )
         headline = headline or f"one step was {number_text(worst)} times the size of the weights"
@@ -198,11 +198,11 @@ class Divergence(CheckedRule):
         if jump is None:
             return None
         message = (
-            f"The loss is {number_text(now, 3)}, {_times(abs(now) / first)} the largest of "
-            f"{first_steps(history, self.first_records)} ({number_text(first, 3)}), "
+            f"The loss is {number_text(now, 3)}, {_times_text(abs(now) / first)} the largest of "
+            f"{first_steps_text(history, self.first_records)} ({number_text(first, 3)}), "
             f"{'at least ' * jump.after_gap}{distance_text(history, jump.back)} after the learning rate jumped to "
-            f"{number_text(jump.rate, 3)}, {_times(jump.ratio)} that of the {'measured ' * jump.after_gap}step before"
-            f"{_overwritten(history, jump.back)}."
+            f"{number_text(jump.rate, 3)}, {_times_text(jump.ratio)} that of the "
+            f"{'measured ' * jump.after_gap}step before{_overwritten_text(history, jump.back)}."
         )
         value, text = abs(now) / first, jump.text
         return Finding(self.name, Severity.ERROR, TOTAL, (), value, limit, message, jump.remedy, jump.back, text)
@@ -236,7 +236,7 @@ class Divergence(CheckedRule):
             f"loss went back {went}: {carried}."
         )
         headline = f"the weights grew {number_text(growth)} times, the loss went {went}"
-        remedy = better_rate(history, back=onset)
+        remedy = rate_remedy(history, back=onset)
         return Finding(self.name, Severity.ERROR, layer, names, growth, self.growth, message, remedy, onset, headline)
 
     def _loss_grew(self, history: History, start: float) -> Sequence[Finding] | None:
@@ -271,9 +271,9 @@ class Divergence(CheckedRule):
         value = abs(now) / first if first > 0 else 1e39  # from nothing at all
         onset = _excursion_onset(history, self.loss * first)
         far = (
-            f"{number_text(now, 3)}, {'in size ' * (min(start, now) < 0)}{_times(value)} the largest of "
-            f"{first_steps(history, self.first_records)} ({number_text(start, 3)}), and the gradient is "
-            f"{_times(steeper)} its first level"
+            f"{number_text(now, 3)}, {'in size ' * (min(start, now) < 0)}{_times_text(value)} the largest of "
+            f"{first_steps_text(history, self.first_records)} ({number_text(start, 3)}), and the gradient is "
+            f"{_times_text(steeper)} its first level"
         )
         went, headline = "is", f"the loss went from {number_text(start, 3)} to {number_text(now, 3)}"
         if maximizes(history) and now > start:
@@ -348,7 +348,7 @@ def _why_long(history: History, back: int, *, records: int) -> tuple[str, str, s
         cause = f"The optimizer used gradients that still had the loss scale, {scale:.0f} times those measured."
         return cause, "scaler.step(optimizer), which divides by the loss scale, in place of optimizer.step().", "", back
     jump = last_jump(history, rate=back, gradient=back, of=back, records=records)
-    overwritten = _overwritten(history, back, of=back)
+    overwritten = _overwritten_text(history, back, of=back)
     if isinstance(jump, RateJump):
         distance = distance_text(history, jump.back, until=back)
         when = f", {'at least ' * jump.after_gap}{distance} before" if jump.back > back else ""
@@ -358,8 +358,8 @@ def _why_long(history: History, back: int, *, records: int) -> tuple[str, str, s
         return capitalized(jump.cause), jump.remedy, jump.text, onset
     passes = summed_passes(history, of=back)
     why = f"the learning rate is too high for this model and loss{rate_text(history, back=back)}"
-    sentence = f"{capitalized(why if passes is None else _adds_up(passes))}{overwritten}."
-    return sentence, better_rate(history, back=back), "", back
+    sentence = f"{capitalized(why if passes is None else _passes_text(passes))}{overwritten}."
+    return sentence, rate_remedy(history, back=back), "", back
 
 
 def _why_high(history: History, onset: int) -> tuple[str, str, str, int] | None:
@@ -376,9 +376,9 @@ def _why_high(history: History, onset: int) -> tuple[str, str, str, int] | None:
             return None  # small steps do not raise a loss so far: targets grew, such as rewards that were found
     if not isinstance(jump, GradientJump):
         cause = f"the steps are too large{rate_text(history, back=onset)}"
-        cause += ", or the loss is a sum where it should be a mean." if passes is None else f": {_adds_up(passes)}."
+        cause += ", or the loss is a sum where it should be a mean." if passes is None else f": {_passes_text(passes)}."
         if jump is None:
-            return cause, better_rate(history, back=onset), "", onset
+            return cause, rate_remedy(history, back=onset), "", onset
         return cause, jump.remedy, jump.text, jump.back
     cause, remedy = jump.cause, jump.remedy
     if grew_alike(history, jump.back):
@@ -390,16 +390,16 @@ def _why_high(history: History, onset: int) -> tuple[str, str, str, int] | None:
     return cause, remedy, jump.text, min(onset, max(1, jump.back - 1))  # that batch itself is a spike
 
 
-def _adds_up(passes: int) -> str:
+def _passes_text(passes: int) -> str:
     return f"each step adds up the gradients of {passes} backward passes or more"
 
 
-def _overwritten(history: History, back: int, *, of: int = 1) -> str:
+def _overwritten_text(history: History, back: int, *, of: int = 1) -> str:
     """': what was learnt is overwritten', where something was learnt before the record `back` from the end."""
     return ": what was learnt is overwritten" if was_learnt(history, back=back + 1, of=of) else ""
 
 
-def _went(rise: tuple[Floats, Floats] | None) -> str:
+def _loss_text(rise: tuple[Floats, Floats] | None) -> str:
     """What the loss did since; empty where that is not known."""
     if rise is None:
         return ""
@@ -438,7 +438,7 @@ def _excursion_onset(history: History, limit: float) -> int:
     return int(own[far[breaks[-1] + 1 if len(breaks) else 0]])
 
 
-def _times(ratio: float) -> str:
+def _times_text(ratio: float) -> str:
     return f"{ratio_text(np.log10(ratio))} times"
 
 

@@ -27,17 +27,17 @@ from gradwatch.rules.evidence.depth import (
 from gradwatch.rules.evidence.layer_levels import (
     LARGE_RATIO,
     bias_text,
-    factor_text,
+    factor_remedy,
     median_over_usual,
     median_weight_change,
     weights_over_usual,
 )
-from gradwatch.rules.evidence.learning_rates import MAXIMIZES, MAXIMIZES_REMEDY, better_rate, maximizes, may_be_large
+from gradwatch.rules.evidence.learning_rates import MAXIMIZES, MAXIMIZES_REMEDY, maximizes, may_be_large, rate_remedy
 from gradwatch.rules.evidence.paths import NO_LAYER, Paths, paths
 from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.records import held_layers, held_text, is_alone, is_first_record
 from gradwatch.rules.evidence.recurrent_gradients import grown_through_time
-from gradwatch.rules.evidence.samples import in_run_order, own_onset, samples
+from gradwatch.rules.evidence.samples import in_run_order, own_onset, own_samples
 from gradwatch.rules.evidence.weights import has_norm_layers, norms_text, sensitivity
 from gradwatch.rules.evidence.wording import name_text, ratio_text
 from gradwatch.rules.rule import CheckedRule
@@ -265,14 +265,14 @@ class Exploding(CheckedRule):
             remedy = f"nn.init.orthogonal_ for the weight_hh of layer {after}, and gradient clipping."
         elif change.abrupt:
             large = weights_over_usual(history, layout.index[after]) >= LARGE_RATIO
-            factor = factor_text(history, layer, after)  # empty where the weights are large
+            factor = factor_remedy(history, layer, after)  # empty where the weights are large
             what = "the weights are large" if large else "a factor" if factor else "a factor, or large weights"
             cause = f"Most is gained between layers {after} and {layer}: {what}."
             remedy = f"nn.init.kaiming_normal_ for the weights of layer {after}, and no constant factor before it."
             remedy = factor or remedy
         else:
-            cause, remedy = _gradual(history, found.strong, found.dex / (len(names) - 1), onset, from_start)
-            remedy = remedy or better_rate(history, back=onset)
+            cause, remedy = _why_gradual(history, found.strong, found.dex / (len(names) - 1), onset, from_start)
+            remedy = remedy or rate_remedy(history, back=onset)
         strong, text = layout.names(np.sort(found.strong)), f"{message} {cause}"
         headline = f"{ratio_text(found.dex)} times stronger than {names[-1]}"
         if change.abrupt and not activations:
@@ -283,7 +283,7 @@ class Exploding(CheckedRule):
         """The last outputs have been far over the inputs since the first step, and the loss with them, by the weights
         of most layers: too little depth for what `_over_depth` compares. Where a norm follows, the loss is small.
         """
-        layout, found, losses = history.layout, samples(history, "output_rms"), history.scalar("loss", len(history))
+        layout, found, losses = history.layout, own_samples(history, "output_rms"), history.scalar("loss", len(history))
         if found is None or len(found[0]) < self.records or has_norm_layers(layout):
             return None
         ran = in_run_order(history, layout.layers)
@@ -369,11 +369,11 @@ class Exploding(CheckedRule):
             f"{MAXIMIZES if maximizes(history) else 'the steps are too large for this loss.'}"
         )
         headline = f"the gradient norm grew from {number_text(early)} to {number_text(now)}"
-        remedy = MAXIMIZES_REMEDY if maximizes(history) else better_rate(history, back=onset)
+        remedy = MAXIMIZES_REMEDY if maximizes(history) else rate_remedy(history, back=onset)
         return Finding(self.name, severity, layer, sites, growth, self.total_dex, message, remedy, onset, headline)
 
 
-def _gradual(
+def _why_gradual(
     history: History, strong: NDArray[np.intp], dex_per_layer: float, onset: int, from_start: bool
 ) -> tuple[str, str]:
     """The likely cause of a signal that grows layer by layer, to those that are `strong`, and what to change; that is

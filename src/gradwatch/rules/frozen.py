@@ -144,7 +144,7 @@ class Frozen(CheckedRule):
         what = "trainable (requires_grad is True) but in no optimizer that GradWatch has seen"
         message = _unchanged_text(all_named, what, one=len(names) == 1)
         onset, late = _outside_since(history, parameters)
-        message += _switched_on(history, parameters, onset)
+        message += _switched_on_text(history, parameters, onset)
         remedy = (
             f"put in {first_named} before configure_optimizers runs, in __init__ or configure_model, for example."
             if late
@@ -270,7 +270,7 @@ class Frozen(CheckedRule):
                 f" behind layers that train, and {its} weights have the spread of a random start: no training has "
                 f"changed {it}."
             )
-            remedy = f"requires_grad_(True) for {name_text(names)}{_for_peft(layout, sites)}."
+            remedy = f"requires_grad_(True) for {name_text(names)}{_peft_text(layout, sites)}."
             headline = "it is frozen with the weights of a random start, behind layers that train"
         else:
             make = "most of the same make train, as layers before and after do"
@@ -392,7 +392,7 @@ def _untrained(history: History, layers: Sites, order: Sites, off: Mask) -> Site
     return layers[:0] if adapted and 2 * len(random) > off.sum() else layers[np.isin(layers, random)]
 
 
-def _for_peft(layout: Layout, sites: Sites) -> str:
+def _peft_text(layout: Layout, sites: Sites) -> str:
     """What trains the layers `sites` with PEFT, which matches the ends of names; empty where others end so, too."""
     names, others = layout.names(sites), layout.names(np.setdiff1d(layout.layers, sites))
     ends = dict.fromkeys(name.rpartition(".")[2] for name in names)
@@ -413,7 +413,7 @@ def _outside_since(history: History, parameters: Sites) -> tuple[int, bool]:
     return int(in_a_row(replaced if late else outside).max()), late
 
 
-def _switched_on(history: History, parameters: Sites, onset: int) -> str:
+def _switched_on_text(history: History, parameters: Sites, onset: int) -> str:
     """' requires_grad became True between steps 50 and 64.', where `parameters` were frozen at the sample before the
     record `onset` from the end: only samples show it of what is in no optimizer.
     """

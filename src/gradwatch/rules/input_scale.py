@@ -14,7 +14,7 @@ from gradwatch.core.number_text import number_text
 from gradwatch.core.record import Floats, Mask, Sites, module_of, modules_around
 from gradwatch.rules.evidence.baseline import is_stuck
 from gradwatch.rules.evidence.recent_rows import ROUNDING, RecentRows
-from gradwatch.rules.evidence.samples import RECENT_RECORDS, in_run_order, lasted, onset_of, samples, throughout
+from gradwatch.rules.evidence.samples import RECENT_RECORDS, in_run_order, lasted, onset_of, own_samples, throughout
 from gradwatch.rules.evidence.wording import name_text
 from gradwatch.rules.rule import CheckedRule
 
@@ -79,7 +79,7 @@ class InputScale(CheckedRule):
         return None if found is None and wanted is None else [*(found or ()), *(wanted or ())]
 
     def _inputs(self, history: History) -> Sequence[Finding] | None:
-        found = samples(history, "input_rms")
+        found = own_samples(history, "input_rms")
         if found is None:
             return None
         (levels, backs), layout = found, history.layout
@@ -160,7 +160,7 @@ class InputScale(CheckedRule):
         return np.asarray(most | lasted(huge, backs, samples=self.samples_in_a_row, records=self.records_in_a_row))
 
     def _targets(self, history: History) -> Sequence[Finding] | None:
-        found, ran = samples(history, "output_rms"), in_run_order(history, history.layout.layers)
+        found, ran = own_samples(history, "output_rms"), in_run_order(history, history.layout.layers)
         if found is None or not len(ran):
             return None
         head, backs = int(ran[-1]), found[1]

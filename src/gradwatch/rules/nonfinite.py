@@ -12,10 +12,10 @@ from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
 from gradwatch.core.number_text import number_text
 from gradwatch.core.record import MEASURED, TOTAL, Mask, Sites
-from gradwatch.rules.evidence.baseline import first_steps
+from gradwatch.rules.evidence.baseline import first_steps_text
 from gradwatch.rules.evidence.depth import profile
 from gradwatch.rules.evidence.jumps import last_jump
-from gradwatch.rules.evidence.learning_rates import RateJump, better_rate
+from gradwatch.rules.evidence.learning_rates import RateJump, rate_remedy
 from gradwatch.rules.evidence.nonfinite_forward import NonfiniteForward, first_nonfinite_output, from_replay
 from gradwatch.rules.evidence.paths import paths
 from gradwatch.rules.evidence.recent_rows import RecentRows
@@ -106,7 +106,7 @@ class Nonfinite(CheckedRule):
 
     def _loss_alone(self, history: History, loss: float, forward: NonfiniteForward | None) -> Finding:
         every = f"every {'watched ' * history.layout.partial}gradient"
-        what = f"The loss is {_number(loss)}{batch_text(history)}, while {every} is finite"
+        what = f"The loss is {_loss_text(loss)}{batch_text(history)}, while {every} is finite"
         severity = Severity.WARNING if np.isnan(loss) else Severity.ERROR  # an average over nothing harms no weight
         site, cause, remedy = (
             TOTAL,
@@ -115,9 +115,9 @@ class Nonfinite(CheckedRule):
         )
         if forward is not None:
             site, cause, remedy = forward.site, forward.cause, forward.remedy
-        cause, remedy = self._cause(history, forward, cause, remedy)
+        cause, remedy = self._or_exploded(history, forward, cause, remedy)
         text, onset = f"{what}; {uncapitalized(cause)}", _onset(history)
-        headline = f"the loss is {_number(loss)}{batch_text(history)}"
+        headline = f"the loss is {_loss_text(loss)}{batch_text(history)}"
         alone = forward is not None and forward.in_batch
         return Finding(self.name, severity, site, (), 1.0, 0.0, text, remedy, onset, headline, independent=alone)
 
@@ -140,8 +140,10 @@ class Nonfinite(CheckedRule):
         else:
             what = "No layer has a finite gradient"
         origin, cause, remedy = _origin(history, unhealthy, healthy, loss, bad_loss, forward)
-        cause, remedy = self._cause(history, forward, cause, remedy)
-        message = f"{what}{batch_text(history)}; {uncapitalized(cause)}{_by_taps(taps)}{_by_arrival(history, healthy)}"
+        cause, remedy = self._or_exploded(history, forward, cause, remedy)
+        message = (
+            f"{what}{batch_text(history)}; {uncapitalized(cause)}{_taps_text(taps)}{_arrival_text(history, healthy)}"
+        )
         sites = (*names, *taps[:1])
         value, onset = float(len(names)), _onset(history)
         whose = "its gradient" if origin in names else f"the gradient of {name_text(names)}"
@@ -152,9 +154,11 @@ class Nonfinite(CheckedRule):
             self.name, Severity.ERROR, origin, sites, value, 0.0, message, remedy, onset, headline, independent=alone
         )
 
-    def _cause(self, history: History, forward: NonfiniteForward | None, cause: str, remedy: str) -> tuple[str, str]:
+    def _or_exploded(
+        self, history: History, forward: NonfiniteForward | None, cause: str, remedy: str
+    ) -> tuple[str, str]:
         """The explosion that came before, if one did, where nothing else made the values."""
-        explosion = self._explosion(history) if forward is None or forward.overflow else None
+        explosion = self._why_exploded(history) if forward is None or forward.overflow else None
         if explosion is None:
             return cause, remedy
         if forward is not None and forward.traced:
@@ -176,7 +180,7 @@ class Nonfinite(CheckedRule):
         before = skipped[own][-self.skipped_steps : -1]
         return len(before) < self.skipped_steps - 1 or not bool((before == 1).all())
 
-    def _explosion(self, history: History) -> tuple[str, str] | None:
+    def _why_exploded(self, history: History) -> tuple[str, str] | None:
         """What says that an explosion came before, and what to change; None where nothing does."""
         # the gradient of a record was there before that record's rate moved anything
         if isinstance(jump := last_jump(history, rate=2, gradient=1), RateJump):
@@ -191,7 +195,7 @@ class Nonfinite(CheckedRule):
                 if dex >= self.depth_dex:
                     return (
                         f"it exploded: the signal grew {ratio_text(dex)} times from loss to input just before.",
-                        better_rate(history, back=int(earlier[-1])),
+                        rate_remedy(history, back=int(earlier[-1])),
                     )
         totals = history.series("grad_norm")[-earlier]
         totals = totals[np.isfinite(totals) & (totals > 0)]
@@ -200,12 +204,12 @@ class Nonfinite(CheckedRule):
         lowest, last = float(totals[: self.records_before].min()), float(totals[-1])
         if np.log10(last / lowest) < self.growth_dex:
             return None
-        since = first_steps(history, self.records_before)
+        since = first_steps_text(history, self.records_before)
         grown = (
             f"it exploded: the total gradient norm had grown from {number_text(lowest)}, the least of {since}, to "
             f"{number_text(last)}."
         )
-        return grown, better_rate(history, back=int(earlier[-1]))
+        return grown, rate_remedy(history, back=int(earlier[-1]))
 
 
 def _onset(history: History) -> int:
@@ -219,7 +223,7 @@ def _onset(history: History) -> int:
     return own_onset(history, lost)
 
 
-def _number(loss: float) -> str:
+def _loss_text(loss: float) -> str:
     return "NaN" if np.isnan(loss) else str(loss)
 
 
@@ -246,7 +250,7 @@ def _origin(
         )
         remedy = "Trainer(detect_anomaly=True) for this batch: it names the operation, if one made it."
         return _border(history, unhealthy, healthy)[0], cause, remedy
-    said, clipped = f"the loss is {_number(loss)} already, most often by", ""
+    said, clipped = f"the loss is {_loss_text(loss)} already, most often by", ""
     if not bad_loss:
         said = "most often the loss was not finite either, by"
         clipped = "; or clipping before gradients were measured, which makes all of them NaN where one is"
@@ -290,14 +294,14 @@ def _first_tap(history: History, some_healthy: bool) -> tuple[str, ...]:
     return history.layout.names(came[[first, first - 1] if first else [0]])
 
 
-def _by_taps(taps: Sequence[str]) -> str:
+def _taps_text(taps: Sequence[str]) -> str:
     if not taps:
         return ""
     before = f"; that of {taps[1]}, which came before, still was" if len(taps) > 1 else ""
     return f" Of the tapped tensors {taps[0]} is the first whose gradient is not finite{before}."
 
 
-def _by_arrival(history: History, healthy: Sites) -> str:
+def _arrival_text(history: History, healthy: Sites) -> str:
     """What says that gradients of `healthy` layers are not finite at the step, although they were as they arrived."""
     spoiled = healthy[~np.isfinite(history.row("grad_norm")[healthy])]
     if not len(spoiled):

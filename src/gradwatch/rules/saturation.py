@@ -31,8 +31,8 @@ from gradwatch.rules.evidence.samples import (
     layer_before,
     layers_before,
     onset_of,
+    own_samples,
     reaches_start,
-    samples,
 )
 from gradwatch.rules.evidence.wording import percent_text, steps_text
 from gradwatch.rules.rule import CheckedRule
@@ -64,7 +64,7 @@ class Saturation(CheckedRule):
         return np.asarray((shares >= self.least_share).any(axis=1))
 
     def __call__(self, history: History) -> Sequence[Finding] | None:
-        found = samples(history, "saturated")
+        found = own_samples(history, "saturated")
         if found is None:
             return None
         shares, backs = found
@@ -95,7 +95,7 @@ class Saturation(CheckedRule):
             f"{steps_text(history, self.records)} or more.{how.began}{how.sentence}"
         )
         headline = f"{percent_text(share)} of its {activation.module} outputs lie in the flat part{how.headline}"
-        cause, remedy = _cause(history, site, onset)
+        cause, remedy = _why(history, site, onset)
         text, remedy = message + cause, how.remedy or remedy
         return Finding(self.name, Severity.WARNING, layer, names, share, self.flat_share, text, remedy, onset, headline)
 
@@ -107,7 +107,7 @@ def _followed_by_nothing(history: History, sites: Sites) -> Sites:
     return np.intersect1d(sites, ran[after[-1] + 1 :]) if len(after) else sites
 
 
-def _cause(history: History, site: int, onset: int) -> tuple[str, str]:
+def _why(history: History, site: int, onset: int) -> tuple[str, str]:
     """Why the outputs of the layer `site` are too large, as far as the record tells, and what to change."""
     layer = history.layout.sites[site].name
     rms = history.row("input_rms")[site]

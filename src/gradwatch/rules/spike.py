@@ -189,7 +189,7 @@ class Spike(CheckedRule):
             message += _loss_text(history, self.window, back, returned=returned)
             highest = f"the highest norm of the layer in {normal[worst]}"
             of_layer = f'interventions=[Clip({number_text(ceiling[worst])}, layers="{layer}")], {highest}.'
-            remedy = _clipping(history, self.window, back, of_layer)
+            remedy = _clipping_remedy(history, self.window, back, of_layer)
             headline = jump_text(batch_text(history, back=back), jumps[shown], normal[shown])
         height = float(jumps[worst])
         matters = sites[0] == 0 or np.linalg.norm(now[layers]) >= self.total_share * now[0]
@@ -232,7 +232,7 @@ def _newest(mask: Mask, n: int) -> Mask:
     return np.asarray(np.cumsum(mask[::-1], axis=0)[::-1] <= n)
 
 
-def _clipping(history: History, window: int, back: int, of_layer: str) -> str:
+def _clipping_remedy(history: History, window: int, back: int, of_layer: str) -> str:
     """The remedy: clipping at the highest trusted total norm of the window before the record `back` from the end; the
     clipping `of_layer` where the total at that record is no higher, and would not be clipped.
     """

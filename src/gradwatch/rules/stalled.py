@@ -34,7 +34,7 @@ LOW_RATE = 1e-6
 """Learning rate that is too low for any usual optimizer. Judgement: fine-tuning goes down to 1e-6."""
 
 USUAL_UPDATE = 1e-3
-"""Update over the size of the weights that the remedy aims at. Measured, as in `better_rate`."""
+"""Update over the size of the weights that the remedy aims at. Measured, as in `rate_remedy`."""
 
 RELIABLE_UPDATE = 1e-7
 """The same from which it tells the rate to try: rounding of float32 swallows a part of smaller ones."""
@@ -149,7 +149,7 @@ class Stalled(CheckedRule):
         elif movers := layout.names(layout.layers[pulled][~stand]):
             no_layer, no_weights = f"any layer but {name_text(movers)}", f"no weights but those of {name_text(movers)}"
         what = f"by more than {number_text(largest, 1)} of their size" if largest > 0 else "at all"
-        cause, remedy = _cause(history, own, int(still[-1]), largest)
+        cause, remedy = _why(history, own, int(still[-1]), largest)
         for_long = steps_text(history, steps)
         none = "none" if len(still) >= steps else f"none of the {len(still)} that were sampled"
         message = (
@@ -223,7 +223,7 @@ class Stalled(CheckedRule):
         return bool(loss[1] < self.loss_share * loss[0])
 
 
-def _cause(history: History, own: Sites, back: int, most: float) -> tuple[str, str]:
+def _why(history: History, own: Sites, back: int, most: float) -> tuple[str, str]:
     """Why the steps are so short, and what to change. `most`: the largest update over the size of the weights."""
     rates = history.scalar("lr", RECENT_RECORDS)
     rate, highest = float(rates[-back]), float(np.fmax.reduce(rates[-own]))

@@ -13,7 +13,7 @@ from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
 from gradwatch.core.record import MEASURED, Floats, Layout, Mask, Sites
 from gradwatch.rules.evidence.recent_rows import ROUNDING, RecentRows
-from gradwatch.rules.evidence.samples import onset_of, samples, throughout
+from gradwatch.rules.evidence.samples import onset_of, own_samples, throughout
 from gradwatch.rules.evidence.wording import name_text, ratio_text
 from gradwatch.rules.rule import CheckedRule
 
@@ -83,7 +83,7 @@ class Tampered(CheckedRule):
         return np.asarray(sampled & (turned | ~within))
 
     def __call__(self, history: History) -> Sequence[Finding] | None:
-        found = samples(history, "gradient_cosine")
+        found = own_samples(history, "gradient_cosine")
         if found is None:
             return None
         layout, backs = history.layout, found[1][-self.exact_records :]
@@ -159,7 +159,7 @@ class Tampered(CheckedRule):
         spoken = int(np.flatnonzero(which)[farthest])
         name, layer = layout.sites[layout.parameters[spoken]].name, layout.sites[layout.owners[spoken]].name
         cosine, dex = float(latest["gradient_cosine"][spoken]), float(off[-1, spoken])
-        done = _done(cosine, dex, float(latest["gradient_evenness"][spoken]), many=bool(_many(layout)[spoken]))
+        done = _done_text(cosine, dex, float(latest["gradient_evenness"][spoken]), many=bool(_many(layout)[spoken]))
         hooks = int(latest["other_hooks"][which].sum())
         if hooks:
             there = "There is 1 hook" if hooks == 1 else f"There are {hooks} hooks"
@@ -193,7 +193,7 @@ class Tampered(CheckedRule):
         return int(onset_of(found[:, which], backs).max())
 
 
-def _done(cosine: float, dex: float, evenness: float, *, many: bool) -> str:
+def _done_text(cosine: float, dex: float, evenness: float, *, many: bool) -> str:
     turned = ["turned its sign"] if cosine < 0 else []
     made = [f"made it {ratio_text(dex)} times as large"] if np.isfinite(dex) and abs(dex) > SAME_SIZE_DEX else []
     if many and evenness >= EVENNESS and abs(cosine) < SAME_DIRECTION_COSINE:

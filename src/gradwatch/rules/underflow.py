@@ -15,7 +15,7 @@ from gradwatch.core.record import Floats, Mask
 from gradwatch.rules.evidence.baseline import LEVEL_RECORDS, first_and_last_loss
 from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.records import is_first_record
-from gradwatch.rules.evidence.samples import RECENT_RECORDS, in_a_row, onset_of, samples
+from gradwatch.rules.evidence.samples import RECENT_RECORDS, in_a_row, onset_of, own_samples
 from gradwatch.rules.evidence.weights import has_float16
 from gradwatch.rules.rule import CheckedRule
 
@@ -57,7 +57,7 @@ class Underflow(CheckedRule):
         return np.asarray(rows.range("half_zeros")[1] >= self.zero_share)
 
     def __call__(self, history: History) -> Sequence[Finding] | None:
-        found = samples(history, "half_zeros")
+        found = own_samples(history, "half_zeros")
         if found is None:
             return None
         layers, (zeros, backs) = history.layout.layers, found
@@ -109,23 +109,23 @@ class Underflow(CheckedRule):
         if there.any():
             usual = float(np.median(rest[there] / np.sqrt(part[there])))
             message = (
-                f"{what}, {_percent(share)} of dL/d(output) is rounded to zero, and the rest is "
+                f"{what}, {_share_text(share)} of dL/d(output) is rounded to zero, and the rest is "
                 f"{number_text(usual, 1)} in size; "
                 f"the smallest number that float16 has is {number_text(SMALLEST_FLOAT16, 1)}."
             )
         else:
             usual = 0.0
             when = "since the first step" if is_first_record(history, onset) else f"at the last {len(zeros)} samples"
-            message = f"{what}, all of dL/d(output) has been exactly zero {when}{_loss_left(history)}."
+            message = f"{what}, all of dL/d(output) has been exactly zero {when}{_loss_text(history)}."
         message += " The loss scale is too small." if under_scaler else " There is no loss scale, which float16 needs."
         severity = Severity.WARNING if under_scaler else Severity.ERROR
         limit = self.grid_steps * SMALLEST_FLOAT16
         remedy = _remedy(history, under_scaler=under_scaler)
-        headline = f"{_percent(share)} of its signals is rounded to zero in float16"
+        headline = f"{_share_text(share)} of its signals is rounded to zero in float16"
         return Finding(self.name, severity, sites[-1], sites, usual, limit, message, remedy, onset, headline)
 
 
-def _loss_left(history: History) -> str:
+def _loss_text(history: History) -> str:
     """', while the loss is 0.3', empty where it is 0 or not known."""
     loss = history.number("loss")
     return f", while the loss is {number_text(loss)}" if loss > 0 else ""
@@ -140,5 +140,5 @@ def _remedy(history: History, *, under_scaler: bool) -> str:
     return f'{first}, or Trainer(precision="bf16-mixed"), which needs no scale.'
 
 
-def _percent(share: float) -> str:
+def _share_text(share: float) -> str:
     return f"{100 * share:.0f} %" if share < 0.995 else "nearly all"

@@ -15,7 +15,7 @@ from gradwatch.core.number_text import number_text
 from gradwatch.core.record import TOTAL, Layout, Mask, Sites
 from gradwatch.rules.evidence.attention import makers_of_scores
 from gradwatch.rules.evidence.baseline import (
-    at_first,
+    at_first_text,
     first_and_last,
     first_and_last_loss,
     is_stuck,
@@ -35,7 +35,7 @@ from gradwatch.rules.evidence.layer_levels import (
     began_at_zero,
     bias_text,
     biases_of,
-    factor_text,
+    factor_remedy,
     gives_its_bias_alone,
     latest,
     median_over_usual,
@@ -239,15 +239,15 @@ class Vanishing(CheckedRule):
         if edge in zeros if change.abrupt else 2 * len(zeros) >= len(passing):
             them = name_text(layout.names(zeros))
             cause = f"The weights of {them} began at 0, and pass on little."
-            remedy = _init_text(layout, zeros)
+            remedy = _init_remedy(layout, zeros)
         elif not change.abrupt:
             seen = int((now.values[way] > 0).argmax())  # before it float32 holds nothing
             rate = float(logs[peak] - logs[seen]) / (peak - seen)
-            cause, remedy = _gradual(history, now.sites, faint, rate, onset, from_start)
+            cause, remedy = _why_gradual(history, now.sites, faint, rate, onset, from_start)
             if peak >= DEEP and "residual" not in remedy:
                 remedy = f"{remedy.removesuffix('.')}; or residual connections around the layers: x + layer(x)."
         else:
-            cause, remedy = _abrupt(history, *change.named, ends=now.values[way[change.edge]] == 0)
+            cause, remedy = _why_abrupt(history, *change.named, ends=now.values[way[change.edge]] == 0)
         sites, text = layout.names(np.sort(faint)), f"{message} {cause}"
         return Finding(self.name, Severity.WARNING, layer, sites, fall, dex, text, remedy, onset, headline)
 
@@ -268,7 +268,7 @@ class Vanishing(CheckedRule):
         whose = f"{name_text(sites)}, {held_text(history)}," if part else "every layer"
         message = (
             f"The gradient of {whose} has been exactly 0 for {for_long}, and the loss is {number_text(loss[1], 3)} "
-            f"({number_text(loss[0], 3)} {at_first(history)}): {STOPPED[part]}. Most often a ReLU or clamp of "
+            f"({number_text(loss[0], 3)} {at_first_text(history)}): {STOPPED[part]}. Most often a ReLU or clamp of "
             f"{'what follows' if part else 'its outputs'} gives one number only, or {'its ' * (not part)}units are "
             "saturated or dead, after too large a step."
         )
@@ -299,7 +299,7 @@ class Vanishing(CheckedRule):
         onset = own_onset(history, history.series("grad_norm") <= early * under)
         sites = held_layers(history)
         fell = f"The gradient of {name_text(sites)}, {held_text(history)}, fell from a norm of"
-        levels_text = f"({number_text(loss[0], 3)} {at_first(history)}, now {number_text(loss[1], 3)})"
+        levels_text = f"({number_text(loss[0], 3)} {at_first_text(history)}, now {number_text(loss[1], 3)})"
         message = (
             f"{fell if sites else 'The total gradient norm fell from'} {number_text(early)} to {number_text(now)} "
             f"while the loss did not improve {levels_text}: {STOPPED[history.layout.partial]}. Most often "
@@ -319,7 +319,7 @@ class Vanishing(CheckedRule):
         )
 
 
-def _abrupt(history: History, layer: str, after: str, *, ends: bool) -> tuple[str, str]:
+def _why_abrupt(history: History, layer: str, after: str, *, ends: bool) -> tuple[str, str]:
     """The likely cause of a signal that fades, or `ends`, between two layers, and what to change."""
     if normalises_two_numbers(history.layout, after):
         cause = f"Layer {after} normalises two numbers: it makes 1 and -1 of them, whatever they are."
@@ -336,13 +336,13 @@ def _abrupt(history: History, layer: str, after: str, *, ends: bool) -> tuple[st
             cause,
             f"a smaller lr in configure_optimizers, or nn.LeakyReLU after layer {layer} if its units are dead.",
         )
-    factor = factor_text(history, layer, after)
+    factor = factor_remedy(history, layer, after)
     what = "a factor makes what passes small" if factor else "saturation, a factor or a bottleneck"
     cause = f"Most is lost between layers {after} and {layer}: {what}."
     return cause, factor or f"a normalisation layer between {layer} and {after}, and no constant factor there."
 
 
-def _init_text(layout: Layout, layers: Sites) -> str:
+def _init_remedy(layout: Layout, layers: Sites) -> str:
     """What gives `layers` weights other than 0. `kaiming_normal_` refuses those of one dimension, as a norm has."""
     flat = np.array([all(len(layout.sites[own].shape) < 2 for own in layout.parameters_of(site)) for site in layers])
     fills = (("ones_", layers[flat]), ("kaiming_normal_", layers[~flat]))
@@ -350,7 +350,7 @@ def _init_text(layout: Layout, layers: Sites) -> str:
     return f"{'; '.join(texts)}."
 
 
-def _gradual(
+def _why_gradual(
     history: History, layers: Sites, faint: Sites, dex_per_layer: float, onset: int, from_start: bool
 ) -> tuple[str, str]:
     """The likely cause of a signal that fades along `layers`, to those that are `faint`, and what to change."""

@@ -91,14 +91,14 @@ def first_and_last_loss(history: History, records: int) -> tuple[float, float] |
     return None if levels is None else (float(np.median(levels[0])), float(np.median(levels[1])))
 
 
-def first_steps(history: History, records: int) -> str:
+def first_steps_text(history: History, records: int) -> str:
     """'its first 10 steps'; where the history has forgotten these, 'the 10 steps from step 230 on'."""
     first, early = history.steps[0], min(OPENING, len(history))
     steps = f"{records} {'measured ' * history.has_gaps(early, back=len(history) - early + 1)}steps"
     return f"its first {steps}" if first == 0 else f"the {steps} from step {first} on"
 
 
-def at_first(history: History) -> str:
+def at_first_text(history: History) -> str:
     """When the first level was that a history tells of."""
     return "at first" if history.whole else f"from step {history.steps[0]} on"
 

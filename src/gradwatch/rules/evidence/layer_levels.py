@@ -92,7 +92,7 @@ def bias_text(history: History, layer: int, *, back: int | None = None) -> str:
     )
 
 
-def factor_text(history: History, before: str, layer: str) -> str:
+def factor_remedy(history: History, before: str, layer: str) -> str:
     """The remedy where the outputs of `layer` are far from those of the layer `before` it in size, and its weights are
     usual: the factor that undoes it; empty where that is not so, or not known.
     """

@@ -138,11 +138,11 @@ def rate_text(history: History, *, back: int = 1) -> str:
     return f" ({said})"
 
 
-def better_rate(history: History, *, back: int = 1) -> str:
+def rate_remedy(history: History, *, back: int = 1) -> str:
     """The remedy where steps are too large from the record `back` from the end on: a value that was measured."""
     if (jump := rate_jump(history, back=back, of=back)) is not None:
         return jump.remedy
-    return measured_remedy(history, back) or _smaller_rate(history, back)
+    return measured_remedy(history, back) or _smaller_rate_remedy(history, back)
 
 
 def measured_remedy(history: History, back: int) -> str:
@@ -182,7 +182,7 @@ def measured_remedy(history: History, back: int) -> str:
     return f"lr={number_text(rates[-back] * share / moved[first], 1)} in configure_optimizers: {then}."
 
 
-def _smaller_rate(history: History, back: int) -> str:
+def _smaller_rate_remedy(history: History, back: int) -> str:
     """A lower rate, or clipping at the usual norm before, where nothing clips yet."""
     smaller = "a smaller lr in configure_optimizers"
     if (limit := clipping_limit(history, of=back)) is not None:

@@ -127,10 +127,10 @@ def _of_batch(history: History, site: int) -> NonfiniteForward:
 
 def _of_loss(layout: Layout, ran: Sites, largest: Floats, *, bad_loss: bool) -> NonfiniteForward:
     """`ran`: the sites in the order of execution, all of whose outputs are finite."""
-    after = _kind(layout, int(ran[-1]))
+    after = _module_text(layout, int(ran[-1]))
     cause = f"Every output that was seen is finite, up to {after}, {number_text(largest[ran[-1]], 3)} at most"
     cause += ", and the loss is not" * bad_loss
-    if grown := _grown(largest, ran):
+    if grown := _growth_text(largest, ran):
         return NonfiniteForward(TOTAL, f"{cause}: {grown}.", SMALLER_START_REMEDY)
     if any("CTCLoss" in name for name in layout.modules):
         cause += ": CTC has no alignment where a target is longer than its input."
@@ -144,12 +144,12 @@ def _of_loss(layout: Layout, ran: Sites, largest: Floats, *, bad_loss: bool) -> 
 def _of_module(layout: Layout, ran: Sites, largest: Floats) -> NonfiniteForward:
     """`ran`: the sites in the order of execution up to the first whose output is not finite."""
     site, before = int(ran[-1]), ran[:-1]
-    name, here = layout.sites[site].name, _kind(layout, site)
+    name, here = layout.sites[site].name, _module_text(layout, site)
     cause = f"The first output that is not finite is that of {here}"
-    if grown := _grown(largest, before):
+    if grown := _growth_text(largest, before):
         return NonfiniteForward(name, f"{cause}; up to there {grown}.", SMALLER_START_REMEDY)
     if len(before):
-        last = _kind(layout, int(before[-1]))
+        last = _module_text(layout, int(before[-1]))
         cause += (
             f"; {last}, the last to run before it, gives {number_text(largest[before[-1]], 3)} at most: {here}, or "
             "what is computed between the two, overflows, divides by 0 or takes the logarithm or root of what is not "
@@ -164,7 +164,7 @@ def _of_module(layout: Layout, ran: Sites, largest: Floats) -> NonfiniteForward:
     return NonfiniteForward(name, cause, remedy)
 
 
-def _grown(largest: Floats, ran: Sites) -> str:
+def _growth_text(largest: Floats, ran: Sites) -> str:
     """What says that outputs grew from the first of `ran` to the last; empty where they did not."""
     first, last = largest[ran[[0, -1]]] if len(ran) > 1 else (1.0, 1.0)
     if not 0 < first * 10.0**GROWTH_DEX <= last:
@@ -172,6 +172,6 @@ def _grown(largest: Floats, ran: Sites) -> str:
     return f"outputs grow {ratio_text(np.log10(last / first))} times, to {number_text(last)}: they explode with depth"
 
 
-def _kind(layout: Layout, site: int) -> str:
+def _module_text(layout: Layout, site: int) -> str:
     found = layout.sites[site]
     return f"layer {found.name}" if found.kind == "layer" else f"the {found.module} {found.name}"

@@ -96,7 +96,7 @@ def faded_through_time(history: History, *, dex: float, records: int) -> Finding
         f"for {records} samples; up to {ratio_text(dex)} is normal. The loss has not improved since the start "
         f"({number_text(loss[0], 3)}, now {number_text(loss[1], 3)}): what came {lost} in a sequence cannot be learnt."
     )
-    cause, remedy = _forgetting(history, worst)
+    cause, remedy = _why_forgotten(history, worst)
     names, layer = layout.names(sites), layout.sites[worst].name
     text, backs = f"{message} {cause}", _samples(history, ONSET_SAMPLES)
     onset = int(onset_of(np.asarray((history.at("time_growth", backs)[:, sites] <= -dex).any(axis=1)), backs))
@@ -150,7 +150,7 @@ def _recurrent_weight(layout: Layout, site: int) -> str:
     return names[0]
 
 
-def _forgetting(history: History, site: int) -> tuple[str, str]:
+def _why_forgotten(history: History, site: int) -> tuple[str, str]:
     """Why a layer forgets over its time steps, and what to change."""
     layout = history.layout
     layer, kind = layout.sites[site].name, layout.sites[site].module

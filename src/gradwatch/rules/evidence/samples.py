@@ -19,7 +19,7 @@ FIRST_SAMPLES = 5
 TOTAL_SITE: Sites = np.zeros(1, dtype=np.intp)
 
 
-def samples(history: History, statistic: str) -> tuple[Floats, Sites] | None:
+def own_samples(history: History, statistic: str) -> tuple[Floats, Sites] | None:
     """The samples of `statistic` of this optimizer among the last `RECENT_RECORDS`: shape [samples, sites], oldest
     first; and the position of each, from the end.
 
