@@ -87,40 +87,6 @@ class Collapse(CheckedRule):
         weights, codes = self._weights(history), self._codes(history)
         return None if weights is None and codes is None else [*(weights or ()), *(codes or ())]
 
-    def _codes(self, history: History) -> Sequence[Finding] | None:
-        """All outputs that flow both into the loss and into one more layer are near zero."""
-        layout = history.layout
-        groups = _codes_of(layout)
-        found = own_samples(history, "output_rms") if groups else None
-        if found is None:
-            return None
-        levels, backs = found
-        for after, group in groups:
-            outputs = levels[:, group].max(axis=1)
-            small: Mask = outputs <= self.code_rms
-            shrunk = outputs[-1] <= self.code_shrunk_share * outputs[0]
-            if not shrunk or not lasted(small, backs, samples=self.code_samples, records=self.code_records):
-                continue
-            names, rms = layout.names(group), float(outputs[-1])
-            message = (
-                f"The outputs of {name_text(names)}, which have a term of their own in the loss and are what layer "
-                f"{layout.sites[after].name} gets, have shrunk to a root mean square of {number_text(rms)}. If they "
-                "are the mean and the logarithm of the variance of a posterior, it has collapsed onto its prior, and "
-                "says next to nothing about the input. If what follows normalizes them, their size does not matter."
-            )
-            remedy = (
-                "for a posterior, a smaller weight for that term (the divergence), raised from 0 over the first "
-                "epochs; and the reconstruction summed over elements as the divergence is, not averaged."
-            )
-            headline = (
-                f"outputs with a term of their own in the loss have shrunk to {number_text(rms)}: a posterior "
-                "collapses so"
-            )
-            onset = int(onset_of(small, backs))
-            where, limit = (names[0], names), self.code_rms
-            return [Finding(self.name, Severity.WARNING, *where, rms, limit, message, remedy, onset, headline)]
-        return []
-
     def _weights(self, history: History) -> Sequence[Finding] | None:
         """The weights shrink, or have shrunk."""
         if history.newest("weight_norm") != 1:
@@ -202,6 +168,40 @@ class Collapse(CheckedRule):
         Where they are few, or the loss has become better by it, all of them and more than one.
         """
         return max(2, layers) if layers < FEW_LAYERS or _learnt(history, since) else self.layers_share * layers
+
+    def _codes(self, history: History) -> Sequence[Finding] | None:
+        """All outputs that flow both into the loss and into one more layer are near zero."""
+        layout = history.layout
+        groups = _codes_of(layout)
+        found = own_samples(history, "output_rms") if groups else None
+        if found is None:
+            return None
+        levels, backs = found
+        for after, group in groups:
+            outputs = levels[:, group].max(axis=1)
+            small: Mask = outputs <= self.code_rms
+            shrunk = outputs[-1] <= self.code_shrunk_share * outputs[0]
+            if not shrunk or not lasted(small, backs, samples=self.code_samples, records=self.code_records):
+                continue
+            names, rms = layout.names(group), float(outputs[-1])
+            message = (
+                f"The outputs of {name_text(names)}, which have a term of their own in the loss and are what layer "
+                f"{layout.sites[after].name} gets, have shrunk to a root mean square of {number_text(rms)}. If they "
+                "are the mean and the logarithm of the variance of a posterior, it has collapsed onto its prior, and "
+                "says next to nothing about the input. If what follows normalizes them, their size does not matter."
+            )
+            remedy = (
+                "for a posterior, a smaller weight for that term (the divergence), raised from 0 over the first "
+                "epochs; and the reconstruction summed over elements as the divergence is, not averaged."
+            )
+            headline = (
+                f"outputs with a term of their own in the loss have shrunk to {number_text(rms)}: a posterior "
+                "collapses so"
+            )
+            onset = int(onset_of(small, backs))
+            where, limit = (names[0], names), self.code_rms
+            return [Finding(self.name, Severity.WARNING, *where, rms, limit, message, remedy, onset, headline)]
+        return []
 
 
 def _why(history: History, names: tuple[str, ...], onset: int, *, lower: int) -> tuple[str, str]:

@@ -106,73 +106,6 @@ class Dead(CheckedRule):
         sites = layout.activations[few[layout.activations]]
         return [self._mostly(history, sites, *units, share)] if len(sites) else []
 
-    def _all_zero(self, history: History, shares: Floats, backs: Sites) -> Sites:
-        activations, nothing = history.layout.activations, shares == 1
-        # without a unit known to be idle the batch is small, and its outputs may be zero by chance
-        small = np.isnan(history.row("idle_units"))
-        often = lasted(nothing, backs, samples=self.samples, records=1)
-        often &= ~small | lasted(nothing, backs, samples=self.few_samples, records=1)
-        # samples may be far apart, and the gradient was seen to be zero all the while
-        norms = history.window("grad_norm", self.samples)
-        unreached = (norms == 0).all(axis=0) & (len(norms) == self.samples)
-        doubtful = activations[(nothing[-1] & ~small & ~often)[activations]].tolist()
-        often[[site for site in doubtful if unreached[layer_before(history, site)]]] = True
-        return activations[often[activations]]
-
-    def _silent(self, history: History, sites: Sites, zeros: Floats, backs: Sites) -> Finding:
-        fed = np.array([_fed_zeros(history, layer_before(history, site)) for site in sites.tolist()])
-        sites, follow = (sites, sites[:0]) if fed.all() else (sites[~fed], sites[fed])
-        activation, layer, onset = _origin(history, sites, zeros == 1, backs)
-        layers, names = layers_before(history, sites), history.layout.names
-        after = np.setdiff1d(layers_before(history, follow), layers)
-        dead = np.concatenate([layers, after])
-        starved = _starved_by(history, dead)
-        death = death_of(history, layer, onset, dead=np.sort(layers))
-        before = names(np.setdiff1d(_starved_by(history, np.array([layer])), dead))
-        passes = "no gradient passes it"
-        if zero_onset(history, layer) is not None:
-            also = f" and {_before_text(before)} get" if before else " gets"
-            passes += f": layer {death.layer}{also} none"
-        message = (
-            f"The {activation.module} {activation.name} after layer {death.layer} gives nothing but zeros, and "
-            f"{passes}. {death.cause}"
-        )
-        if others := names(np.setdiff1d(layers, layer)):
-            message += f" The units after {name_text(others)} give nothing but zeros as well."
-        if len(after):
-            message += (
-                f" The units after {name_text(names(after))} give nothing but zeros because they get nothing else."
-            )
-        headline = f"its {activation.module} gives only zeros{death.headline(len(before))}"
-        effects = _effects(history, dead=after, starved=starved)
-        severity, where = self._severity(history), names(np.sort(layers))
-        return Finding(
-            self.name, severity, death.layer, where, 1.0, 1.0, message, death.remedy, onset, headline, effects
-        )
-
-    def _mostly(self, history: History, sites: Sites, idle: Floats, backs: Sites, share: Floats) -> Finding:
-        activation, layer, onset = _origin(history, sites, idle >= self.dead_share, backs, gradients=False)
-        death, limit = death_of(history, layer, onset), self.dead_share
-        value = float(share[history.layout.index[activation.name]])
-        percent = percent_text(value)
-        message = (
-            f"{percent} of the units of the {activation.module} {activation.name} after layer {death.layer} have not "
-            f"fired for any example of the sampled batches in {steps_text(history, self.records)}, and get no gradient "
-            f"there. {death.cause}"
-        )
-        headline = f"{percent} of the units of its {activation.module} never fire{death.headline()}"
-        names = history.layout.names(np.sort(layers_before(history, sites)))
-        return Finding(
-            self.name, Severity.WARNING, death.layer, names, value, limit, message, death.remedy, onset, headline
-        )
-
-    def _severity(self, history: History) -> Severity:
-        """The run is lost where no layer but those after the zeros has a gradient left."""
-        order = forward_order(history.layout)
-        measured = order[history.codes(1)[0, order] == MEASURED]
-        lost = len(measured) and history.row("grad_norm")[measured[0]] == 0
-        return Severity.ERROR if lost else Severity.WARNING
-
     def _gradients(self, history: History) -> tuple[Sites, Floats, Floats]:
         """The layers that have a gradient, in forward order; their norms before the last `records`, and at these."""
         order, span = forward_order(history.layout), self.records + GRADIENT_LOOKBACK
@@ -250,6 +183,73 @@ class Dead(CheckedRule):
         headline = f"it gets no gradient any more{death.headline(len(starved))}"
         sites, effects = history.layout.names(np.sort(dead)), _effects(history, starved=starved)
         return Finding(self.name, severity, name, sites, 0.0, 0.0, message, remedy, onset, headline, effects)
+
+    def _severity(self, history: History) -> Severity:
+        """The run is lost where no layer but those after the zeros has a gradient left."""
+        order = forward_order(history.layout)
+        measured = order[history.codes(1)[0, order] == MEASURED]
+        lost = len(measured) and history.row("grad_norm")[measured[0]] == 0
+        return Severity.ERROR if lost else Severity.WARNING
+
+    def _all_zero(self, history: History, shares: Floats, backs: Sites) -> Sites:
+        activations, nothing = history.layout.activations, shares == 1
+        # without a unit known to be idle the batch is small, and its outputs may be zero by chance
+        small = np.isnan(history.row("idle_units"))
+        often = lasted(nothing, backs, samples=self.samples, records=1)
+        often &= ~small | lasted(nothing, backs, samples=self.few_samples, records=1)
+        # samples may be far apart, and the gradient was seen to be zero all the while
+        norms = history.window("grad_norm", self.samples)
+        unreached = (norms == 0).all(axis=0) & (len(norms) == self.samples)
+        doubtful = activations[(nothing[-1] & ~small & ~often)[activations]].tolist()
+        often[[site for site in doubtful if unreached[layer_before(history, site)]]] = True
+        return activations[often[activations]]
+
+    def _silent(self, history: History, sites: Sites, zeros: Floats, backs: Sites) -> Finding:
+        fed = np.array([_fed_zeros(history, layer_before(history, site)) for site in sites.tolist()])
+        sites, follow = (sites, sites[:0]) if fed.all() else (sites[~fed], sites[fed])
+        activation, layer, onset = _origin(history, sites, zeros == 1, backs)
+        layers, names = layers_before(history, sites), history.layout.names
+        after = np.setdiff1d(layers_before(history, follow), layers)
+        dead = np.concatenate([layers, after])
+        starved = _starved_by(history, dead)
+        death = death_of(history, layer, onset, dead=np.sort(layers))
+        before = names(np.setdiff1d(_starved_by(history, np.array([layer])), dead))
+        passes = "no gradient passes it"
+        if zero_onset(history, layer) is not None:
+            also = f" and {_before_text(before)} get" if before else " gets"
+            passes += f": layer {death.layer}{also} none"
+        message = (
+            f"The {activation.module} {activation.name} after layer {death.layer} gives nothing but zeros, and "
+            f"{passes}. {death.cause}"
+        )
+        if others := names(np.setdiff1d(layers, layer)):
+            message += f" The units after {name_text(others)} give nothing but zeros as well."
+        if len(after):
+            message += (
+                f" The units after {name_text(names(after))} give nothing but zeros because they get nothing else."
+            )
+        headline = f"its {activation.module} gives only zeros{death.headline(len(before))}"
+        effects = _effects(history, dead=after, starved=starved)
+        severity, where = self._severity(history), names(np.sort(layers))
+        return Finding(
+            self.name, severity, death.layer, where, 1.0, 1.0, message, death.remedy, onset, headline, effects
+        )
+
+    def _mostly(self, history: History, sites: Sites, idle: Floats, backs: Sites, share: Floats) -> Finding:
+        activation, layer, onset = _origin(history, sites, idle >= self.dead_share, backs, gradients=False)
+        death, limit = death_of(history, layer, onset), self.dead_share
+        value = float(share[history.layout.index[activation.name]])
+        percent = percent_text(value)
+        message = (
+            f"{percent} of the units of the {activation.module} {activation.name} after layer {death.layer} have not "
+            f"fired for any example of the sampled batches in {steps_text(history, self.records)}, and get no gradient "
+            f"there. {death.cause}"
+        )
+        headline = f"{percent} of the units of its {activation.module} never fire{death.headline()}"
+        names = history.layout.names(np.sort(layers_before(history, sites)))
+        return Finding(
+            self.name, Severity.WARNING, death.layer, names, value, limit, message, death.remedy, onset, headline
+        )
 
 
 def _passed_by(flow: Paths, going: Mask, place: int) -> int | None:

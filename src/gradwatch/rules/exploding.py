@@ -173,6 +173,36 @@ class Exploding(CheckedRule):
             return [large]
         return over_depth
 
+    def _grew(self, history: History) -> Finding | None:
+        """The whole gradient grew, and the loss with it."""
+        now, over = history.total, 10.0**self.total_dex
+        if not now >= over * history.opening[0]:
+            return None
+        levels = first_and_last(
+            history, per_full_accumulation(history, len(history))[:, 0], self.first_records, self.records
+        )
+        loss = first_and_last_loss(history, self.first_records)
+        if levels is None or loss is None or loss[1] <= loss[0]:
+            return None
+        early = float(np.median(levels[0]))
+        if not 0 < early * over <= levels[1].min() or not (maximizes(history) or may_be_large(history)):
+            return None
+        growth = float(np.log10(min(now, 1e39) / early))
+        severity = Severity.ERROR if now > OVERFLOWING_NORM or not np.isfinite(loss[1]) else Severity.WARNING
+        onset = own_onset(history, history.series("grad_norm") >= early * over)
+        layer, sites, grew, whose = TOTAL, held_layers(history), "The total gradient norm grew from", "the"
+        if sites:
+            layer, whose = sites[0], "the" if is_alone(history) else "its"
+            grew = f"The gradient of {name_text(sites)}, {held_text(history)}, grew from a norm of"
+        message = (
+            f"{grew} {number_text(early)} to {number_text(now)} and {whose} loss rose with it, "
+            f"from {number_text(loss[0], 3)} to {number_text(loss[1], 3)}: "
+            f"{MAXIMIZES if maximizes(history) else 'the steps are too large for this loss.'}"
+        )
+        headline = f"the gradient norm grew from {number_text(early)} to {number_text(now)}"
+        remedy = MAXIMIZES_REMEDY if maximizes(history) else rate_remedy(history, back=onset)
+        return Finding(self.name, severity, layer, sites, growth, self.total_dex, message, remedy, onset, headline)
+
     def _over_depth(self, history: History, now: Profile, dex: float) -> Sequence[Finding] | None:
         """The growth of `dex` or more from the loss to an input."""
         found = self._growth(history.layout, now, dex)
@@ -341,36 +371,6 @@ class Exploding(CheckedRule):
         headline = f"its outputs are {ratio} times those of layer {before}, and the loss is {lost}"
         value, limit, onset = float(np.log10(size / inputs[-1])), self.activation_dex, int(backs[0])
         return Finding(self.name, Severity.WARNING, after, names, value, limit, message, remedy, onset, headline)
-
-    def _grew(self, history: History) -> Finding | None:
-        """The whole gradient grew, and the loss with it."""
-        now, over = history.total, 10.0**self.total_dex
-        if not now >= over * history.opening[0]:
-            return None
-        levels = first_and_last(
-            history, per_full_accumulation(history, len(history))[:, 0], self.first_records, self.records
-        )
-        loss = first_and_last_loss(history, self.first_records)
-        if levels is None or loss is None or loss[1] <= loss[0]:
-            return None
-        early = float(np.median(levels[0]))
-        if not 0 < early * over <= levels[1].min() or not (maximizes(history) or may_be_large(history)):
-            return None
-        growth = float(np.log10(min(now, 1e39) / early))
-        severity = Severity.ERROR if now > OVERFLOWING_NORM or not np.isfinite(loss[1]) else Severity.WARNING
-        onset = own_onset(history, history.series("grad_norm") >= early * over)
-        layer, sites, grew, whose = TOTAL, held_layers(history), "The total gradient norm grew from", "the"
-        if sites:
-            layer, whose = sites[0], "the" if is_alone(history) else "its"
-            grew = f"The gradient of {name_text(sites)}, {held_text(history)}, grew from a norm of"
-        message = (
-            f"{grew} {number_text(early)} to {number_text(now)} and {whose} loss rose with it, "
-            f"from {number_text(loss[0], 3)} to {number_text(loss[1], 3)}: "
-            f"{MAXIMIZES if maximizes(history) else 'the steps are too large for this loss.'}"
-        )
-        headline = f"the gradient norm grew from {number_text(early)} to {number_text(now)}"
-        remedy = MAXIMIZES_REMEDY if maximizes(history) else rate_remedy(history, back=onset)
-        return Finding(self.name, severity, layer, sites, growth, self.total_dex, message, remedy, onset, headline)
 
 
 def _why_gradual(

@@ -137,6 +137,73 @@ class Vanishing(CheckedRule):
         found = self._fades(history)
         return None if faded and not found else found  # something may have been learnt before the history
 
+    def _ended(self, history: History) -> Finding | None:
+        """There was a gradient, and since one step there is none at all, while the loss is neither 0 nor low."""
+        norms, losses = history.series("grad_norm"), history.scalar("loss", self.ended_records)
+        loss = first_and_last_loss(history, self.first_records)
+        if loss is None or not np.nanmax(norms) > 0:
+            return None
+        # a hinge or a reward of 0 has no slope
+        if (norms[-self.ended_records :] != 0).any() or not (np.abs(losses) > 0).all():
+            return None
+        if not loss[1] > loss[0] - self.stuck_share * abs(loss[0]):
+            return None
+        onset = own_onset(history, norms == 0)
+        for_long = steps_text(history, onset)
+        part, sites = history.layout.partial, held_layers(history)
+        whose = f"{name_text(sites)}, {held_text(history)}," if part else "every layer"
+        message = (
+            f"The gradient of {whose} has been exactly 0 for {for_long}, and the loss is {number_text(loss[1], 3)} "
+            f"({number_text(loss[0], 3)} {at_first_text(history)}): {STOPPED[part]}. Most often a ReLU or clamp of "
+            f"{'what follows' if part else 'its outputs'} gives one number only, or {'its ' * (not part)}units are "
+            "saturated or dead, after too large a step."
+        )
+        headline = f"every {'watched ' * part}gradient has been exactly 0 for {for_long}"
+        remedy = "no ReLU or clamp after the last layer; or a smaller lr in configure_optimizers, with warm-up."
+        limit = float(self.ended_records)
+        layer = sites[0] if sites else TOTAL
+        return Finding(self.name, Severity.WARNING, layer, sites, onset, limit, message, remedy, onset, headline)
+
+    def _died(self, history: History) -> Finding | None:
+        """The whole gradient fell, and the loss did not."""
+        now, under = history.total, 10.0**-self.total_dex
+        if not now <= under * history.opening[1]:
+            return None
+        levels = first_and_last(
+            history, per_full_accumulation(history, len(history))[:, 0], self.first_records, self.first_records
+        )
+        loss = first_and_last_loss(history, self.first_records)
+        if levels is None or loss is None or loss[1] < loss[0]:
+            return None
+        # of several optimizers one starves where its loss rises to 0: that of log(1 - D(G(z))) does
+        if abs(loss[1]) < self.stuck_share * abs(loss[0]) and is_alone(history):
+            return None
+        early = float(np.median(levels[0]))
+        if early <= 0 or not (levels[1] <= under * early).all():
+            return None
+        fall = float(np.log10(early / now)) if now > 0 else -LOWEST
+        onset = own_onset(history, history.series("grad_norm") <= early * under)
+        sites = held_layers(history)
+        fell = f"The gradient of {name_text(sites)}, {held_text(history)}, fell from a norm of"
+        levels_text = f"({number_text(loss[0], 3)} {at_first_text(history)}, now {number_text(loss[1], 3)})"
+        message = (
+            f"{fell if sites else 'The total gradient norm fell from'} {number_text(early)} to {number_text(now)} "
+            f"while the loss did not improve {levels_text}: {STOPPED[history.layout.partial]}. Most often "
+            f"{'its ' * (not sites)}units are saturated or dead, after too large a step."
+        )
+        headline = f"the gradient norm fell from {number_text(early)} to {number_text(now)}, the loss did not"
+        remedy = "a smaller lr in configure_optimizers, with warm-up."
+        layer = sites[0] if sites else TOTAL
+        if not is_alone(history):
+            message = (
+                f"{fell} {number_text(early)} to {number_text(now)} while its loss did not improve {levels_text}: it "
+                "learns nothing more. Most often its loss is flat where another model is sure, as log(1 - D(G(z))) is."
+            )
+            remedy = "a loss with a slope there, such as F.softplus(-logits); or fewer and smaller steps of the others."
+        return Finding(
+            self.name, Severity.WARNING, layer, sites, fall, self.total_dex, message, remedy, onset, headline
+        )
+
     def _fades(self, history: History) -> Sequence[Finding] | None:
         """What fades from layer to layer: by less counts, where the loss is stuck."""
         judged = judged_profile(history, self.signal_dex, self.gradient_dex, self.stale_records)
@@ -250,73 +317,6 @@ class Vanishing(CheckedRule):
             cause, remedy = _why_abrupt(history, *change.named, ends=now.values[way[change.edge]] == 0)
         sites, text = layout.names(np.sort(faint)), f"{message} {cause}"
         return Finding(self.name, Severity.WARNING, layer, sites, fall, dex, text, remedy, onset, headline)
-
-    def _ended(self, history: History) -> Finding | None:
-        """There was a gradient, and since one step there is none at all, while the loss is neither 0 nor low."""
-        norms, losses = history.series("grad_norm"), history.scalar("loss", self.ended_records)
-        loss = first_and_last_loss(history, self.first_records)
-        if loss is None or not np.nanmax(norms) > 0:
-            return None
-        # a hinge or a reward of 0 has no slope
-        if (norms[-self.ended_records :] != 0).any() or not (np.abs(losses) > 0).all():
-            return None
-        if not loss[1] > loss[0] - self.stuck_share * abs(loss[0]):
-            return None
-        onset = own_onset(history, norms == 0)
-        for_long = steps_text(history, onset)
-        part, sites = history.layout.partial, held_layers(history)
-        whose = f"{name_text(sites)}, {held_text(history)}," if part else "every layer"
-        message = (
-            f"The gradient of {whose} has been exactly 0 for {for_long}, and the loss is {number_text(loss[1], 3)} "
-            f"({number_text(loss[0], 3)} {at_first_text(history)}): {STOPPED[part]}. Most often a ReLU or clamp of "
-            f"{'what follows' if part else 'its outputs'} gives one number only, or {'its ' * (not part)}units are "
-            "saturated or dead, after too large a step."
-        )
-        headline = f"every {'watched ' * part}gradient has been exactly 0 for {for_long}"
-        remedy = "no ReLU or clamp after the last layer; or a smaller lr in configure_optimizers, with warm-up."
-        limit = float(self.ended_records)
-        layer = sites[0] if sites else TOTAL
-        return Finding(self.name, Severity.WARNING, layer, sites, onset, limit, message, remedy, onset, headline)
-
-    def _died(self, history: History) -> Finding | None:
-        """The whole gradient fell, and the loss did not."""
-        now, under = history.total, 10.0**-self.total_dex
-        if not now <= under * history.opening[1]:
-            return None
-        levels = first_and_last(
-            history, per_full_accumulation(history, len(history))[:, 0], self.first_records, self.first_records
-        )
-        loss = first_and_last_loss(history, self.first_records)
-        if levels is None or loss is None or loss[1] < loss[0]:
-            return None
-        # of several optimizers one starves where its loss rises to 0: that of log(1 - D(G(z))) does
-        if abs(loss[1]) < self.stuck_share * abs(loss[0]) and is_alone(history):
-            return None
-        early = float(np.median(levels[0]))
-        if early <= 0 or not (levels[1] <= under * early).all():
-            return None
-        fall = float(np.log10(early / now)) if now > 0 else -LOWEST
-        onset = own_onset(history, history.series("grad_norm") <= early * under)
-        sites = held_layers(history)
-        fell = f"The gradient of {name_text(sites)}, {held_text(history)}, fell from a norm of"
-        levels_text = f"({number_text(loss[0], 3)} {at_first_text(history)}, now {number_text(loss[1], 3)})"
-        message = (
-            f"{fell if sites else 'The total gradient norm fell from'} {number_text(early)} to {number_text(now)} "
-            f"while the loss did not improve {levels_text}: {STOPPED[history.layout.partial]}. Most often "
-            f"{'its ' * (not sites)}units are saturated or dead, after too large a step."
-        )
-        headline = f"the gradient norm fell from {number_text(early)} to {number_text(now)}, the loss did not"
-        remedy = "a smaller lr in configure_optimizers, with warm-up."
-        layer = sites[0] if sites else TOTAL
-        if not is_alone(history):
-            message = (
-                f"{fell} {number_text(early)} to {number_text(now)} while its loss did not improve {levels_text}: it "
-                "learns nothing more. Most often its loss is flat where another model is sure, as log(1 - D(G(z))) is."
-            )
-            remedy = "a loss with a slope there, such as F.softplus(-logits); or fewer and smaller steps of the others."
-        return Finding(
-            self.name, Severity.WARNING, layer, sites, fall, self.total_dex, message, remedy, onset, headline
-        )
 
 
 def _why_abrupt(history: History, layer: str, after: str, *, ends: bool) -> tuple[str, str]:
