@@ -208,8 +208,8 @@ class Exploding(CheckedRule):
         found = self._growth(history.layout, now, dex)
         if found is None:
             return []
-        rescaled = self._only_rescaled(history, found)
-        if rescaled and not self._activations_grow(history, found):
+        around_norms = self._only_rescaled(history, found)
+        if around_norms and not self._activations_grow(history, found):
             return []
         if found.dex < self.at_once * dex:
             profiles = recent_profiles(history, now, self.records)
@@ -220,10 +220,10 @@ class Exploding(CheckedRule):
         onset, from_start = profile_onset(
             history, now, lambda profile: self._growth(history.layout, profile, dex) is not None
         )
-        return [self._finding(history, found, dex, onset, from_start, activations=rescaled)]
+        return [self._finding(history, found, dex, onset, from_start, around_norms=around_norms)]
 
     def _growth(self, layout: Layout, now: Profile, dex: float) -> _Growth | None:
-        """The worst growth from the loss to an input, or within a branch, of `dex` or more; zeros are left aside."""
+        """As `_growth_along`, or else the worst growth within a branch; zeros are left aside."""
         now = now.positive
         found = self._growth_along(layout, now, dex)
         if found is None:
@@ -235,7 +235,9 @@ class Exploding(CheckedRule):
         return found
 
     def _growth_along(self, layout: Layout, now: Profile, dex: float) -> _Growth | None:
-        """The same, but from the loss only: the first layers agree, and so do the last ones that lie behind them."""
+        """The worst growth of `dex` or more from the loss to an input: the first layers agree on it, and so do the last
+        ones that lie behind them.
+        """
         flow = paths(layout, now.sites)
         ends = min(self.ends, flow.depth // 2)
         # a cheap first look: the last layers are near the loss, and what explodes does so at an input
@@ -277,8 +279,9 @@ class Exploding(CheckedRule):
         return bool(np.fmax.reduce(outputs[last]) >= 10.0**self.activation_dex * outputs[before].max())
 
     def _finding(
-        self, history: History, found: _Growth, dex: float, onset: int, from_start: bool, *, activations: bool
+        self, history: History, found: _Growth, dex: float, onset: int, from_start: bool, *, around_norms: bool
     ) -> Finding:
+        """`around_norms`: whether the growth is on a way around the norms, which absorb it elsewhere."""
         layout, now, way = history.layout, found.now, found.way
         change = change_along(layout, now, way, stronger_at_input=True)
         names, (layer, after) = change.names, change.named
@@ -287,7 +290,7 @@ class Exploding(CheckedRule):
             f"The {now.quantity} of layer {names[0]} is {ratio_text(found.dex)} times stronger than that of layer "
             f"{names[-1]}; up to {ratio_text(dex)} is normal."
         )
-        if activations:
+        if around_norms:
             cause = f"The outputs grow as much up to layer {names[-1]}: skip connections multiply, around the norms."
             remedy = "x + layer(x) with a factor of 1 for x, and a norm before the last layer."
         elif change.abrupt and layout.sites[now.sites[way[change.edge + 1]]].module in RECURRENT_MODULES:
@@ -305,7 +308,7 @@ class Exploding(CheckedRule):
             remedy = remedy or rate_remedy(history, back=onset)
         strong, text = layout.names(np.sort(found.strong)), f"{message} {cause}"
         headline = f"{ratio_text(found.dex)} times stronger than {names[-1]}"
-        if change.abrupt and not activations:
+        if change.abrupt and not around_norms:
             headline = f"the {now.quantity} grows {ratio_text(found.dex)} times, most behind layer {layer}"
         return Finding(self.name, severity, layer, strong, found.dex, dex, text, remedy, onset, headline)
 

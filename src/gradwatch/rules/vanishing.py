@@ -129,7 +129,8 @@ class Vanishing(CheckedRule):
         if not len(history):
             return None
         ended = history.total == 0 and is_alone(history)
-        if died := self._ended(history) if ended else self._died(history):
+        died = self._ended(history) if ended else self._died(history)
+        if died:
             return [died]
         faded = faded_through_time(history, dex=self.time_dex, records=self.records)
         if faded and history.whole:
@@ -303,18 +304,19 @@ class Vanishing(CheckedRule):
             headline = f"{ratio_text(fall)} times weaker than {names[peak]}"
         passing, edge = now.sites[way[1:]], now.sites[way[change.edge + 1]]
         zeros = began_at_zero(history, passing)
-        if edge in zeros if change.abrupt else 2 * len(zeros) >= len(passing):
+        by_zeros = edge in zeros if change.abrupt else 2 * len(zeros) >= len(passing)
+        if by_zeros:
             them = name_text(layout.names(zeros))
             cause = f"The weights of {them} began at 0, and pass on little."
             remedy = _init_remedy(layout, zeros)
-        elif not change.abrupt:
+        elif change.abrupt:
+            cause, remedy = _why_abrupt(history, *change.named, ends=now.values[way[change.edge]] == 0)
+        else:
             seen = int((now.values[way] > 0).argmax())  # before it float32 holds nothing
             rate = float(logs[peak] - logs[seen]) / (peak - seen)
             cause, remedy = _why_gradual(history, now.sites, faint, rate, onset, from_start)
             if peak >= DEEP and "residual" not in remedy:
                 remedy = f"{remedy.removesuffix('.')}; or residual connections around the layers: x + layer(x)."
-        else:
-            cause, remedy = _why_abrupt(history, *change.named, ends=now.values[way[change.edge]] == 0)
         sites, text = layout.names(np.sort(faint)), f"{message} {cause}"
         return Finding(self.name, Severity.WARNING, layer, sites, fall, dex, text, remedy, onset, headline)
 
