@@ -319,7 +319,7 @@ def test_a_gradient_that_was_growing_is_no_jump() -> None:
     assert gradient_jump(played((30, {"loss": 1.0}), {"gradients": 100.0, "loss": 1.0})) is not None
     early = gradient_jump(played((12, {}), {"gradients": 100.0}))
     assert early is not None
-    assert early.before == "12 steps"
+    assert early.steps_before == "12 steps"
 
 
 def test_a_jump_counts_in_the_steps_just_before() -> None:

@@ -68,7 +68,7 @@ class ActBlowup(CheckedRule):
         if "output_rms" not in rows.fresh:
             return rows.nowhere
         outputs, layers = rows.values("output_rms"), rows.layout.layers
-        suspected = (outputs[:, layers] >= rows.extremes("output_rms")[0] * 10.0**self.growth_dex).any(axis=1)
+        suspected = (outputs[:, layers] >= rows.range_over_samples("output_rms")[0] * 10.0**self.growth_dex).any(axis=1)
         for query, key in _pairs(rows.layout):
             suspected |= outputs[:, query] * outputs[:, key] >= self.logits
         return np.asarray(suspected)

@@ -118,7 +118,9 @@ class BadHead(CheckedRule):
             self._by_numbers(history),
         ]
         found = [finding for finding in seen if finding is not None]
-        return found[:1] if found else [] if 1 in map(history.newest, ("softmax_head", "logit_misfit")) else None
+        if found:
+            return found[:1]
+        return [] if 1 in map(history.newest, ("softmax_head", "logit_misfit")) else None
 
     def _by_graph(self, history: History, statistic: str, *, over: float = 0.0) -> Finding | None:
         """`over`: what `statistic` is where there is a fault."""

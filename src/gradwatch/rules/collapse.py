@@ -77,7 +77,7 @@ class Collapse(CheckedRule):
     def suspects(self, rows: RecentRows) -> Mask:
         """Samples of weights that have shrunk enough for a decay, or of such small outputs."""
         share = max(self.left, 0.5 ** (SHORTEST_DECAY / self.half_life)) / ROUNDING
-        limits = share * rows.extremes("weight_norm")[1]
+        limits = share * rows.range_over_samples("weight_norm")[1]
         suspected = (rows.values("weight_norm")[:, rows.layout.layers] <= limits).any(axis=1)
         for _, group in _codes_of(rows.layout):
             suspected |= rows.values("output_rms")[:, group].max(axis=1) <= self.code_rms
@@ -95,8 +95,9 @@ class Collapse(CheckedRule):
         if not len(layers):
             return []
         backs = own_sample_backs(history, "weight_norm")
-        found = self._shrink(history, layers, backs)
-        return found and self._shrink(history, layers, _unwritten(history, layers, backs))
+        if not self._shrink(history, layers, backs):
+            return []
+        return self._shrink(history, layers, _unwritten(history, layers, backs))
 
     def _shrink(self, history: History, layers: Sites, backs: Sites) -> Sequence[Finding]:
         """The findings for `layers` at the samples `backs`, the latest record among them."""

@@ -77,7 +77,7 @@ class Dead(CheckedRule):
 
     def suspects(self, rows: RecentRows) -> Mask:
         """Some gradients are zero and others not, or a sample has such an activation."""
-        lowest, highest = rows.range("grad_norm")
+        lowest, highest = rows.range_over_layers("grad_norm")
         suspected = (lowest == 0) & (highest > 0)
         for statistic, share in (("zero_share", 1.0), ("dead_units", self.dead_share)):
             if statistic in rows.fresh:
@@ -354,8 +354,8 @@ def _why_masked(history: History, site: int, onset: int, fed: int) -> tuple[str,
 
 
 def _why_without_inputs(history: History, site: int, onset: int, starved: Sites) -> tuple[str, str] | None:
-    """The same where a signal reaches the layer, or may: its inputs are all 0. None where none reaches it. `starved`:
-    layers before it without a gradient.
+    """Why the layer `site` has no gradient since the record `onset` where a signal reaches it, or may, and what to
+    change: its inputs are all 0. None where none reaches it. `starved`: layers before it without a gradient.
     """
     layer, reached = history.layout.sites[site], (history.window("signal_norm", onset, sites=site) > 0).any()
     embeds = "Embedding" in layer.module

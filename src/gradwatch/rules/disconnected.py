@@ -213,7 +213,7 @@ class Disconnected(CheckedRule):
         """A gradient is missing or zero: at the latest of the records without one it is."""
         missing = (rows.block.codes == NO_GRADIENT).any(axis=1)
         weights, _ = _weights_beside_biases(rows.layout)
-        zero = (rows.range("grad_norm")[0] == 0) | (rows.values("grad_norm")[:, weights] == 0).any(axis=1)
+        zero = (rows.range_over_layers("grad_norm")[0] == 0) | (rows.values("grad_norm")[:, weights] == 0).any(axis=1)
         return np.asarray(missing | zero)
 
     def __call__(self, history: History) -> Sequence[Finding] | None:

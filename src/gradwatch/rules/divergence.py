@@ -38,7 +38,7 @@ from gradwatch.rules.evidence.weights import (
     outside_writes,
     relative_updates,
     update_samples,
-    usual_norms,
+    usual_weight_norms,
 )
 from gradwatch.rules.evidence.wording import capitalized, distance_text, name_text, ratio_text
 from gradwatch.rules.rule import CheckedRule
@@ -136,7 +136,7 @@ class Divergence(CheckedRule):
             after = rows.count + 1 - back
             suspected[max(0, after) : max(0, after + EFFECT_RECORDS)] = True
         if "weight_norm" in rows.fresh and not has_norm_layers(rows.layout):
-            limits = self.growth * ROUNDING * rows.extremes("weight_norm")[0]
+            limits = self.growth * ROUNDING * rows.range_over_samples("weight_norm")[0]
             suspected |= (rows.values("weight_norm")[:, rows.layout.layers] >= limits).any(axis=1)
         return suspected
 
@@ -218,7 +218,7 @@ class Divergence(CheckedRule):
         # small steps that are soon forgotten follow the gradient: where the loss grows with them, its targets moved
         if not (history.number("momentum") >= LONG_MOMENTUM or may_be_large(history)):
             return None
-        levels = _levels(history)
+        levels = _loss_levels(history)
         if levels is None or not levels[2] > max(UNLEARNT_RATIO * levels[1], STILL_LEARNT_SHARE * levels[0]) > 0:
             return None
         # the first layer to grow so far began it; the first sample is not over itself
@@ -363,8 +363,8 @@ def _why_long(history: History, back: int, *, records: int) -> tuple[str, str, s
 
 
 def _why_high(history: History, onset: int) -> tuple[str, str, str, int] | None:
-    """The same of why the loss is far over its first level since the record `onset` from the end; None where that is no
-    divergence.
+    """Why the loss is far over its first level since the record `onset` from the end, as `_why_long` says it of a step;
+    None where that is no divergence.
     """
     passes, jump = summed_passes(history), last_jump(history, rate=onset, gradient=1)
     if not maximizes(history):
@@ -455,12 +455,12 @@ def _weight_growth(history: History, records: int) -> tuple[Floats, Sites] | Non
     norms = history.at("weight_norm", backs)[:, layout.layers]
     first = norms[0]
     trained = history.codes(1)[0, layout.layers] == MEASURED
-    trained &= first >= WEIGHT_FLOOR_SHARE * usual_norms(layout)[layout.layers]
+    trained &= first >= WEIGHT_FLOOR_SHARE * usual_weight_norms(layout)[layout.layers]
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(trained, norms / first, np.nan), backs
 
 
-def _levels(history: History) -> tuple[float, float, float] | None:
+def _loss_levels(history: History) -> tuple[float, float, float] | None:
     """The loss at first, at its least, and now: medians of `LONG_LEVEL_RECORDS`. None where unknown or too short."""
     own = own_losses(history, len(history))
     if len(own) < max(3 * LONG_LEVEL_RECORDS, OPENING):

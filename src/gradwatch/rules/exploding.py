@@ -157,7 +157,7 @@ class Exploding(CheckedRule):
             suspected |= rows.fresh["time_growth"]
         apart = may_differ(rows, self.signal_dex, self.gradient_dex, self.stale_records, zeros=False)
         if "output_rms" in rows.fresh:
-            suspected = suspected | (rows.range("output_rms")[1] >= 10.0**self.activation_dex)
+            suspected = suspected | (rows.range_over_layers("output_rms")[1] >= 10.0**self.activation_dex)
         return np.asarray(suspected | apart)
 
     def __call__(self, history: History) -> Sequence[Finding] | None:
@@ -346,8 +346,8 @@ class Exploding(CheckedRule):
         return Finding(self.name, Severity.WARNING, largest, names, value, limit, message, remedy, onset, headline)
 
     def _multiplied(self, history: History, ran: Sites, inputs: Floats, backs: Sites, loss: float) -> Finding | None:
-        """The same where all weights are usual, and no biases make the outputs: what stands between layers multiplies,
-        most often a sum over many.
+        """The finding of `_starts_large` where all weights are usual, and no biases make the outputs: what stands
+        between layers multiplies, most often a sum over many.
         """
         layout, outputs = history.layout, history.row("output_rms")
         pairs = [pair for pair in layout.edges or pairwise(ran.tolist()) if pair[1] and not bias_text(history, pair[1])]

@@ -65,7 +65,7 @@ class InputScale(CheckedRule):
         """Samples with such an input, or with such a loss: no residual is larger than it, or than the root of its
         double.
         """
-        lowest, highest = rows.range("input_rms")
+        lowest, highest = rows.range_over_layers("input_rms")
         wide = rows.scalar("loss") > min(self.rms, self.rms**2 / 2) * ROUNDING
         return np.asarray(
             (highest > min(self.rms, self.large_rms))
@@ -85,13 +85,15 @@ class InputScale(CheckedRule):
         (levels, backs), layout = found, history.layout
         if levels[-1, 0] == 0:
             return self._zeros(history, levels, backs)
-        limit = self.rms
-        if not (levels[-1, layout.layers] > limit).any():
-            if not (levels[-1, layout.layers] > self.large_rms).any():
-                return self._faint(history)
-            if not self._first_steps_failed(history):
-                return []
+        largest = np.fmax.reduce(levels[-1, layout.layers], initial=np.nan)
+        if largest > self.rms:
+            limit = self.rms
+        elif not largest > self.large_rms:
+            return self._faint(history)
+        elif self._first_steps_failed(history):
             limit = self.large_rms
+        else:
+            return []
         # infinite: that is `nonfinite`'s
         known = np.isfinite(levels)
         huge = (levels > limit) & known

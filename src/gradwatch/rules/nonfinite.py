@@ -101,10 +101,10 @@ class Nonfinite(CheckedRule):
         if history.nonfinite_origin is not None:
             forward = from_replay(history, history.nonfinite_origin)
         if bad.any():
-            return [self._gradients(history, unhealthy, healthy, loss, bad_loss, forward)]
-        return [self._loss_alone(history, loss, forward)]
+            return [self._finding_of_gradients(history, unhealthy, healthy, loss, bad_loss, forward)]
+        return [self._finding_of_loss(history, loss, forward)]
 
-    def _loss_alone(self, history: History, loss: float, forward: NonfiniteForward | None) -> Finding:
+    def _finding_of_loss(self, history: History, loss: float, forward: NonfiniteForward | None) -> Finding:
         every = f"every {'watched ' * history.layout.partial}gradient"
         what = f"The loss is {_loss_text(loss)}{batch_text(history)}, while {every} is finite"
         severity = Severity.WARNING if np.isnan(loss) else Severity.ERROR  # an average over nothing harms no weight
@@ -121,7 +121,7 @@ class Nonfinite(CheckedRule):
         alone = forward is not None and forward.in_batch
         return Finding(self.name, severity, site, (), 1.0, 0.0, text, remedy, onset, headline, independent=alone)
 
-    def _gradients(
+    def _finding_of_gradients(
         self,
         history: History,
         unhealthy: Sites,
@@ -157,7 +157,7 @@ class Nonfinite(CheckedRule):
     def _or_exploded(
         self, history: History, forward: NonfiniteForward | None, cause: str, remedy: str
     ) -> tuple[str, str]:
-        """The explosion that came before, if one did, where nothing else made the values."""
+        """`cause` and `remedy`, or those of the explosion that came before, where nothing else made the values."""
         explosion = self._why_exploded(history) if forward is None or forward.overflow else None
         if explosion is None:
             return cause, remedy

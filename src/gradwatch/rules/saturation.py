@@ -73,7 +73,7 @@ class Saturation(CheckedRule):
         sites = activations[stuck[activations]]
         sites = sites[shares[-FIRST_SAMPLES - 1 :, sites].mean(axis=0) >= self.flat_share]
         last = _followed_by_nothing(history, sites).tolist()
-        from_start = [site for site in last if _first(shares[:, site]) >= self.least_share]
+        from_start = [site for site in last if _least_at_first(shares[:, site]) >= self.least_share]
         known = from_start if reaches_start(history) else []
         sites = np.setdiff1d(sites, [site for site in last if site not in known])
         if len(sites):
@@ -127,6 +127,6 @@ def _why(history: History, site: int, onset: int) -> tuple[str, str]:
     return cause, f"nn.init.xavier_uniform_ for the weights of layer {layer}, or nn.LayerNorm after it."
 
 
-def _first(shares: Floats) -> float:
+def _least_at_first(shares: Floats) -> float:
     known = shares[~np.isnan(shares)]
     return float(known[:FIRST_SAMPLES].min()) if len(known) else 0.0

@@ -214,12 +214,15 @@ class Stalled(CheckedRule):
         rates = history.scalar("lr", RECENT_RECORDS)
         if rates[-own[-1]] > np.fmin.reduce(rates[-own[-RISING_RATE_RECORDS:]]):
             return True
-        gradient, losses = _levels(history.at("grad_norm", own)[:, 0]), history.scalar("loss", RECENT_RECORDS)
+        gradient, losses = (
+            _first_and_last_level(history.at("grad_norm", own)[:, 0]),
+            history.scalar("loss", RECENT_RECORDS),
+        )
         if not gradient[1] > self.gradient_share * gradient[0]:
             return True
         if not moved_before:
             return False
-        loss = _levels(losses[-own])
+        loss = _first_and_last_level(losses[-own])
         return bool(loss[1] < self.loss_share * loss[0])
 
 
@@ -301,7 +304,7 @@ def _moved_between(history: History, backs: Sites, layers: Sites) -> bool:
     return bool((np.fmax.reduce(norms) > np.fmin.reduce(norms)).any())
 
 
-def _levels(series: Floats) -> tuple[float, float]:
+def _first_and_last_level(series: Floats) -> tuple[float, float]:
     """The first level of a series and its latest, medians of the finite; NaN where there are none."""
     early, late = series[:OPENING], series[-LEVEL_RECORDS:]
     early, late = early[np.isfinite(early)][:LEVEL_RECORDS], late[np.isfinite(late)]

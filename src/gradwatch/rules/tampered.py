@@ -93,14 +93,14 @@ class Tampered(CheckedRule):
         weights, even = _weights(layout), recent["gradient_evenness"] >= EVENNESS
         off = dex - self._common(cosines, dex, hooks, held)
         # a penalty may be on weights only, and then biases say nothing of them
-        own = dex - np.where(
+        off_kind = dex - np.where(
             weights,
             self._common(cosines, dex, hooks, held & weights),
             self._common(cosines, dex, hooks, held & ~weights),
         )
         hooked, many = hooks[-1] > 0, _many(layout)
-        turned = held & self._turned(cosines, dex, off, own, hooked, many)
-        longer, shorter = self._longer(cosines, off, own, even, hooked, many), self._shorter(cosines, off, many)
+        turned = held & self._turned(cosines, dex, off, off_kind, hooked, many)
+        longer, shorter = self._longer(cosines, off, off_kind, even, hooked, many), self._shorter(cosines, off, many)
         resized = held & (longer | shorter) & ~turned
         return [
             self._finding(history, which, recent, off, found[1], turned=which is turned)
@@ -127,18 +127,18 @@ class Tampered(CheckedRule):
                 common[row] = factor
         return common
 
-    def _turned(self, cosines: Floats, dex: Floats, off: Floats, own: Floats, hooked: Mask, many: Mask) -> Mask:
+    def _turned(self, cosines: Floats, dex: Floats, off: Floats, off_kind: Floats, hooked: Mask, many: Mask) -> Mask:
         exact = (cosines <= -OPPOSITE_COSINE) & many
-        about = (cosines <= -self.cosine) & (own > -self.small)
+        about = (cosines <= -self.cosine) & (off_kind > -self.small)
         sure = throughout(exact, self.records) & _steady(dex[-self.records :])
         by_hook = hooked & (sure | throughout(about, self.exact_records))
         return by_hook | throughout(exact & (np.abs(off) <= SAME_SIZE_DEX), self.exact_records)
 
-    def _longer(self, cosines: Floats, off: Floats, own: Floats, even: Mask, hooked: Mask, many: Mask) -> Mask:
+    def _longer(self, cosines: Floats, off: Floats, off_kind: Floats, even: Mask, hooked: Mask, many: Mask) -> Mask:
         exact = cosines >= SAME_DIRECTION_COSINE
         multiple = exact & (off >= self.dex)
-        sure = multiple | (even & (cosines >= SAME_SIGNS_COSINE) & (own >= self.dex))
-        about = (own >= self.dex) & (cosines >= self.cosine)
+        sure = multiple | (even & (cosines >= SAME_SIGNS_COSINE) & (off_kind >= self.dex))
+        about = (off_kind >= self.dex) & (cosines >= self.cosine)
         by_hook = hooked & (throughout(sure, self.records) | throughout(about, self.exact_records))
         return by_hook | (many & throughout(multiple, self.exact_records) & _steady(off))
 

@@ -54,7 +54,7 @@ class Underflow(CheckedRule):
 
     def suspects(self, rows: RecentRows) -> Mask:
         """Samples with a signal of which that share is zero."""
-        return np.asarray(rows.range("half_zeros")[1] >= self.zero_share)
+        return np.asarray(rows.range_over_layers("half_zeros")[1] >= self.zero_share)
 
     def __call__(self, history: History) -> Sequence[Finding] | None:
         found = own_samples(history, "half_zeros")

@@ -43,7 +43,7 @@ class GradientJump:
     """The norm over `highest`."""
     highest: float
     """The highest norm before it."""
-    before: str
+    steps_before: str
     """'20 steps': how many records before it `highest` is of."""
     step: int | None
     """The step at which it was; None for the latest record, which an alert is about anyway."""
@@ -57,7 +57,7 @@ class GradientJump:
     @property
     def text(self) -> str:
         """'the gradient at batch 17 of epoch 2 was 50 times the highest of the 20 steps before'."""
-        return jump_text(self.batch, float(np.log10(self.ratio)), self.before)
+        return jump_text(self.batch, float(np.log10(self.ratio)), self.steps_before)
 
     @property
     def cause(self) -> str:
@@ -66,14 +66,14 @@ class GradientJump:
         if self.step is not None:
             when = f"{when}, at step {self.step}," if when else f" at step {self.step}"
         times = ratio_text(np.log10(self.ratio))
-        jumped = f"the gradient{when} was {times} times the highest of the {self.before} until then"
+        jumped = f"the gradient{when} was {times} times the highest of the {self.steps_before} until then"
         return f"{jumped}: that one batch threw the weights far off." if self.threw else f"{jumped}."
 
     @property
     def remedy(self) -> str:
         if self.limit is None:
             value = f"Trainer(gradient_clip_val={number_text(self.highest)})"
-            return f"{value}, the highest norm of the {self.before} before it."
+            return f"{value}, the highest norm of the {self.steps_before} before it."
         return batch_remedy(self.batch, self.limit)
 
 

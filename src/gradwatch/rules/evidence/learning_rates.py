@@ -187,7 +187,7 @@ def _smaller_rate_remedy(history: History, back: int) -> str:
     smaller = "a smaller lr in configure_optimizers"
     if (limit := clipping_limit(history, of=back)) is not None:
         return f"{smaller}: gradients are clipped to a norm of {number_text(limit)} already."
-    usual = usual_norm(history, back=back)
+    usual = usual_gradient_norm(history, back=back)
     if usual is None:
         return f"{smaller}, with warm-up."
     return f"{smaller}, or Trainer(gradient_clip_val={number_text(usual)}), the usual norm before."
@@ -205,7 +205,7 @@ def clipping_limit(history: History, *, of: int = 1) -> float | None:
     return float(used[clipped].max()) if clipped.any() else None
 
 
-def usual_norm(history: History, *, back: int) -> float | None:
+def usual_gradient_norm(history: History, *, back: int) -> float | None:
     """The median of one optimizer's finite total norms in the `CLIPPED_RECORDS` records before the one `back` from the
     end; None where there are none.
     """

@@ -73,7 +73,7 @@ class RecentRows:
         """For each row, the lowest and the highest total of the run's opening: shape [rows, 2]."""
         return self.history.openings(self.count)
 
-    def range(self, statistic: str) -> tuple[Floats, Floats]:
+    def range_over_layers(self, statistic: str) -> tuple[Floats, Floats]:
         """The lowest and the highest number of a layer at each row: shape [rows] each; NaN where there is none."""
         if statistic not in self._ranges:
             there = self.values(statistic)[:, self.layout.layers]
@@ -83,14 +83,14 @@ class RecentRows:
             )
         return self._ranges[statistic]
 
-    def extremes(self, statistic: str) -> tuple[Floats, Floats]:
+    def range_over_samples(self, statistic: str) -> tuple[Floats, Floats]:
         """The lowest and the highest sample of each layer, of all that a rule looks at: shape [layers] each."""
         found = self.history.samples(statistic, RECENT_RECORDS + self.count)[0][:, self.layout.layers]
         return np.fmin.reduce(found, axis=0, initial=np.nan), np.fmax.reduce(found, axis=0, initial=np.nan)
 
     def apart(self, statistic: str, dex: float, *, zeros: bool) -> Mask:
         """At which rows two layers may differ by `dex` or more, zeros left aside or not: shape [rows]."""
-        lowest, highest = self.range(statistic)
+        lowest, highest = self.range_over_layers(statistic)
         if not zeros and (lowest == 0).any():
             there = self.values(statistic)[:, self.layout.layers]
             lowest = np.fmin.reduce(np.where(there > 0, there, np.nan), axis=1)

@@ -49,7 +49,7 @@ def sample_backs(history: History, statistic: str, *, sites: Sites = TOTAL_SITE)
 
 
 def own_sample_backs(history: History, statistic: str, *, sites: Sites = TOTAL_SITE) -> Sites:
-    """The same, without the records of other optimizers than the latest record's."""
+    """As `sample_backs`, without the records of other optimizers than the latest record's."""
     backs = sample_backs(history, statistic, sites=sites)
     return backs[is_own(history, RECENT_RECORDS)[-backs]]
 
@@ -75,8 +75,8 @@ def onset_of(found: Mask, backs: Sites) -> Sites:
 
 
 def own_onset(history: History, found: Mask) -> int:
-    """The same of records rather than samples: `found` at the newest ones, shape [records], of which those of the
-    latest record's optimizer count.
+    """As `onset_of`, of records: `found` at the newest ones, shape [records], of which those of the latest record's
+    optimizer count.
     """
     own = np.flatnonzero(is_own(history, len(found)))
     return int(onset_of(found[own], len(found) - own))

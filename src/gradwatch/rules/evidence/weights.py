@@ -64,7 +64,7 @@ def starts_from_zero(history: History, layers: Sites) -> Mask:
         return np.zeros(len(layers), dtype=bool)
     some = known[np.linspace(0, len(known) - 1, GROWTH_SAMPLES).astype(np.intp)]
     samples = history.at("weight_norm", some)[:, layers]
-    usual = usual_norms(history.layout)[layers]
+    usual = usual_weight_norms(history.layout)[layers]
     earlier, later = np.fmax.reduce(samples[: GROWTH_SAMPLES // 2]), np.fmax.reduce(samples[GROWTH_SAMPLES // 2 :])
     growing = (later >= GROWTH_RATIO * earlier) | (len(known) < GROWTH_SAMPLES)
     return np.asarray((samples[0] <= NEAR_ZERO_SHARE * usual) & growing & ~_holds_biases_alone(history.layout)[layers])
@@ -106,7 +106,7 @@ def norms_text(layout: Layout) -> str:
 
 
 @lru_cache(maxsize=8)
-def usual_norms(layout: Layout) -> Floats:
+def usual_weight_norms(layout: Layout) -> Floats:
     """The norm that the weights of each layer usually have, shape [sites]: sqrt(n) for an n x n matrix."""
     return np.asarray(layout.sizes**0.25)
 
@@ -124,7 +124,7 @@ def relative_updates(history: History, backs: Sites) -> Floats:
     known.
     """
     layers = history.layout.layers
-    floor = WEIGHT_FLOOR_SHARE * usual_norms(history.layout)[layers]
+    floor = WEIGHT_FLOOR_SHARE * usual_weight_norms(history.layout)[layers]
     found, norms = history.at("update_ratio", backs)[:, layers], history.at("weight_norm", backs)[:, layers]
     return np.where(norms < floor, found * norms / floor, found)
 
