@@ -1,4 +1,8 @@
-"""The rules: each file finds one fault in the history. `default_rules` are those that are on by default."""
+"""The rules: each file finds one fault in the history. `default_rules` are those that are on by default.
+
+In all files here, what is called `..._text` is a part of a sentence, `..._remedy` what to change, and `why_...` a cause
+and what to change.
+"""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
@@ -177,14 +177,14 @@ class Divergence(CheckedRule):
         theirs = moved[lately][:, chosen]
         together = ((theirs.min(axis=1) >= limit) & (theirs.max(axis=1) >= worst)).any()
         between = int(backs[leap - 1] - backs[leap]) if leap else RECENT_RECORDS  # records since the sample before
-        cause, remedy, headline, onset = _why_long(history, back, records=max(EFFECT_RECORDS, between))
+        why = _why_long(history, back, records=max(EFFECT_RECORDS, between))
         message = (
             f"{'One step' if together else 'Steps'} moved the weights of {name_text(names)} by "
             f"{'up to ' * (len(names) > 1)}{number_text(worst)} times their own size{_loss_text(rise)}; a hundredth is "
-            f"usual. {cause}"
+            f"usual. {why.cause}"
         )
-        headline = headline or f"one step was {number_text(worst)} times the size of the weights"
-        return Finding(self.name, Severity.ERROR, layer, names, worst, limit, message, remedy, onset, headline)
+        headline = why.headline or f"one step was {number_text(worst)} times the size of the weights"
+        return Finding(self.name, Severity.ERROR, layer, names, worst, limit, message, why.remedy, why.onset, headline)
 
     def _after_rate_jump(self, history: History, first: float) -> Finding | None:
         """The loss beyond its `first` level, right after a jump of the learning rate: that need not be waited for. Or
@@ -218,15 +218,17 @@ class Divergence(CheckedRule):
         # small steps that are soon forgotten follow the gradient: where the loss grows with them, its targets moved
         if not (history.number("momentum") >= LONG_MOMENTUM or may_be_large(history)):
             return None
-        levels = _loss_levels(history)
-        if levels is None or not levels[2] > max(UNLEARNT_RATIO * levels[1], STILL_LEARNT_SHARE * levels[0]) > 0:
+        if (levels := _loss_levels(history)) is None:
+            return None
+        first, least, now = levels
+        if not now > max(UNLEARNT_RATIO * least, STILL_LEARNT_SHARE * first) > 0:
             return None
         # the first layer to grow so far began it; the first sample is not over itself
         onset = int(backs[np.flatnonzero(~far.any(axis=1))[-1] + 1])
         furthest = int(np.nanargmax(ratios[-1]))
         growth, layer = float(ratios[-1, furthest]), layout.sites[layout.layers[furthest]].name
         names = layout.names(layout.layers[far[-1]])
-        went = f"from {number_text(levels[1], 3)} to {number_text(levels[2], 3)}"
+        went = f"from {number_text(least, 3)} to {number_text(now, 3)}"
         carried = f"the steps carry the weights away{rate_text(history, back=onset)}"
         if outside_writes(history, layout.layers[[furthest]], backs, grew=True).any():
             carried = "single steps were large, or something else wrote the weights"
@@ -281,8 +283,7 @@ class Divergence(CheckedRule):
         elif now > 0 or maximizes(history):
             if (why := _why_high(history, onset)) is None:
                 return []
-            cause, remedy, jumped, onset = why
-            headline = jumped or headline
+            cause, remedy, headline, onset = why.cause, why.remedy, why.headline or headline, why.onset
         else:
             went, headline = "falls without bound, to", f"the loss falls without bound, to {number_text(now, 3)}"
             cause = (
@@ -340,31 +341,40 @@ def _worse(before: Floats, after: Floats, *, passing: bool) -> bool:
     return bool(np.count_nonzero(risen) >= LOSSES_AFTER_STEP - 1)
 
 
-def _why_long(history: History, back: int, *, records: int) -> tuple[str, str, str, int]:
-    """Why the step at the record `back` from the end was so long, as a sentence; what to change; the same for a
-    headline, empty without a jump; and the onset. `records`: in which the rate may have jumped.
-    """
+class _Why(NamedTuple):
+    """Why steps are so long, or the loss is so high."""
+
+    cause: str
+    remedy: str
+    headline: str
+    """The jump that made it so, as a clause; empty without one."""
+    onset: int
+
+
+def _why_long(history: History, back: int, *, records: int) -> _Why:
+    """Why the step at the record `back` from the end was so long. `records`: in which the rate may have jumped."""
     if scale := scale_in_use(history, back=back):
         cause = f"The optimizer used gradients that still had the loss scale, {scale:.0f} times those measured."
-        return cause, "scaler.step(optimizer), which divides by the loss scale, in place of optimizer.step().", "", back
+        remedy = "scaler.step(optimizer), which divides by the loss scale, in place of optimizer.step()."
+        return _Why(cause, remedy, "", back)
     jump = last_jump(history, rate=back, gradient=back, of=back, records=records)
     overwritten = _overwritten_text(history, back, of=back)
     if isinstance(jump, RateJump):
         distance = distance_text(history, jump.back, until=back)
         when = f", {'at least ' * jump.after_gap}{distance} before" if jump.back > back else ""
-        return f"{capitalized(jump.text)}{when}{overwritten}.", jump.remedy, jump.text, jump.back
+        return _Why(f"{capitalized(jump.text)}{when}{overwritten}.", jump.remedy, jump.text, jump.back)
     if jump is not None:
         onset = back - 1 if jump.back == back > 1 else back  # that batch itself is a spike
-        return capitalized(jump.cause), jump.remedy, jump.text, onset
+        return _Why(capitalized(jump.cause), jump.remedy, jump.text, onset)
     passes = summed_passes(history, of=back)
     why = f"the learning rate is too high for this model and loss{rate_text(history, back=back)}"
-    sentence = f"{capitalized(why if passes is None else _passes_text(passes))}{overwritten}."
-    return sentence, rate_remedy(history, back=back), "", back
+    cause = f"{capitalized(why if passes is None else _passes_text(passes))}{overwritten}."
+    return _Why(cause, rate_remedy(history, back=back), "", back)
 
 
-def _why_high(history: History, onset: int) -> tuple[str, str, str, int] | None:
-    """Why the loss is far over its first level since the record `onset` from the end, as `_why_long` says it of a step;
-    None where that is no divergence.
+def _why_high(history: History, onset: int) -> _Why | None:
+    """Why the loss is far over its first level since the record `onset` from the end, the cause without a capital; None
+    where that is no divergence.
     """
     passes, jump = summed_passes(history), last_jump(history, rate=onset, gradient=1)
     if not maximizes(history):
@@ -378,8 +388,8 @@ def _why_high(history: History, onset: int) -> tuple[str, str, str, int] | None:
         cause = f"the steps are too large{rate_text(history, back=onset)}"
         cause += ", or the loss is a sum where it should be a mean." if passes is None else f": {_passes_text(passes)}."
         if jump is None:
-            return cause, rate_remedy(history, back=onset), "", onset
-        return cause, jump.remedy, jump.text, jump.back
+            return _Why(cause, rate_remedy(history, back=onset), "", onset)
+        return _Why(cause, jump.remedy, jump.text, jump.back)
     cause, remedy = jump.cause, jump.remedy
     if grew_alike(history, jump.back):
         cause = (
@@ -387,7 +397,7 @@ def _why_high(history: History, onset: int) -> tuple[str, str, str, int] | None:
             "as where a sum replaces a mean in the loss or a weight of it changes."
         )
         remedy = f"the reduction and weights of the loss as before that batch, or {remedy}"
-    return cause, remedy, jump.text, min(onset, max(1, jump.back - 1))  # that batch itself is a spike
+    return _Why(cause, remedy, jump.text, min(onset, max(1, jump.back - 1)))  # that batch itself is a spike
 
 
 def _passes_text(passes: int) -> str:
