@@ -163,41 +163,48 @@ class IncidentTracker:
         self._open, self._clean_evaluations, self._last_seen = opened, clean, last_seen
 
     def _grow(self, rule: str, step: int, found: Sequence[Finding], order: Mapping[str, int]) -> bool:
-        """Add the findings to the rule's incident that is open or recent, and reopen it; False if there is none."""
+        """Add the findings to the rule's incident that is open or recent; False if there is none."""
         place = self._open.get(rule)
-        if place is not None and self._is_worse(found[0], place):
+        if place is None:
+            place = self._reopened(rule, step, found)
+        elif self._is_worse(found[0], place):
             self._close(place, step)
             return False
         if place is None:
-            place = self._recent(rule, step, found)
-            if place is None:
-                return False
-            if place in self._cause and (found[0].independent or not self._explained(place)):
-                return False
-            if self._is_worse(found[0], place) or not self._belong(found, place):
-                return False
-            before = self._faults[place]
-            self._faults[place] = replace(before, closed_step=None, times=before.times + 1)
-            self._open[rule] = place
+            return False
         self._faults[place] = _joined(self._faults[place], found[0], _sites(found), order)
-        if place in self._cause:
-            self._worsen(self._cause[place], found[0].severity)
+        if (cause := self._cause.get(place)) is not None:
+            self._faults[cause] = _worsened(self._faults[cause], found[0].severity)
         return True
 
     def _close(self, place: int, step: int) -> None:
         """The fault at `place` was last seen at `step`."""
         self._faults[place] = replace(self._faults[place], closed_step=step)
 
-    def _recent(self, rule: str, step: int, found: Sequence[Finding]) -> int | None:
-        """The index of the rule's incident, closed lately, that goes on: one of a layer of these findings, as its words
-        are of its layers; or the last, where it is over at once or the fault wanders from layer to layer.
+    def _reopened(self, rule: str, step: int, found: Sequence[Finding]) -> int | None:
+        """Reopen the rule's incident, closed lately, that goes on: one of a layer of these findings, as its words are
+        of its layers; or the last, where it is over at once or the fault wanders from layer to layer. Its index; None
+        where there is none.
         """
         own = [place for place, fault in enumerate(self._faults) if fault.rule == rule]
         recent = [place for place in own if step - (self._faults[place].closed_step or 0) <= self.reopen_within]
         alike = [place for place in recent if not _apart(_sites(found), self._faults[place].sites)]
         if rule in OVER_AT_ONCE or len(own) >= MOST_APART:
             alike = alike or recent
-        return alike[-1] if alike else None
+        if not alike:
+            return None
+        place = alike[-1]
+        if (cause := self._cause.get(place)) is not None:
+            # a spike is over at once, and the next one needs its cause to be there
+            over = rule == "spike" and self._faults[cause].closed_step is not None
+            if found[0].independent or over:
+                return None
+        if self._is_worse(found[0], place) or not self._belong(found, place):
+            return None
+        before = self._faults[place]
+        self._faults[place] = replace(before, closed_step=None, times=before.times + 1)
+        self._open[rule] = place
+        return place
 
     def _heard(self, rule: str, found: Sequence[Finding]) -> Sequence[Finding]:
         """Those of the findings of a rule that count: a notice does not beside a warning or an error, and is no part of
@@ -221,12 +228,6 @@ class IncidentTracker:
         """
         notice = place not in self._cause and self._faults[place].severity is Severity.NOTICE
         return notice and finding.severity is not Severity.NOTICE
-
-    def _explained(self, effect: int) -> bool:
-        """Whether the closed effect, found again, still follows from its cause. A spike is over at once, and the next
-        one needs its cause to be there.
-        """
-        return self._faults[self._cause[effect]].closed_step is None or self._faults[effect].rule != "spike"
 
     def _open_fault(self, rule: str, step: int, found: Sequence[Finding], onset: int) -> None:
         """Open an incident, or an effect where its cause is open or recent. `onset`: its step."""
@@ -284,7 +285,8 @@ class IncidentTracker:
             if known.closed_step is not None:
                 recent |= known.step <= fault.step <= known.closed_step  # begun then, and found later
             if (known.rule, fault.rule) == ("divergence", "spike"):
-                recent |= self._has_open_effects(place)  # the run has not come back from it
+                effects = [self._faults[effect] for effect, of in self._cause.items() if of == place]
+                recent |= any(effect.closed_step is None for effect in effects)  # the run has not come back from it
             if known.rule == "spike":
                 seen = self._last_seen["spike"] if known.closed_step is None else known.closed_step
                 recent &= fault.step - seen <= SPIKE_EFFECTS_WITHIN
@@ -292,9 +294,6 @@ class IncidentTracker:
             if recent and serious and self._caused(place, new):
                 return self._cause.get(place, place)
         return None
-
-    def _has_open_effects(self, place: int) -> bool:
-        return any(self._faults[effect].closed_step is None for effect, of in self._cause.items() if of == place)
 
     def _caused(self, place: int, other: int) -> bool:
         """Whether the fault at `place` may be the cause of the `other`, by their rules and onsets.
@@ -311,14 +310,10 @@ class IncidentTracker:
 
     def _absorb(self, place: int, cause: int) -> None:
         """The fault at `place` turns out to follow from that at `cause`, and so do its effects."""
-        self._worsen(cause, self._faults[place].severity)
+        self._faults[cause] = _worsened(self._faults[cause], self._faults[place].severity)
         self._faults[place] = replace(self._faults[place], severity=Severity.NOTICE)
         self._cause |= {effect: cause for effect, of in self._cause.items() if of == place}
         self._cause[place] = cause
-
-    def _worsen(self, cause: int, severity: Severity) -> None:
-        """What follows from the fault at `cause` has this severity."""
-        self._faults[cause] = _worsened(self._faults[cause], severity)
 
     def _incidents(self) -> dict[int, Alert]:
         """Index in `_faults` -> incident, with what follows from it as its effects: it is open while one of them is."""
