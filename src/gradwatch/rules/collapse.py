@@ -205,6 +205,32 @@ class Collapse(CheckedRule):
         return []
 
 
+def _weighed(history: History) -> Sites:
+    """Layers that train and have weights proper: those of a norm are excepted from decay as a rule."""
+    layout = history.layout
+    known = (history.codes(1)[0] == MEASURED) & np.isfinite(history.row("weight_norm"))
+    layers = layout.layers[known[layout.layers]]
+    return layout.without_class(layers, "Norm")
+
+
+def _unwritten(history: History, layers: Sites, backs: Sites) -> Sites:
+    """Those of the samples `backs` since something other than the optimizer last wrote any of `layers`: clipped or
+    pruned them, say.
+    """
+    written = np.flatnonzero(outside_writes(history, layers, backs, grew=False).any(axis=1))
+    return backs[written[-1] + 1 :] if len(written) else backs
+
+
+def _learnt(history: History, since: int) -> bool:
+    """Whether the loss is clearly better than at the record `since`."""
+    own = own_losses(history, since)
+    some = min(LEVEL_RECORDS, len(own) // 2)
+    if not some:
+        return False
+    before, now = float(np.median(own[:some])), float(np.median(own[-some:]))
+    return now < before - (1 - IMPROVED_RATIO) * abs(before)
+
+
 def _why(history: History, names: tuple[str, ...], onset: int, *, lower: int) -> tuple[str, str]:
     """What is known of why the weights of `names` have shrunk since the record `onset`, as sentences, and what
     to change. `lower`: the position of the first record with smaller weights.
@@ -259,24 +285,6 @@ def _decay_remedy(history: History, lost: float, rate: float) -> str:
     return f"{number_text(less, 1)} times the penalty on the weights, or what else shrinks them: {then}"
 
 
-def _unwritten(history: History, layers: Sites, backs: Sites) -> Sites:
-    """Those of the samples `backs` since something other than the optimizer last wrote any of `layers`: clipped or
-    pruned them, say.
-    """
-    written = np.flatnonzero(outside_writes(history, layers, backs, grew=False).any(axis=1))
-    return backs[written[-1] + 1 :] if len(written) else backs
-
-
-def _learnt(history: History, since: int) -> bool:
-    """Whether the loss is clearly better than at the record `since`."""
-    own = own_losses(history, since)
-    some = min(LEVEL_RECORDS, len(own) // 2)
-    if not some:
-        return False
-    before, now = float(np.median(own[:some])), float(np.median(own[-some:]))
-    return now < before - (1 - IMPROVED_RATIO) * abs(before)
-
-
 @lru_cache(maxsize=8)
 def _codes_of(layout: Layout) -> tuple[tuple[int, Sites], ...]:
     """Layers that flow into the loss and into one more layer: that layer, and all that flow into it, if all do."""
@@ -286,11 +294,3 @@ def _codes_of(layout: Layout) -> tuple[tuple[int, Sites], ...]:
     to_loss = set(into.pop(0, ()))
     found = ((layer, layers) for layer, layers in into.items() if to_loss.issuperset(layers))
     return tuple((layer, np.array(layers, dtype=np.intp)) for layer, layers in found)
-
-
-def _weighed(history: History) -> Sites:
-    """Layers that train and have weights proper: those of a norm are excepted from decay as a rule."""
-    layout = history.layout
-    known = (history.codes(1)[0] == MEASURED) & np.isfinite(history.row("weight_norm"))
-    layers = layout.layers[known[layout.layers]]
-    return layout.without_class(layers, "Norm")

@@ -259,86 +259,15 @@ def _passed_by(flow: Paths, going: Mask, place: int) -> int | None:
     return int(found[-1]) if len(found) else None
 
 
-def _effects(history: History, **layers: Sites) -> tuple[Effect, ...]:
-    """What follows, by name, in which layers."""
-    return tuple(Effect(what, history.layout.names(where)) for what, where in layers.items() if len(where))
-
-
-def _origin(
-    history: History, sites: Sites, silent: Mask, backs: Sites, *, gradients: bool = True
-) -> tuple[Site, int, int]:
-    """Of the activations `sites`, the one that died first, of several the nearest to the loss; the site index of the
-    layer before it; and the onset.
-
-    `silent`: at which samples they were, shape [samples, sites]; `gradients`: whether no gradient passes them then.
+def zero_onset(history: History, site: int) -> int | None:
+    """The first record since which the gradient of `site` has been exactly 0, of those of this optimizer that have it;
+    None where it is not 0 at the latest.
     """
-    onsets = onset_of(silent, backs)
-    found: list[tuple[int, int, int]] = []
-    for site in in_run_order(history, sites)[::-1].tolist():
-        layer, onset, fired = layer_before(history, site), int(onsets[site]), backs[~silent[:, site]]
-        zero = zero_onset(history, layer) if gradients else None
-        if zero is not None and (not len(fired) or zero < fired[-1]):  # after the sample at which they last fired
-            onset = zero
-        found.append((onset, layer, site))
-    onset, layer, site = max(found, key=lambda one: one[0])
-    return history.layout.sites[site], layer, onset
-
-
-@dataclass(frozen=True, slots=True)
-class Death:
-    """What is known of how the units after a layer died."""
-
-    layer: str
-    cause: str
-    """What the record tells of the time before, of the steps just before, and of the layer: sentences."""
-    remedy: str
-    when: str
-    """When or by what, as the end of a clause: " since the first step"; empty where neither is known."""
-
-    def headline(self, starved: int = 0) -> str:
-        """When, why, or what it does to the `starved` layers before, as the end of a clause."""
-        if self.when or not starved:
-            return self.when
-        return f"; {starved} layer{'s' * (starved > 1)} before get{'s' * (starved == 1)} no gradient"
-
-
-def death_of(history: History, layer: int, onset: int, *, dead: Sites | None = None) -> Death:
-    """How the units after `layer` (a site) died; at the record `onset` they first were.
-
-    `dead`: all such layers, where there are more than this one.
-    """
-    how, from_start = beginning(history, onset), is_first_record(history, onset)
-    reason, remedy = _why_dead(history, layer, onset, [layer] if dead is None else dead.tolist(), from_start=from_start)
-    cause = f"{how.began}{how.sentence}{reason}{unlearnt_text(history)}".strip()
-    return Death(history.layout.sites[layer].name, cause, how.remedy or remedy, how.headline)
-
-
-def _why_dead(history: History, layer: int, onset: int, dead: Sequence[int], *, from_start: bool) -> tuple[str, str]:
-    """What the weights and biases of `layer` say, as a sentence, and what to change, in it and others of `dead`."""
-    layout, name = history.layout, history.layout.sites[layer].name
-    norms = [site for site in dead if "Norm" in layout.sites[site].module]
-    fill = "nn.init.ones_" if layer in norms else "nn.init.kaiming_uniform_"
-    if latest(weights_of(history, layer)) == 0:
-        alike = (site for site in dead if (site in norms) == (layer in norms))
-        which = name_text(layout.names(site for site in alike if latest(weights_of(history, site)) == 0))
-        return f" The weights of {which} are all zero.", f"{fill} for the weights of {which}, which are all zero."
-    made, leaky = bias_text(history, layer, back=onset), f"nn.LeakyReLU after layer {name}."
-    if not from_start and layer in in_run_order(history, history.layout.layers)[-1:]:
-        leaky = f"no ReLU after layer {name}, the last one: it gives no negative number."
-    if from_start and made:
-        biased = layout.names(site for site in dead if bias_text(history, site))
-        which = f"bias{'es' * (len(biased) > 1)} of {name_text(biased or [name])}"
-        return made, f"nn.init.zeros_ for the {which}, or {leaky}"
-    if from_start:
-        return "", f"{fill} for the weights of layer {name}, or {leaky}"
-    biases = biases_of(history, layer)
-    bias, before = latest(biases), latest(biases[own_records(history) > onset])
-    if bias >= BIAS_GROWTH * before:
-        made = (
-            f" The biases of layer {name} grew meanwhile, from a root mean square of {number_text(before)} to "
-            f"{number_text(bias)}."
-        )
-    return made, measured_remedy(history, onset) or f"a smaller lr in configure_optimizers, with warm-up, or {leaky}"
+    own, norms = own_records(history), history.window("grad_norm", len(history), sites=site)
+    if history.codes(1)[0, site] != MEASURED or norms[-1] != 0:
+        return None
+    own = own[history.codes(len(history))[-own, site] == MEASURED]
+    return int(onset_of(norms[-own] == 0, own))
 
 
 def _why_masked(history: History, site: int, onset: int, fed: int) -> tuple[str, str]:
@@ -408,15 +337,61 @@ def _why_after_bounded(history: History, bounded: Site, share: float, layer: int
     return cause, f"nn.LayerNorm after layer {name}, or {how.remedy or 'a smaller lr in configure_optimizers.'}"
 
 
-def zero_onset(history: History, site: int) -> int | None:
-    """The first record since which the gradient of `site` has been exactly 0, of those of this optimizer that have it;
-    None where it is not 0 at the latest.
+@dataclass(frozen=True, slots=True)
+class Death:
+    """What is known of how the units after a layer died."""
+
+    layer: str
+    cause: str
+    """What the record tells of the time before, of the steps just before, and of the layer: sentences."""
+    remedy: str
+    when: str
+    """When or by what, as the end of a clause: " since the first step"; empty where neither is known."""
+
+    def headline(self, starved: int = 0) -> str:
+        """When, why, or what it does to the `starved` layers before, as the end of a clause."""
+        if self.when or not starved:
+            return self.when
+        return f"; {starved} layer{'s' * (starved > 1)} before get{'s' * (starved == 1)} no gradient"
+
+
+def death_of(history: History, layer: int, onset: int, *, dead: Sites | None = None) -> Death:
+    """How the units after `layer` (a site) died; at the record `onset` they first were.
+
+    `dead`: all such layers, where there are more than this one.
     """
-    own, norms = own_records(history), history.window("grad_norm", len(history), sites=site)
-    if history.codes(1)[0, site] != MEASURED or norms[-1] != 0:
-        return None
-    own = own[history.codes(len(history))[-own, site] == MEASURED]
-    return int(onset_of(norms[-own] == 0, own))
+    how, from_start = beginning(history, onset), is_first_record(history, onset)
+    reason, remedy = _why_dead(history, layer, onset, [layer] if dead is None else dead.tolist(), from_start=from_start)
+    cause = f"{how.began}{how.sentence}{reason}{unlearnt_text(history)}".strip()
+    return Death(history.layout.sites[layer].name, cause, how.remedy or remedy, how.headline)
+
+
+def _why_dead(history: History, layer: int, onset: int, dead: Sequence[int], *, from_start: bool) -> tuple[str, str]:
+    """What the weights and biases of `layer` say, as a sentence, and what to change, in it and others of `dead`."""
+    layout, name = history.layout, history.layout.sites[layer].name
+    norms = [site for site in dead if "Norm" in layout.sites[site].module]
+    fill = "nn.init.ones_" if layer in norms else "nn.init.kaiming_uniform_"
+    if latest(weights_of(history, layer)) == 0:
+        alike = (site for site in dead if (site in norms) == (layer in norms))
+        which = name_text(layout.names(site for site in alike if latest(weights_of(history, site)) == 0))
+        return f" The weights of {which} are all zero.", f"{fill} for the weights of {which}, which are all zero."
+    made, leaky = bias_text(history, layer, back=onset), f"nn.LeakyReLU after layer {name}."
+    if not from_start and layer in in_run_order(history, history.layout.layers)[-1:]:
+        leaky = f"no ReLU after layer {name}, the last one: it gives no negative number."
+    if from_start and made:
+        biased = layout.names(site for site in dead if bias_text(history, site))
+        which = f"bias{'es' * (len(biased) > 1)} of {name_text(biased or [name])}"
+        return made, f"nn.init.zeros_ for the {which}, or {leaky}"
+    if from_start:
+        return "", f"{fill} for the weights of layer {name}, or {leaky}"
+    biases = biases_of(history, layer)
+    bias, before = latest(biases), latest(biases[own_records(history) > onset])
+    if bias >= BIAS_GROWTH * before:
+        made = (
+            f" The biases of layer {name} grew meanwhile, from a root mean square of {number_text(before)} to "
+            f"{number_text(bias)}."
+        )
+    return made, measured_remedy(history, onset) or f"a smaller lr in configure_optimizers, with warm-up, or {leaky}"
 
 
 def unlearnt_text(history: History) -> str:
@@ -430,12 +405,14 @@ def unlearnt_text(history: History) -> str:
     return f" The loss is {how} at the start ({number_text(first, 3)} -> {number_text(last, 3)})."
 
 
-def _starved_by(history: History, dead: Sites) -> Sites:
-    """The layers before those of `dead` whose gradient is exactly 0 as well at the latest record."""
-    order = forward_order(history.layout)
-    before = paths(history.layout, order).above(np.isin(order, dead))
-    none = (history.row("grad_norm")[order] == 0) & (history.codes(1)[0, order] == MEASURED)
-    return np.setdiff1d(order[before & none], dead)
+def _before_text(names: Sequence[str]) -> str:
+    """'the 24 layers before it' or 'layer fc0 before it', for the middle of a sentence."""
+    return f"the {len(names)} layers before it" if len(names) > 1 else f"layer {names[0]} before it"
+
+
+def _effects(history: History, **layers: Sites) -> tuple[Effect, ...]:
+    """What follows, by name, in which layers."""
+    return tuple(Effect(what, history.layout.names(where)) for what, where in layers.items() if len(where))
 
 
 def _fed_zeros(history: History, layer: int) -> bool:
@@ -444,6 +421,29 @@ def _fed_zeros(history: History, layer: int) -> bool:
     return outputs == 0 and latest(weights_of(history, layer)) > 0
 
 
-def _before_text(names: Sequence[str]) -> str:
-    """'the 24 layers before it' or 'layer fc0 before it', for the middle of a sentence."""
-    return f"the {len(names)} layers before it" if len(names) > 1 else f"layer {names[0]} before it"
+def _origin(
+    history: History, sites: Sites, silent: Mask, backs: Sites, *, gradients: bool = True
+) -> tuple[Site, int, int]:
+    """Of the activations `sites`, the one that died first, of several the nearest to the loss; the site index of the
+    layer before it; and the onset.
+
+    `silent`: at which samples they were, shape [samples, sites]; `gradients`: whether no gradient passes them then.
+    """
+    onsets = onset_of(silent, backs)
+    found: list[tuple[int, int, int]] = []
+    for site in in_run_order(history, sites)[::-1].tolist():
+        layer, onset, fired = layer_before(history, site), int(onsets[site]), backs[~silent[:, site]]
+        zero = zero_onset(history, layer) if gradients else None
+        if zero is not None and (not len(fired) or zero < fired[-1]):  # after the sample at which they last fired
+            onset = zero
+        found.append((onset, layer, site))
+    onset, layer, site = max(found, key=lambda one: one[0])
+    return history.layout.sites[site], layer, onset
+
+
+def _starved_by(history: History, dead: Sites) -> Sites:
+    """The layers before those of `dead` whose gradient is exactly 0 as well at the latest record."""
+    order = forward_order(history.layout)
+    before = paths(history.layout, order).above(np.isin(order, dead))
+    none = (history.row("grad_norm")[order] == 0) & (history.codes(1)[0, order] == MEASURED)
+    return np.setdiff1d(order[before & none], dead)

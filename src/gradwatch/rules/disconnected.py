@@ -431,85 +431,6 @@ class Disconnected(CheckedRule):
         return Finding(self.name, severity, names[-1], names, value, threshold, message, remedy, onset, headline)
 
 
-def _why_nowhere(history: History) -> str:
-    """Which of `TEXTS` says why no layer has a gradient."""
-    return "no_dependence" if len(own_losses(history, 1)) else "no_backward"
-
-
-def _worded(text: str, names: Sequence[str], kind: str, steps: str, **more: str) -> list[str]:
-    """Those of `TEXTS`, about `names`, each a `kind`, in so many `steps`."""
-    every, one = name_text(names, kind), len(names) == 1
-    more |= {"all": every, "All": capitalized(every), "last": names[-1], "steps": steps, "kind": kind}
-    more |= {"run": "runs" if one else "run", "output": "its output" if one else "their outputs"}
-    more |= {"own": f"{kind} it is" if one else f"{kind}s they are", "them": "it" if one else "them"}
-    more |= {"their": "its" if one else "their", "it": "it" if one else "they"}
-    more["such_as"] = ", such as add_pooling_layer=False" * (more.get("library") == "transformers")
-    return [part.format(**more) for part in TEXTS[text]]
-
-
-def _severity(history: History, text: str, names: Sequence[str]) -> Severity:
-    """A notice where it may be meant: by a library, for biases alone, or where gradients are cleared before the step of
-    some layers only, as DINO does with its last one at first, while a zero_grad() in the wrong place clears all.
-    """
-    meant = text in ("output_unused", "unused_by", "left_out_by", "weighs_one", "attends")
-    meant |= text == "left_out" and all(name.endswith(".bias") for name in names)
-    meant |= text == "cleared" and bool(history.total > 0)
-    return Severity.NOTICE if meant else Severity.WARNING
-
-
-def _libraries_around(layout: Layout, layers: Sites, others: Sequence[int] | Sites) -> list[str]:
-    """Of each of `layers` the installed library of the nearest module around it that holds one of `others`, if both are
-    of one; empty without.
-    """
-    known, parts = layout.libraries, _nearest_around(layout, layers, others)
-    return [
-        "" if part is None or module_of(name) not in known else known.get(part, "")
-        for name, part in zip(layout.names(layers), parts, strict=True)
-    ]
-
-
-def _beside(layout: Layout, layers: Sites, others: Sites) -> Mask:
-    """Which of `layers` lie beside `others`, not before them: in the nearest module around that holds any of these, all
-    that run later get what another layer gives, as what follows a cut does not.
-    """
-    places, fed = {site: i for i, site in enumerate(layout.order)}, {after for _, after in layout.edges or ()}
-    last = _holding(layout, tuple(other for other in others if other not in fed))
-    parts = _nearest_around(layout, layers, others)
-    beside = [
-        part is not None and places.get(site, -1) > last.get(part, -1) for part, site in zip(parts, layers, strict=True)
-    ]
-    return np.array(beside, dtype=bool)
-
-
-def _nearest_around(layout: Layout, layers: Sites, others: Sequence[int] | Sites) -> list[str | None]:
-    """The nearest module around each of `layers` that holds one of `others`; None without."""
-    holding = _holding(layout, tuple(others))
-    return [next((part for part in modules_around(name) if part in holding), None) for name in layout.names(layers)]
-
-
-@lru_cache(maxsize=8)
-def _holding(layout: Layout, layers: tuple[int, ...]) -> dict[str, int]:
-    """The names of the modules that hold any of `layers`, and the place of the last of these in the forward order."""
-    places, found = {site: i for i, site in enumerate(layout.order)}, dict[str, int]()
-    for site in layers:
-        for part in modules_around(layout.sites[site].name):
-            found[part] = max(found.get(part, -1), places.get(site, -1))
-    return found
-
-
-def _gives_one(layout: Layout, layer: str) -> bool:
-    """Whether the bias of `layer` is a single number: so is what it gives of an example."""
-    bias = layout.index.get(f"{layer}.bias")
-    return bias is not None and layout.sites[bias].numel == 1
-
-
-def _without_parts(layout: Layout, sites: Sites) -> tuple[Sites, Sites]:
-    """`sites` but for parameters whose layers are among them, and the layer of each."""
-    owners = np.array([layout.sites[i].layer for i in sites], dtype=np.intp)
-    repeated = (owners != sites) & np.isin(owners, sites)
-    return sites[~repeated], owners[~repeated]
-
-
 @lru_cache(maxsize=8)
 def _weights_beside_biases(layout: Layout) -> tuple[Sites, Sites]:
     """The weights of two dimensions or more, and the biases, of layers that own one of each and nothing else."""
@@ -520,6 +441,39 @@ def _weights_beside_biases(layout: Layout) -> tuple[Sites, Sites]:
             found.append((weights[0], biases[0]))
     pairs = np.array(found, dtype=np.intp).reshape(-1, 2)
     return pairs[:, 0], pairs[:, 1]
+
+
+def _without_parts(layout: Layout, sites: Sites) -> tuple[Sites, Sites]:
+    """`sites` but for parameters whose layers are among them, and the layer of each."""
+    owners = np.array([layout.sites[i].layer for i in sites], dtype=np.intp)
+    repeated = (owners != sites) & np.isin(owners, sites)
+    return sites[~repeated], owners[~repeated]
+
+
+def _have_running_siblings(history: History, layers: Sites, records: int) -> Mask:
+    """Which of `layers` have a namesake, but for an index ("experts.3" for "experts.7"), that got a gradient lately."""
+    layout = history.layout
+    reached = (history.codes(records)[:, layout.layers] == MEASURED).any(axis=0)
+    running = {_family(layout, i) for i in layout.layers[reached]}
+    return np.array([_family(layout, i) in running for i in layers], dtype=bool)
+
+
+def _family(layout: Layout, site: int) -> str:
+    """The name of a layer with every index in it left open."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", layout.sites[site].name)
+
+
+def _ran_lately(history: History, layers: Sites, records: int) -> Mask:
+    """Which of `layers` ran at the newest sample of the last `records`; none without one."""
+    back = history.newest("run_order")
+    if back > records:
+        return np.zeros(len(layers), dtype=bool)
+    return ~np.isnan(history.row("run_order", back=back)[layers])
+
+
+def _why_nowhere(history: History) -> str:
+    """Which of `TEXTS` says why no layer has a gradient."""
+    return "no_dependence" if len(own_losses(history, 1)) else "no_backward"
 
 
 def _onset(history: History, sites: Sites, *, zero: bool = False) -> int:
@@ -541,12 +495,14 @@ def _onset(history: History, sites: Sites, *, zero: bool = False) -> int:
     return n - int(later.argmax(axis=0).min())
 
 
-def _ran_lately(history: History, layers: Sites, records: int) -> Mask:
-    """Which of `layers` ran at the newest sample of the last `records`; none without one."""
-    back = history.newest("run_order")
-    if back > records:
-        return np.zeros(len(layers), dtype=bool)
-    return ~np.isnan(history.row("run_order", back=back)[layers])
+@lru_cache(maxsize=8)
+def _holding(layout: Layout, layers: tuple[int, ...]) -> dict[str, int]:
+    """The names of the modules that hold any of `layers`, and the place of the last of these in the forward order."""
+    places, found = {site: i for i, site in enumerate(layout.order)}, dict[str, int]()
+    for site in layers:
+        for part in modules_around(layout.sites[site].name):
+            found[part] = max(found.get(part, -1), places.get(site, -1))
+    return found
 
 
 def _ran_without_gradients(history: History, sites: Sites) -> Mask:
@@ -556,6 +512,36 @@ def _ran_without_gradients(history: History, sites: Sites) -> Mask:
         return np.zeros(len(sites), dtype=bool)
     outputs, order = (history.row(name, back=back) for name in ("output_rms", "run_order"))
     return np.isnan(outputs[sites]) & ~np.isnan(order[sites])
+
+
+def _beside(layout: Layout, layers: Sites, others: Sites) -> Mask:
+    """Which of `layers` lie beside `others`, not before them: in the nearest module around that holds any of these, all
+    that run later get what another layer gives, as what follows a cut does not.
+    """
+    places, fed = {site: i for i, site in enumerate(layout.order)}, {after for _, after in layout.edges or ()}
+    last = _holding(layout, tuple(other for other in others if other not in fed))
+    parts = _nearest_around(layout, layers, others)
+    beside = [
+        part is not None and places.get(site, -1) > last.get(part, -1) for part, site in zip(parts, layers, strict=True)
+    ]
+    return np.array(beside, dtype=bool)
+
+
+def _libraries_around(layout: Layout, layers: Sites, others: Sequence[int] | Sites) -> list[str]:
+    """Of each of `layers` the installed library of the nearest module around it that holds one of `others`, if both are
+    of one; empty without.
+    """
+    known, parts = layout.libraries, _nearest_around(layout, layers, others)
+    return [
+        "" if part is None or module_of(name) not in known else known.get(part, "")
+        for name, part in zip(layout.names(layers), parts, strict=True)
+    ]
+
+
+def _nearest_around(layout: Layout, layers: Sites, others: Sequence[int] | Sites) -> list[str | None]:
+    """The nearest module around each of `layers` that holds one of `others`; None without."""
+    holding = _holding(layout, tuple(others))
+    return [next((part for part in modules_around(name) if part in holding), None) for name in layout.names(layers)]
 
 
 def _has_signal(history: History, layers: Sites, records: int) -> Mask:
@@ -584,6 +570,12 @@ def _zero_weights_behind(history: History, layer: int) -> list[int]:
     behind = order[order.index(layer) + 1 :] if layer in order else []
     weights = {site: np.array(parameters_of_kind(history.layout, site, bias=False), dtype=np.intp) for site in behind}
     return [site for site, own in weights.items() if len(own) and _has_zero_weights(history, own).all()]
+
+
+def _gives_one(layout: Layout, layer: str) -> bool:
+    """Whether the bias of `layer` is a single number: so is what it gives of an example."""
+    bias = layout.index.get(f"{layer}.bias")
+    return bias is not None and layout.sites[bias].numel == 1
 
 
 def _why_flat(history: History, layers: Sites, records: int) -> tuple[str, str]:
@@ -633,14 +625,22 @@ def _as_they_run(layout: Layout, sites: Sites) -> list[int]:
     return sorted(sites.tolist(), key=lambda site: place.get(layout.sites[site].layer, -1))
 
 
-def _have_running_siblings(history: History, layers: Sites, records: int) -> Mask:
-    """Which of `layers` have a namesake, but for an index ("experts.3" for "experts.7"), that got a gradient lately."""
-    layout = history.layout
-    reached = (history.codes(records)[:, layout.layers] == MEASURED).any(axis=0)
-    running = {_family(layout, i) for i in layout.layers[reached]}
-    return np.array([_family(layout, i) in running for i in layers], dtype=bool)
+def _worded(text: str, names: Sequence[str], kind: str, steps: str, **more: str) -> list[str]:
+    """Those of `TEXTS`, about `names`, each a `kind`, in so many `steps`."""
+    every, one = name_text(names, kind), len(names) == 1
+    more |= {"all": every, "All": capitalized(every), "last": names[-1], "steps": steps, "kind": kind}
+    more |= {"run": "runs" if one else "run", "output": "its output" if one else "their outputs"}
+    more |= {"own": f"{kind} it is" if one else f"{kind}s they are", "them": "it" if one else "them"}
+    more |= {"their": "its" if one else "their", "it": "it" if one else "they"}
+    more["such_as"] = ", such as add_pooling_layer=False" * (more.get("library") == "transformers")
+    return [part.format(**more) for part in TEXTS[text]]
 
 
-def _family(layout: Layout, site: int) -> str:
-    """The name of a layer with every index in it left open."""
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", layout.sites[site].name)
+def _severity(history: History, text: str, names: Sequence[str]) -> Severity:
+    """A notice where it may be meant: by a library, for biases alone, or where gradients are cleared before the step of
+    some layers only, as DINO does with its last one at first, while a zero_grad() in the wrong place clears all.
+    """
+    meant = text in ("output_unused", "unused_by", "left_out_by", "weighs_one", "attends")
+    meant |= text == "left_out" and all(name.endswith(".bias") for name in names)
+    meant |= text == "cleared" and bool(history.total > 0)
+    return Severity.NOTICE if meant else Severity.WARNING

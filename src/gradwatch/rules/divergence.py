@@ -307,17 +307,6 @@ class Divergence(CheckedRule):
         return len(ratios) > 1 and bool(ratios.min() >= self.falling_growth)
 
 
-def _jump_since_up(history: History, first: float) -> RateJump | None:
-    """The jump of the rate since which a loss that had been learnt has been over its `first` level, and stays there."""
-    losses = history.scalar("loss", JUMP_RECORDS + 1)
-    if not (losses[-UP_RECORDS:] >= UNLEARNT_RATIO * first).all():
-        return None
-    if not is_own(history, JUMP_RECORDS + 1).all() or (jump := rate_jump(history, records=JUMP_RECORDS)) is None:
-        return None
-    # a loss that was up before the first step at that rate has another cause, such as other data
-    return jump if 0 < losses[-jump.back] < first and was_learnt(history, back=jump.back + 1) else None
-
-
 def _rise(history: History, back: int) -> tuple[Floats, Floats] | None:
     """The losses up to the record `back` from the end, and those since; None where they are not known.
 
@@ -372,41 +361,13 @@ def _why_long(history: History, back: int, *, records: int) -> _Why:
     return _Why(cause, rate_remedy(history, back=back), "", back)
 
 
-def _why_high(history: History, onset: int) -> _Why | None:
-    """Why the loss is far over its first level since the record `onset` from the end, the cause without a capital; None
-    where that is no divergence.
-    """
-    passes, jump = summed_passes(history), last_jump(history, rate=onset, gradient=1)
-    if not maximizes(history):
-        if not isinstance(jump, RateJump) and (shift := _shift(history, onset)):
-            if _learns_anew(history, onset):
-                return None
-            jump = shift
-        if jump is None and passes is None and not may_be_large(history):
-            return None  # small steps do not raise a loss so far: targets grew, such as rewards that were found
-    if not isinstance(jump, GradientJump):
-        cause = f"the steps are too large{rate_text(history, back=onset)}"
-        cause += ", or the loss is a sum where it should be a mean." if passes is None else f": {_passes_text(passes)}."
-        if jump is None:
-            return _Why(cause, rate_remedy(history, back=onset), "", onset)
-        return _Why(cause, jump.remedy, jump.text, jump.back)
-    cause, remedy = jump.cause, jump.remedy
-    if grew_alike(history, jump.back):
-        cause = (
-            f"{cause.rstrip('.')}, and the loss and the gradients of all layers grew by about the same factor there, "
-            "as where a sum replaces a mean in the loss or a weight of it changes."
-        )
-        remedy = f"the reduction and weights of the loss as before that batch, or {remedy}"
-    return _Why(cause, remedy, jump.text, min(onset, max(1, jump.back - 1)))  # that batch itself is a spike
+def _overwritten_text(history: History, back: int, *, of: int = 1) -> str:
+    """': what was learnt is overwritten', where something was learnt before the record `back` from the end."""
+    return ": what was learnt is overwritten" if was_learnt(history, back=back + 1, of=of) else ""
 
 
 def _passes_text(passes: int) -> str:
     return f"each step adds up the gradients of {passes} backward passes or more"
-
-
-def _overwritten_text(history: History, back: int, *, of: int = 1) -> str:
-    """': what was learnt is overwritten', where something was learnt before the record `back` from the end."""
-    return ": what was learnt is overwritten" if was_learnt(history, back=back + 1, of=of) else ""
 
 
 def _loss_text(rise: tuple[Floats, Floats] | None) -> str:
@@ -419,37 +380,19 @@ def _loss_text(rise: tuple[Floats, Floats] | None) -> str:
     return f", and the loss went from {number_text(np.median(before), 3)} to {number_text(after.max(), 3)}"
 
 
-def _shift(history: History, onset: int) -> GradientJump | None:
-    """The jump of the gradient at the record `onset` from the end, where the loss was up before the step of that batch
-    and after small ones: other data or targets, if that step did no more.
-    """
-    jump = gradient_jump(history, back=onset)
-    if jump is None or jump.back != onset or jump.threw or grew_alike(history, onset) or may_be_large(history):
-        return None
-    return jump
-
-
-def _learns_anew(history: History, onset: int) -> bool:
-    """Whether the loss has not risen since the record `onset` from the end, nor stayed, as far as that is known."""
-    losses = own_losses(history, onset)
-    if np.median(losses[-LEVEL_RECORDS:]) > SHIFT_RISE * losses[0]:
-        return False
-    earlier, later = losses[: ANEW_RECORDS // 2], losses[-ANEW_RECORDS // 2 :]
-    return len(losses) <= ANEW_RECORDS or bool(np.median(later) < np.median(earlier))
-
-
-def _excursion_onset(history: History, limit: float) -> int:
-    """The position, from the end of the history, of the first loss over `limit` in the latest excursion: one that ends
-    where as many are under it as make up a level.
-    """
-    own = own_records(history)
-    far = np.flatnonzero(np.abs(history.series("loss")[-own]) >= limit)
-    breaks = np.flatnonzero(np.diff(far) > LEVEL_RECORDS)
-    return int(own[far[breaks[-1] + 1 if len(breaks) else 0]])
-
-
 def _times_text(ratio: float) -> str:
     return f"{ratio_text(np.log10(ratio))} times"
+
+
+def _jump_since_up(history: History, first: float) -> RateJump | None:
+    """The jump of the rate since which a loss that had been learnt has been over its `first` level, and stays there."""
+    losses = history.scalar("loss", JUMP_RECORDS + 1)
+    if not (losses[-UP_RECORDS:] >= UNLEARNT_RATIO * first).all():
+        return None
+    if not is_own(history, JUMP_RECORDS + 1).all() or (jump := rate_jump(history, records=JUMP_RECORDS)) is None:
+        return None
+    # a loss that was up before the first step at that rate has another cause, such as other data
+    return jump if 0 < losses[-jump.back] < first and was_learnt(history, back=jump.back + 1) else None
 
 
 def _weight_growth(history: History, records: int) -> tuple[Floats, Sites] | None:
@@ -478,3 +421,60 @@ def _loss_levels(history: History) -> tuple[float, float, float] | None:
     count = len(own) // LONG_LEVEL_RECORDS
     levels = np.median(own[: count * LONG_LEVEL_RECORDS].reshape(count, LONG_LEVEL_RECORDS), axis=1)
     return float(levels[0]), float(levels.min()), float(np.median(own[-LONG_LEVEL_RECORDS:]))
+
+
+def _excursion_onset(history: History, limit: float) -> int:
+    """The position, from the end of the history, of the first loss over `limit` in the latest excursion: one that ends
+    where as many are under it as make up a level.
+    """
+    own = own_records(history)
+    far = np.flatnonzero(np.abs(history.series("loss")[-own]) >= limit)
+    breaks = np.flatnonzero(np.diff(far) > LEVEL_RECORDS)
+    return int(own[far[breaks[-1] + 1 if len(breaks) else 0]])
+
+
+def _why_high(history: History, onset: int) -> _Why | None:
+    """Why the loss is far over its first level since the record `onset` from the end, the cause without a capital; None
+    where that is no divergence.
+    """
+    passes, jump = summed_passes(history), last_jump(history, rate=onset, gradient=1)
+    if not maximizes(history):
+        if not isinstance(jump, RateJump) and (shift := _shift(history, onset)):
+            if _learns_anew(history, onset):
+                return None
+            jump = shift
+        if jump is None and passes is None and not may_be_large(history):
+            return None  # small steps do not raise a loss so far: targets grew, such as rewards that were found
+    if not isinstance(jump, GradientJump):
+        cause = f"the steps are too large{rate_text(history, back=onset)}"
+        cause += ", or the loss is a sum where it should be a mean." if passes is None else f": {_passes_text(passes)}."
+        if jump is None:
+            return _Why(cause, rate_remedy(history, back=onset), "", onset)
+        return _Why(cause, jump.remedy, jump.text, jump.back)
+    cause, remedy = jump.cause, jump.remedy
+    if grew_alike(history, jump.back):
+        cause = (
+            f"{cause.rstrip('.')}, and the loss and the gradients of all layers grew by about the same factor there, "
+            "as where a sum replaces a mean in the loss or a weight of it changes."
+        )
+        remedy = f"the reduction and weights of the loss as before that batch, or {remedy}"
+    return _Why(cause, remedy, jump.text, min(onset, max(1, jump.back - 1)))  # that batch itself is a spike
+
+
+def _shift(history: History, onset: int) -> GradientJump | None:
+    """The jump of the gradient at the record `onset` from the end, where the loss was up before the step of that batch
+    and after small ones: other data or targets, if that step did no more.
+    """
+    jump = gradient_jump(history, back=onset)
+    if jump is None or jump.back != onset or jump.threw or grew_alike(history, onset) or may_be_large(history):
+        return None
+    return jump
+
+
+def _learns_anew(history: History, onset: int) -> bool:
+    """Whether the loss has not risen since the record `onset` from the end, nor stayed, as far as that is known."""
+    losses = own_losses(history, onset)
+    if np.median(losses[-LEVEL_RECORDS:]) > SHIFT_RISE * losses[0]:
+        return False
+    earlier, later = losses[: ANEW_RECORDS // 2], losses[-ANEW_RECORDS // 2 :]
+    return len(losses) <= ANEW_RECORDS or bool(np.median(later) < np.median(earlier))

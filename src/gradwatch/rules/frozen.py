@@ -284,44 +284,6 @@ class Frozen(CheckedRule):
         return [Finding(self.name, severity, names[0], names, limit, limit, message, remedy, onset, headline)]
 
 
-def _stood(history: History, sites: Sites) -> tuple[Sites, Sites]:
-    """The record at which each of `sites` was first seen not to move, in spite of a gradient, since it last did, 0
-    where it was not; and how many records with a gradient there have been since, up to the newest sample.
-    """
-    backs = update_samples(history)
-    moved = history.at("update_ratio", backs)[:, sites]
-    measured = history.codes(RECENT_RECORDS)[:, sites] == MEASURED
-    measured &= ~zeroed_by_interventions(history, RECENT_RECORDS, sites)
-    n = len(measured)
-    last = np.where(moved > 0, backs[:, None], n + 1).min(axis=0)
-    onsets = np.where((moved == 0) & measured[n - backs] & (backs[:, None] < last), backs[:, None], 0).max(axis=0)
-    counts = [measured[n - begin : n + 1 - backs[-1], i].sum() for i, begin in enumerate(onsets.tolist())]
-    return onsets, np.array(counts, dtype=np.intp)
-
-
-def _is_scheduled(history: History, moving: Sites) -> bool:
-    """Whether learning rates change, or one waits, or what moves now stood still before: a turn that may come."""
-    if history.number("lr_waits") > 0:
-        return True
-    backs, rates = update_samples(history), history.scalar("lr", RECENT_RECORDS)
-    known = rates[-backs][~np.isnan(rates[-backs])]
-    if len(known) and known.max() > known.min():
-        return True
-    before = history.at("update_ratio", backs)[:, moving]
-    return bool((before == 0).any())
-
-
-def _stood_at_a_sample(history: History) -> bool:
-    """Whether any parameter stood still at its last sample, in spite of a gradient: since then it may do so still."""
-    (updates, backs), parameters = history.samples("update_ratio", RECENT_RECORDS), history.layout.parameters
-    if not len(backs):
-        return False
-    known = ~np.isnan(updates := updates[:, parameters])
-    last = len(backs) - 1 - known[::-1].argmax(axis=0), np.arange(len(parameters))
-    gradients = history.at("grad_norm", backs)[:, parameters]
-    return bool(((updates[last] == 0) & (gradients[last] > 0)).any())
-
-
 def _reached(history: History, chosen: Mask) -> tuple[Sites, bool]:
     """Those of the `chosen` parameters of the layout whose layers the backward signal reaches, or that the loss depends
     on although their layers do not run; and whether that is known: where it is not, all of them.
@@ -334,71 +296,10 @@ def _reached(history: History, chosen: Mask) -> tuple[Sites, bool]:
     return parameters[_is_reached(history, owners) | without_forward], True
 
 
-def _has_one_rate(history: History) -> bool:
-    """Whether all groups of the optimizer have the same learning rate, and it is not 0."""
-    return history.number("lr") > 0 and not history.number("lr_highest") > 0
-
-
-def _why_still(history: History, their: str, first_named: str) -> tuple[str, str]:
-    """What keeps parameters with a gradient from moving, and what to change."""
-    if _has_one_rate(history):
-        return (
-            f"something makes {their} gradient 0 after it is measured, as a mask does, or an optimizer that "
-            "centralizes gradients that of weights with one input; or puts the old values back after the step.",
-            "an optimizer that does not centralize gradients (Ranger with use_gc=False); or no mask, hook or "
-            f"copy_() that keeps {first_named}.",
-        )
-    highest = history.number("lr_highest")
-    better = f"lr={number_text(highest)}, the highest of all groups," if highest > 0 else "an lr above 0"
-    return (
-        f"the learning rate of {their} parameter group is 0, or so small that rounding swallows every update.",
-        f"{better} for the parameter group of {first_named} in configure_optimizers.",
-    )
-
-
 def _is_reached(history: History, layers: Sites) -> Mask:
     """Whether a backward signal has come to each of `layers` in the last samples."""
     latest = sample_backs(history, "signal_norm", sites=present_layers(history))[-SIGNAL_SAMPLES:]
     return np.asarray((history.at("signal_norm", latest)[:, layers] > 0).any(axis=0))
-
-
-def _used(history: History, layers: Sites) -> Sites:
-    """`layers` without those of whose output nothing is made: layers that train feed them, and no signal comes back, or
-    no way leads to the loss where signals are not known.
-
-    Switched off on purpose, as in the last block of N-BEATS: they could not train.
-    """
-    layout = history.layout
-    if layout.edges is None or not len(layers):
-        return layers
-    fed = np.isin(layers, [after for _, after in layout.edges])
-    if history.has("signal_norm"):
-        return layers[~fed | _is_reached(history, layers)]
-    known = list(used(layout))  # none where the loss is not known
-    return layers[~fed | np.isin(layers, known or layers)]
-
-
-def _untrained(history: History, layers: Sites, order: Sites, off: Mask) -> Sites:
-    """Those of `layers` that have the weights of a random start; none where most of the weights of the model, whose
-    layers are `order`, are `off` and random: adapters of a model that was never trained.
-    """
-    layout = history.layout
-    if not len(layers):
-        return layers
-    spreads, most = (np.fmax.reduce(history.window(name, len(history))) for name in ("frozen_rms", "frozen_max"))
-    random = np.array([site for site in order[off] if _starts_random(layout, int(site), spreads, most)], dtype=np.intp)
-    sizes = layout.sizes[order]
-    adapted = sizes[off].sum() > sizes.sum() / 2
-    return layers[:0] if adapted and 2 * len(random) > off.sum() else layers[np.isin(layers, random)]
-
-
-def _peft_text(layout: Layout, sites: Sites) -> str:
-    """What trains the layers `sites` with PEFT, which matches the ends of names; empty where others end so, too."""
-    names, others = layout.names(sites), layout.names(np.setdiff1d(layout.layers, sites))
-    ends = dict.fromkeys(name.rpartition(".")[2] for name in names)
-    if any(end.isdigit() or name.endswith(end) for end in ends for name in others):
-        return ""
-    return f"; with PEFT, modules_to_save={list(ends)}"
 
 
 def _outside_since(history: History, parameters: Sites) -> tuple[int, bool]:
@@ -445,27 +346,64 @@ def _named(layout: Layout, parameters: Sites) -> tuple[tuple[str, ...], str, str
     return names, every, name_text(names[:1], "layer" if whole[0] else "parameter")
 
 
-def _starts_random(layout: Layout, site: int, spreads: Floats, most: Floats) -> bool:
-    """Whether the weights of the layer `site` may be those of torch's start, uniform within 1 / sqrt(fan_in), or of
-    transformers', normal of 0.02 with a bias of 0: their root mean square is that, within the error of so many weights,
-    and none is larger. Of n normal weights one is over sqrt(2 ln n) + 1 in less than 1 case of 100.
+def _stood_at_a_sample(history: History) -> bool:
+    """Whether any parameter stood still at its last sample, in spite of a gradient: since then it may do so still."""
+    (updates, backs), parameters = history.samples("update_ratio", RECENT_RECORDS), history.layout.parameters
+    if not len(backs):
+        return False
+    known = ~np.isnan(updates := updates[:, parameters])
+    last = len(backs) - 1 - known[::-1].argmax(axis=0), np.arange(len(parameters))
+    gradients = history.at("grad_norm", backs)[:, parameters]
+    return bool(((updates[last] == 0) & (gradients[last] > 0)).any())
+
+
+def _stood(history: History, sites: Sites) -> tuple[Sites, Sites]:
+    """The record at which each of `sites` was first seen not to move, in spite of a gradient, since it last did, 0
+    where it was not; and how many records with a gradient there have been since, up to the newest sample.
     """
-    if not layout.sites[site].module.startswith(("Linear", "Conv")):
-        return False  # positions, codebooks and the like have starts of their own
-    own = layout.parameters_of(site)
-    matrices = [parameter for parameter in own.tolist() if len(layout.sites[parameter].shape) >= 2]
-    if len(matrices) != 1:
-        return False
-    matrix = matrices[0]
-    shape, numel, spread = layout.sites[matrix].shape, layout.sites[matrix].numel, spreads[matrix]
-    if numel < MIN_RANDOM or shape[0] > MAX_OUTPUTS or not spread > 0:
-        return False
-    biases = [spreads[parameter] for parameter in own if parameter != matrix]
-    bound = (numel / shape[0]) ** -0.5
-    starts = [(bound / 3**0.5, bound)] if all(bias > 0 for bias in biases) else []
-    starts += [(0.02, 0.02 * ((2 * log(numel)) ** 0.5 + 1))] if all(bias == 0 for bias in biases) else []
-    error = RANDOM_ERRORS / (2 * numel) ** 0.5
-    return any(abs(spread / rms - 1) <= error and most[matrix] <= ROUNDED * largest for rms, largest in starts)
+    backs = update_samples(history)
+    moved = history.at("update_ratio", backs)[:, sites]
+    measured = history.codes(RECENT_RECORDS)[:, sites] == MEASURED
+    measured &= ~zeroed_by_interventions(history, RECENT_RECORDS, sites)
+    n = len(measured)
+    last = np.where(moved > 0, backs[:, None], n + 1).min(axis=0)
+    onsets = np.where((moved == 0) & measured[n - backs] & (backs[:, None] < last), backs[:, None], 0).max(axis=0)
+    counts = [measured[n - begin : n + 1 - backs[-1], i].sum() for i, begin in enumerate(onsets.tolist())]
+    return onsets, np.array(counts, dtype=np.intp)
+
+
+def _why_still(history: History, their: str, first_named: str) -> tuple[str, str]:
+    """What keeps parameters with a gradient from moving, and what to change."""
+    if _has_one_rate(history):
+        return (
+            f"something makes {their} gradient 0 after it is measured, as a mask does, or an optimizer that "
+            "centralizes gradients that of weights with one input; or puts the old values back after the step.",
+            "an optimizer that does not centralize gradients (Ranger with use_gc=False); or no mask, hook or "
+            f"copy_() that keeps {first_named}.",
+        )
+    highest = history.number("lr_highest")
+    better = f"lr={number_text(highest)}, the highest of all groups," if highest > 0 else "an lr above 0"
+    return (
+        f"the learning rate of {their} parameter group is 0, or so small that rounding swallows every update.",
+        f"{better} for the parameter group of {first_named} in configure_optimizers.",
+    )
+
+
+def _has_one_rate(history: History) -> bool:
+    """Whether all groups of the optimizer have the same learning rate, and it is not 0."""
+    return history.number("lr") > 0 and not history.number("lr_highest") > 0
+
+
+def _is_scheduled(history: History, moving: Sites) -> bool:
+    """Whether learning rates change, or one waits, or what moves now stood still before: a turn that may come."""
+    if history.number("lr_waits") > 0:
+        return True
+    backs, rates = update_samples(history), history.scalar("lr", RECENT_RECORDS)
+    known = rates[-backs][~np.isnan(rates[-backs])]
+    if len(known) and known.max() > known.min():
+        return True
+    before = history.at("update_ratio", backs)[:, moving]
+    return bool((before == 0).any())
 
 
 class _LayersOff(NamedTuple):
@@ -506,6 +444,15 @@ def _alike(order: Sites, off: Mask, families: Sites) -> Sites:
     return np.asarray(order[off & few[families] & (first[families] < places) & (places < places[~off].max())])
 
 
+@lru_cache(maxsize=8)
+def _families(layout: Layout) -> Sites:
+    """For each layer in forward order, the number of its make: name but for digits, class and number of weights."""
+    makes: dict[tuple[str, str, int], int] = {}
+    sites = (layout.sites[i] for i in forward_order(layout))
+    keys = [(re.sub(r"\d+", "*", site.name), site.module, site.numel) for site in sites]
+    return np.array([makes.setdefault(key, len(makes)) for key in keys], dtype=np.intp)
+
+
 def _amid(layout: Layout, order: Sites, off: Mask) -> Sites:
     """The layers, norms left aside, that are `off`, and into which and out of which data flow from and to such
     as train. None where more weights are off than train: those are adapted.
@@ -517,10 +464,63 @@ def _amid(layout: Layout, order: Sites, off: Mask) -> Sites:
     return layout.without_class(order[off & flow.below(~off) & flow.above(~off)], "Norm")
 
 
-@lru_cache(maxsize=8)
-def _families(layout: Layout) -> Sites:
-    """For each layer in forward order, the number of its make: name but for digits, class and number of weights."""
-    makes: dict[tuple[str, str, int], int] = {}
-    sites = (layout.sites[i] for i in forward_order(layout))
-    keys = [(re.sub(r"\d+", "*", site.name), site.module, site.numel) for site in sites]
-    return np.array([makes.setdefault(key, len(makes)) for key in keys], dtype=np.intp)
+def _used(history: History, layers: Sites) -> Sites:
+    """`layers` without those of whose output nothing is made: layers that train feed them, and no signal comes back, or
+    no way leads to the loss where signals are not known.
+
+    Switched off on purpose, as in the last block of N-BEATS: they could not train.
+    """
+    layout = history.layout
+    if layout.edges is None or not len(layers):
+        return layers
+    fed = np.isin(layers, [after for _, after in layout.edges])
+    if history.has("signal_norm"):
+        return layers[~fed | _is_reached(history, layers)]
+    known = list(used(layout))  # none where the loss is not known
+    return layers[~fed | np.isin(layers, known or layers)]
+
+
+def _untrained(history: History, layers: Sites, order: Sites, off: Mask) -> Sites:
+    """Those of `layers` that have the weights of a random start; none where most of the weights of the model, whose
+    layers are `order`, are `off` and random: adapters of a model that was never trained.
+    """
+    layout = history.layout
+    if not len(layers):
+        return layers
+    spreads, most = (np.fmax.reduce(history.window(name, len(history))) for name in ("frozen_rms", "frozen_max"))
+    random = np.array([site for site in order[off] if _starts_random(layout, int(site), spreads, most)], dtype=np.intp)
+    sizes = layout.sizes[order]
+    adapted = sizes[off].sum() > sizes.sum() / 2
+    return layers[:0] if adapted and 2 * len(random) > off.sum() else layers[np.isin(layers, random)]
+
+
+def _starts_random(layout: Layout, site: int, spreads: Floats, most: Floats) -> bool:
+    """Whether the weights of the layer `site` may be those of torch's start, uniform within 1 / sqrt(fan_in), or of
+    transformers', normal of 0.02 with a bias of 0: their root mean square is that, within the error of so many weights,
+    and none is larger. Of n normal weights one is over sqrt(2 ln n) + 1 in less than 1 case of 100.
+    """
+    if not layout.sites[site].module.startswith(("Linear", "Conv")):
+        return False  # positions, codebooks and the like have starts of their own
+    own = layout.parameters_of(site)
+    matrices = [parameter for parameter in own.tolist() if len(layout.sites[parameter].shape) >= 2]
+    if len(matrices) != 1:
+        return False
+    matrix = matrices[0]
+    shape, numel, spread = layout.sites[matrix].shape, layout.sites[matrix].numel, spreads[matrix]
+    if numel < MIN_RANDOM or shape[0] > MAX_OUTPUTS or not spread > 0:
+        return False
+    biases = [spreads[parameter] for parameter in own if parameter != matrix]
+    bound = (numel / shape[0]) ** -0.5
+    starts = [(bound / 3**0.5, bound)] if all(bias > 0 for bias in biases) else []
+    starts += [(0.02, 0.02 * ((2 * log(numel)) ** 0.5 + 1))] if all(bias == 0 for bias in biases) else []
+    error = RANDOM_ERRORS / (2 * numel) ** 0.5
+    return any(abs(spread / rms - 1) <= error and most[matrix] <= ROUNDED * largest for rms, largest in starts)
+
+
+def _peft_text(layout: Layout, sites: Sites) -> str:
+    """What trains the layers `sites` with PEFT, which matches the ends of names; empty where others end so, too."""
+    names, others = layout.names(sites), layout.names(np.setdiff1d(layout.layers, sites))
+    ends = dict.fromkeys(name.rpartition(".")[2] for name in names)
+    if any(end.isdigit() or name.endswith(end) for end in ends for name in others):
+        return ""
+    return f"; with PEFT, modules_to_save={list(ends)}"
