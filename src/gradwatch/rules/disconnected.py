@@ -179,11 +179,13 @@ TEXTS = {
         "use {last} itself in forward, not its .data or detach(), or remove it.",
     ),
 }
-"""Headline, message and remedy of each kind; `output_unused`, `unused_by`, `left_out_by`, `weighs_one`, `attends`: what
-a library does inside its modules is not for its user to write; `unreached`: where it is not known what runs."""
+"""Headline, message and remedy of each kind. `unreached`: where it is not known what runs."""
 
 BY_LIBRARY = {"left_out": "left_out_by", "unused": "unused_by", "detached": "output_unused"}
-"""Kind -> the same where a library made the module."""
+"""Kind -> the same where a library made the module: what it does there is not for its user to write."""
+
+LIBRARY_TEXTS = frozenset({*BY_LIBRARY.values(), "weighs_one", "attends"})
+"""The kinds that are about a library."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -637,10 +639,10 @@ def _worded(text: str, names: Sequence[str], kind: str, steps: str, **more: str)
 
 
 def _severity(history: History, text: str, names: Sequence[str]) -> Severity:
-    """A notice where it may be meant: by a library, for biases alone, or where gradients are cleared before the step of
+    """A notice where it may be meant: by a library, of biases alone, or where gradients are cleared before the step of
     some layers only, as DINO does with its last one at first, while a zero_grad() in the wrong place clears all.
     """
-    meant = text in ("output_unused", "unused_by", "left_out_by", "weighs_one", "attends")
+    meant = text in LIBRARY_TEXTS
     meant |= text == "left_out" and all(name.endswith(".bias") for name in names)
     meant |= text == "cleared" and bool(history.total > 0)
     return Severity.NOTICE if meant else Severity.WARNING

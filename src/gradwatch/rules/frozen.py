@@ -27,7 +27,7 @@ from gradwatch.core.record import (
     Mask,
     Sites,
 )
-from gradwatch.rules.evidence.paths import paths, used
+from gradwatch.rules.evidence.paths import paths, reaching_loss
 from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.samples import RECENT_RECORDS, forward_order, in_a_row, present_layers, sample_backs
 from gradwatch.rules.evidence.weights import update_samples, zeroed_by_interventions
@@ -476,7 +476,7 @@ def _used(history: History, layers: Sites) -> Sites:
     fed = np.isin(layers, [after for _, after in layout.edges])
     if history.has("signal_norm"):
         return layers[~fed | _is_reached(history, layers)]
-    known = list(used(layout))  # none where the loss is not known
+    known = list(reaching_loss(layout))  # none where the loss is not known
     return layers[~fed | np.isin(layers, known or layers)]
 
 

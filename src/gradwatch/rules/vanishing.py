@@ -47,7 +47,7 @@ from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.records import held_layers, held_text, is_alone
 from gradwatch.rules.evidence.recurrent_gradients import faded_through_time, fades_are_due
 from gradwatch.rules.evidence.samples import forward_order, own_onset
-from gradwatch.rules.evidence.weights import has_norm_layers, norms_text, sensitivity, starts_from_zero
+from gradwatch.rules.evidence.weights import grows_from_zero, has_norm_layers, norms_text, sensitivity
 from gradwatch.rules.evidence.wording import name_text, ratio_text, steps_text
 from gradwatch.rules.rule import CheckedRule
 
@@ -262,9 +262,9 @@ class Vanishing(CheckedRule):
         """
         order = forward_order(history.layout)
         elsewhere = np.setdiff1d(history.layout.layers, order)  # parameters used by others: who knows where
-        if len(elsewhere) and starts_from_zero(history, elsewhere).any():
+        if len(elsewhere) and grows_from_zero(history, elsewhere).any():
             return faint[:0]
-        whole, zero = paths(history.layout, order), starts_from_zero(history, order)
+        whole, zero = paths(history.layout, order), grows_from_zero(history, order)
         if zero.any():
             waiting, small = whole.above(zero), zero[np.isin(order, faint)]
             if small.sum() > SMALL_SHARE * len(small):

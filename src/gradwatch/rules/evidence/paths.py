@@ -137,7 +137,7 @@ def _paths(layout: Layout, chosen: bytes) -> Paths:
         order = forward_order(layout)
         kept = np.isin(order, sites)
         before = nearest_predecessors(order.tolist(), layout.edges, kept.tolist())
-        reached = _reaching_loss(layout, frozenset(sites.tolist()))
+        reached = reaching_loss(layout, frozenset(sites.tolist()))
     after: list[list[int]] = [[] for _ in sites]
     length = [1] * len(sites)
     for i, places in enumerate(before):
@@ -150,13 +150,8 @@ def _paths(layout: Layout, chosen: bytes) -> Paths:
 
 
 @lru_cache(maxsize=8)
-def used(layout: Layout) -> frozenset[int]:
-    """The layers of whose output the loss is made, through whatever layers; only where the flow is known."""
-    return _reaching_loss(layout, frozenset())
-
-
-def _reaching_loss(layout: Layout, others: frozenset[int]) -> frozenset[int]:
-    """The layers that reach the loss through none of `others`."""
+def reaching_loss(layout: Layout, others: frozenset[int] = frozenset()) -> frozenset[int]:
+    """The layers of whose output the loss is made, through none of `others`; only where the flow is known."""
     assert layout.edges is not None
     before: dict[int, list[int]] = {}
     for first, second in layout.edges:

@@ -85,7 +85,7 @@ def faded_through_time(history: History, *, dex: float, records: int) -> Finding
         return None
     layout, growth = history.layout, history.at("time_growth", backs)
     sites = layout.layers[(growth[:, layout.layers] <= -dex).all(axis=0)]
-    if not len(sites) or (loss := _stuck(history)) is None:
+    if not len(sites) or (loss := _unimproved_loss(history)) is None:
         return None
     worst = int(sites[growth[-1, sites].argmin()])
     value, steps = -float(growth[-1, worst]), int(history.at("time_steps", backs)[-1, worst])
@@ -117,7 +117,7 @@ def _is_steep(history: History, backs: Sites, dex: float) -> Mask:
     return np.asarray((growth >= dex) & (jump < ABRUPT_SHARE * growth) & ~(gain < AMPLIFYING_GAIN))
 
 
-def _stuck(history: History) -> tuple[float, float] | None:
+def _unimproved_loss(history: History) -> tuple[float, float] | None:
     """The loss at the start and now, where it has not improved in between; None where it has, or is not known."""
     levels = first_and_last_loss(history, UNIMPROVED_RECORDS // 5)
     if levels is None:

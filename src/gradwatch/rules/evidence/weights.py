@@ -53,7 +53,7 @@ def has_float16(layout: Layout) -> bool:
     return any(layout.sites[i].dtype == "float16" for i in layout.parameters)
 
 
-def starts_from_zero(history: History, layers: Sites) -> Mask:
+def grows_from_zero(history: History, layers: Sites) -> Mask:
     """Which of `layers` (site indices) have weights that began at nearly zero and still grow, shape [layers].
 
     What lies before such a layer (LoRA, a zero-initialised head or residual branch) gets its signal as they grow. A
