@@ -91,30 +91,45 @@ class Nonfinite(CheckedRule):
         at_first = bad & ~np.isfinite(history.row("arrived_norm")[layers])
         bad = at_first if at_first.any() else bad  # clipping makes NaN of all where one is
         unhealthy, healthy = layers[bad], layers[measured & ~bad]
-        # outputs and signals are this rank's
-        forward = None
-        if not _elsewhere(history):
-            records = self._spoiled(history)
-            forward = first_nonfinite_output(history, records=records, loss=loss, bad_loss=bad_loss)
-            if forward is not None and forward.site == TOTAL and len(healthy) and not bad_loss:
-                forward = None  # of an infinite loss mostly all gradients are so
-        if history.nonfinite_origin is not None:
-            forward = from_replay(history, history.nonfinite_origin)
+        forward = self._forward(history, loss, bad_loss, len(healthy) > 0)
         if bad.any():
             return [self._finding_of_gradients(history, unhealthy, healthy, loss, bad_loss, forward)]
         return [self._finding_of_loss(history, loss, forward)]
+
+    def _scaler_searches(self, history: History) -> bool:
+        """Whether the fp16 scaler skips this step, and has not skipped too many in a row."""
+        skipped = history.scalar("skipped", SKIPPED_STEP_LOOKBACK)
+        # `skipped` is known after the step only; a scaler skips each step that is not finite
+        if history.number("scaled") != 1 and skipped[-1] != 1:
+            return False
+        own = is_own(history, SKIPPED_STEP_LOOKBACK)
+        before = skipped[own][-self.skipped_steps : -1]
+        return len(before) < self.skipped_steps - 1 or not bool((before == 1).all())
+
+    def _forward(self, history: History, loss: float, bad_loss: bool, some_healthy: bool) -> NonfiniteForward | None:
+        """What a forward pass made that is not finite; None where none is known to have. `some_healthy`: whether there
+        are layers with a finite gradient.
+        """
+        if history.nonfinite_origin is not None:
+            return from_replay(history, history.nonfinite_origin)
+        if _elsewhere(history):  # outputs and signals are this rank's
+            return None
+        norms = history.window("grad_norm", self.skipped_steps, sites=0)
+        in_this_fault = 1 + int(in_a_row(~np.isfinite(norms[:-1])))
+        forward = first_nonfinite_output(history, records=in_this_fault, loss=loss, bad_loss=bad_loss)
+        if forward is not None and forward.site == TOTAL and some_healthy and not bad_loss:
+            return None  # of an infinite loss mostly all gradients are so
+        return forward
 
     def _finding_of_loss(self, history: History, loss: float, forward: NonfiniteForward | None) -> Finding:
         every = f"every {'watched ' * history.layout.partial}gradient"
         what = f"The loss is {_loss_text(loss)}{batch_text(history)}, while {every} is finite"
         severity = Severity.WARNING if np.isnan(loss) else Severity.ERROR  # an average over nothing harms no weight
-        site, cause, remedy = (
-            TOTAL,
-            "where it was made is not known: outputs were not sampled at this step.",
-            "torch.isfinite on what goes into the loss with this batch.",
-        )
         if forward is not None:
             site, cause, remedy = forward.site, forward.cause, forward.remedy
+        else:
+            site, cause = TOTAL, "where it was made is not known: outputs were not sampled at this step."
+            remedy = "torch.isfinite on what goes into the loss with this batch."
         cause, remedy = self._or_exploded(history, forward, cause, remedy)
         text, onset = f"{what}; {uncapitalized(cause)}", _onset(history)
         headline = f"the loss is {_loss_text(loss)}{batch_text(history)}"
@@ -164,21 +179,6 @@ class Nonfinite(CheckedRule):
         if forward is not None and forward.traced:
             return f"{cause} {capitalized(explosion[0])}", explosion[1]
         return explosion
-
-    def _spoiled(self, history: History) -> int:
-        """Records in a row, up to the latest, whose gradient is not finite: one at least."""
-        norms = history.window("grad_norm", self.skipped_steps, sites=0)
-        return 1 + int(in_a_row(~np.isfinite(norms[:-1])))
-
-    def _scaler_searches(self, history: History) -> bool:
-        """Whether the fp16 scaler skips this step, and has not skipped too many in a row."""
-        skipped = history.scalar("skipped", SKIPPED_STEP_LOOKBACK)
-        # `skipped` is known after the step only; a scaler skips each step that is not finite
-        if history.number("scaled") != 1 and skipped[-1] != 1:
-            return False
-        own = is_own(history, SKIPPED_STEP_LOOKBACK)
-        before = skipped[own][-self.skipped_steps : -1]
-        return len(before) < self.skipped_steps - 1 or not bool((before == 1).all())
 
     def _why_exploded(self, history: History) -> tuple[str, str] | None:
         """What says that an explosion came before, and what to change; None where nothing does."""
