@@ -93,18 +93,10 @@ class Dead(CheckedRule):
         zeros = own_samples(history, "zero_share")
         if zeros is None:
             return [] if history.newest("zero_share") > len(history) else None
-        layout = history.layout
         silent = self._all_zero(history, *zeros)
         if len(silent):
             return [self._silent(history, silent, *zeros)]
-        units, dead = own_samples(history, "idle_units"), own_samples(history, "dead_units")
-        if units is None or dead is None:
-            return []
-        share = dead[0][-1]
-        few = lasted(units[0] >= self.dead_share, units[1], samples=FIRST_SAMPLES, records=self.records)
-        few &= share >= self.dead_share
-        sites = layout.activations[few[layout.activations]]
-        return [self._mostly(history, sites, *units, share)] if len(sites) else []
+        return self._mostly(history)
 
     def _gradients(self, history: History) -> tuple[Sites, Floats, Floats]:
         """The layers that have a gradient, in forward order; their norms before the last `records`, and at these."""
@@ -192,6 +184,7 @@ class Dead(CheckedRule):
         return Severity.ERROR if lost else Severity.WARNING
 
     def _all_zero(self, history: History, shares: Floats, backs: Sites) -> Sites:
+        """The activations that give nothing but zeros. `shares`: of zeros, at the samples `backs`."""
         activations, nothing = history.layout.activations, shares == 1
         # without a unit known to be idle the batch is small, and its outputs may be zero by chance
         small = np.isnan(history.row("idle_units"))
@@ -205,6 +198,7 @@ class Dead(CheckedRule):
         return activations[often[activations]]
 
     def _silent(self, history: History, sites: Sites, zeros: Floats, backs: Sites) -> Finding:
+        """The activations `sites` give nothing but zeros."""
         fed = np.array([_fed_zeros(history, layer_before(history, site)) for site in sites.tolist()])
         sites, follow = (sites, sites[:0]) if fed.all() else (sites[~fed], sites[fed])
         activation, layer, onset = _origin(history, sites, zeros == 1, backs)
@@ -235,10 +229,20 @@ class Dead(CheckedRule):
             self.name, severity, death.layer, where, 1.0, 1.0, message, death.remedy, onset, headline, effects
         )
 
-    def _mostly(self, history: History, sites: Sites, idle: Floats, backs: Sites, share: Floats) -> Finding:
+    def _mostly(self, history: History) -> Sequence[Finding]:
+        """Most units of an activation have not fired for long."""
+        units, dead = own_samples(history, "idle_units"), own_samples(history, "dead_units")
+        if units is None or dead is None:
+            return []
+        (idle, backs), share, layout = units, dead[0][-1], history.layout
+        few = lasted(idle >= self.dead_share, backs, samples=FIRST_SAMPLES, records=self.records)
+        few &= share >= self.dead_share
+        sites = layout.activations[few[layout.activations]]
+        if not len(sites):
+            return []
         activation, layer, onset = _origin(history, sites, idle >= self.dead_share, backs, gradients=False)
         death, limit = death_of(history, layer, onset), self.dead_share
-        value = float(share[history.layout.index[activation.name]])
+        value = float(share[layout.index[activation.name]])
         percent = percent_text(value)
         message = (
             f"{percent} of the units of the {activation.module} {activation.name} after layer {death.layer} have not "
@@ -246,10 +250,12 @@ class Dead(CheckedRule):
             f"there. {death.cause}"
         )
         headline = f"{percent} of the units of its {activation.module} never fire{death.headline()}"
-        names = history.layout.names(np.sort(layers_before(history, sites)))
-        return Finding(
-            self.name, Severity.WARNING, death.layer, names, value, limit, message, death.remedy, onset, headline
-        )
+        names = layout.names(np.sort(layers_before(history, sites)))
+        return [
+            Finding(
+                self.name, Severity.WARNING, death.layer, names, value, limit, message, death.remedy, onset, headline
+            )
+        ]
 
 
 def _passed_by(flow: Paths, going: Mask, place: int) -> int | None:

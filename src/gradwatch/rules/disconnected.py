@@ -385,6 +385,7 @@ class Disconnected(CheckedRule):
             several = zero.all() and all((layout.owners == site).sum() > 1 for site in layers)
             factors, other = (each * bool(several) for each in FACTORS)
             return "no_slope_inside", {"factors": factors, "other": other}
+        # one of two that make the gradients of each other 0 still gets a signal; it may be a layer behind these
         both = (zero & reached).any() and (zero & ~reached).any()
         behind = _zero_weights_behind(history, layout.index[last]) if zero.any() and not both else []
         if both or behind:
