@@ -27,7 +27,7 @@ from gradwatch.core.record import (
     modules_around,
 )
 from gradwatch.rules.evidence.attention import makers_of_scores
-from gradwatch.rules.evidence.depth import FADED, faded
+from gradwatch.rules.evidence.depth import FADED, faded_layers
 from gradwatch.rules.evidence.layer_levels import bias_text, biases_of, latest, parameters_of_kind
 from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.records import is_alone, own_losses
@@ -347,7 +347,7 @@ class Disconnected(CheckedRule):
         zeros = (history.window("grad_norm", self.rare_records)[:, layers] == 0).sum(axis=0)
         enough = zeros >= self.zero_records
         if enough.any():
-            enough &= ~np.isin(layers, faded(history, self.rare_records))
+            enough &= ~np.isin(layers, faded_layers(history, self.rare_records))
         layers, zeros = layers[enough], zeros[enough]
         cleared, found = self._arrived(history, layers), []
         for these in (cleared, ~cleared):

@@ -429,28 +429,28 @@ def _layers_off(layout: Layout, code_bytes: bytes) -> _LayersOff:
     present, off = order[there], codes[order[there]] == FROZEN
     if off.all() or not off.any():
         return _LayersOff(behind, order[:0], order[:0])
-    alike = _alike(present, off, _families(layout)[there])
+    alike = _alike(present, off, _makes(layout)[there])
     return _LayersOff(behind, alike, order[:0] if len(alike) else _amid(layout, present, off))
 
 
-def _alike(order: Sites, off: Mask, families: Sites) -> Sites:
-    """The layers that are `off` and few of their family, behind the first of it that trains and before some layer that
-    does.
+def _alike(order: Sites, off: Mask, makes: Sites) -> Sites:
+    """The layers that are `off` and few of their make, behind the first of it that trains and before some layer that
+    does. `makes`: the number of each one's make.
     """
-    places, makes = np.arange(len(order)), families.max() + 1
-    first = np.full(makes, len(order))
-    np.minimum.at(first, families[~off], places[~off])
-    few = 2 * np.bincount(families[off], minlength=makes) < np.bincount(families, minlength=makes)
-    return np.asarray(order[off & few[families] & (first[families] < places) & (places < places[~off].max())])
+    places, count = np.arange(len(order)), makes.max() + 1
+    first = np.full(count, len(order))
+    np.minimum.at(first, makes[~off], places[~off])
+    few = 2 * np.bincount(makes[off], minlength=count) < np.bincount(makes, minlength=count)
+    return np.asarray(order[off & few[makes] & (first[makes] < places) & (places < places[~off].max())])
 
 
 @lru_cache(maxsize=8)
-def _families(layout: Layout) -> Sites:
+def _makes(layout: Layout) -> Sites:
     """For each layer in forward order, the number of its make: name but for digits, class and number of weights."""
-    makes: dict[tuple[str, str, int], int] = {}
+    numbers: dict[tuple[str, str, int], int] = {}
     sites = (layout.sites[i] for i in forward_order(layout))
     keys = [(re.sub(r"\d+", "*", site.name), site.module, site.numel) for site in sites]
-    return np.array([makes.setdefault(key, len(makes)) for key in keys], dtype=np.intp)
+    return np.array([numbers.setdefault(key, len(numbers)) for key in keys], dtype=np.intp)
 
 
 def _amid(layout: Layout, order: Sites, off: Mask) -> Sites:

@@ -98,7 +98,7 @@ class InputScale(CheckedRule):
         known = np.isfinite(levels)
         huge = (levels > limit) & known
         wide = huge[-1] & self._often(huge, known, backs)
-        sites = _sensitive(history, layout.layers[wide[layout.layers]])
+        sites = _affected(history, layout.layers[wide[layout.layers]])
         if not len(sites):
             return []
         onsets = onset_of((levels > limit) | ~known, backs)
@@ -140,7 +140,7 @@ class InputScale(CheckedRule):
         stuck = is_stuck(history)
         if not len(ran) or not throughout(small[:, [0, ran[0]]], self.samples).all() or stuck is False:
             return []
-        sites = _sensitive(history, layout.layers[small[-1, layout.layers]])
+        sites = _affected(history, layout.layers[small[-1, layout.layers]])
         if not len(sites):
             return []
         if not stuck:
@@ -203,9 +203,9 @@ class InputScale(CheckedRule):
         return Finding(self.name, Severity.WARNING, layer, names, rms, limit, message, remedy, onset, headline)
 
 
-def _sensitive(history: History, sites: Sites) -> Sites:
-    """Those of `sites` that are no norm and no embedding, and that no norm follows at once; no module around other
-    layers, whose input is theirs.
+def _affected(history: History, sites: Sites) -> Sites:
+    """Those of `sites` for which the size of their input matters: no norm and no embedding, none that a norm follows at
+    once, and no module around other layers, whose input is theirs.
     """
     layout, ran = history.layout, in_run_order(history, history.layout.layers)
     around = {part for name in layout.names(ran) for part in modules_around(name)}

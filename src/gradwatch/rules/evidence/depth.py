@@ -159,7 +159,7 @@ def profile_onset(history: History, now: Profile, agrees: Callable[[Profile], bo
     return onset, (len(backs) <= ONSET_SAMPLES and history.steps[0] == 0)
 
 
-def faded(history: History, records: int) -> Sites:
+def faded_layers(history: History, records: int) -> Sites:
     """The layers whose gradient, or that of the nearest layers after them that have one above 0, was under `FADED` in
     the last `records`.
     """
