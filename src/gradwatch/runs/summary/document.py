@@ -97,9 +97,7 @@ def document(run: RunArrays) -> dict[str, Any]:
 def encoded(found: Mapping[str, Any]) -> str:
     """The JSON of a document, with escapes for what a terminal acts on."""
     text = json.dumps(found, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    if text.isprintable():
-        return text
-    return "".join(json.dumps(each)[1:-1] if category(each) in INVISIBLE else each for each in text)
+    return text.translate({ord(each): json.dumps(each)[1:-1] for each in set(text) if category(each) in INVISIBLE})
 
 
 def _document(run: RunArrays, limits: Limits) -> dict[str, Any]:
