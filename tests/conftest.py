@@ -49,6 +49,9 @@ def pytest_collection_finish() -> None:
     import torch  # here, since the process that hands out tests to others does without
 
     torch.set_num_threads(1)  # the tensors are tiny, and the machine is shared
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.startswith("torch") and isinstance(logger, logging.Logger):
+            logger.propagate = True  # pytest would add its handlers to each of them, six times a test
     gc.enable()
 
 
