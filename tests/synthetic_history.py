@@ -1,5 +1,6 @@
 """Synthetic histories for the tests of rules: records appended one by one, rules called as by the engine."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -66,14 +67,15 @@ def record(
             if shape.sites[owner].name == name:
                 marks[site] = code
 
+    measured = shape.layers[marks[shape.layers] == 0]
+
     def spread(numbers: Any, *, unmeasured: bool) -> np.ndarray:
-        layers = np.broadcast_to(np.asarray(numbers, dtype=np.float64), len(shape.layers))
         row = np.zeros(len(shape))
-        row[shape.layers] = layers
+        row[shape.layers] = numbers
         row[shape.parameters] = row[shape.owners] / 2**0.5
-        if unmeasured:
-            row[marks != Missing.MEASURED] = NAN
-        row[0] = np.sqrt(np.sum(row[shape.layers][marks[shape.layers] == Missing.MEASURED] ** 2))
+        if unmeasured and codes:
+            row[marks != 0] = NAN
+        row[0] = math.sqrt((row[measured] ** 2).sum())
         return row
 
     values = {"grad_norm": spread(gradients, unmeasured=True)}

@@ -39,8 +39,8 @@ def block_of(records: Sequence[Record]) -> Block:
         np.array([record.step for record in records], dtype=np.int64),
         np.array([record.axis for record in records], dtype=np.int64),
         np.array([record.optimizer for record in records], dtype=np.int64),
-        {name: np.stack([record.values.get(name, nowhere) for record in records]) for name in names},
+        {name: np.array([record.values.get(name, nowhere) for record in records]) for name in names},
         {name: np.array([record.scalars.get(name, np.nan) for record in records]) for name in numbers},
-        np.stack([record.codes for record in records]),
+        np.array([record.codes for record in records]),
         {name: np.array([name in record.fresh for record in records]) for name in names},
     )
