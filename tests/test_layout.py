@@ -68,10 +68,11 @@ def imports(tree: ast.AST, place: str) -> Iterator[Import]:
             for alias in node.names:
                 within = gradwatch._HOMES.get(alias.name, alias.name) if home == "gradwatch" else alias.name
                 yield Import(f"{home}.{within}", node.lineno, eager)
-        lazy = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        lazy = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         typing_only = isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
         for child in ast.iter_child_nodes(node):
-            yield from visit(child, eager and not lazy and not typing_only)
+            if not isinstance(child, ast.expr):
+                yield from visit(child, eager and not lazy and not typing_only)
 
     return visit(tree, True)
 
@@ -232,12 +233,13 @@ TEST_MODULES = sorted(TESTS.rglob("test_*.py"))
 
 def imported(source: str) -> set[str]:
     """The top-level names of all modules that `source` imports."""
-    names: list[str] = []
-    for node in ast.walk(ast.parse(source)):
+    names, nodes = list[str](), list[ast.AST]([ast.parse(source)])
+    for node in nodes:
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             names.append(str(node.module))
+        nodes += [child for child in ast.iter_child_nodes(node) if not isinstance(child, ast.expr)]
     return {name.split(".")[0] for name in names}
 
 

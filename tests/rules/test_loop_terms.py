@@ -44,8 +44,12 @@ def phrases() -> Iterator[str]:
                 yield node.value
 
 
-def test_no_text_names_what_another_loop_has() -> None:
-    texts = list(phrases())
+@pytest.fixture(scope="module")
+def texts() -> list[str]:
+    return list(phrases())
+
+
+def test_no_text_names_what_another_loop_has(texts: list[str]) -> None:
     assert sum(any(word in text for word in LIGHTNINGS) for text in texts) > 30
     for text in texts:
         own, manual = in_loop_terms(text, "own"), in_loop_terms(text, "manual")
@@ -54,8 +58,7 @@ def test_no_text_names_what_another_loop_has() -> None:
 
 
 @pytest.mark.parametrize("loop", get_args(LoopKind))
-def test_every_phrase_is_one_that_a_rule_writes(loop: LoopKind) -> None:
-    texts = list(phrases())
+def test_every_phrase_is_one_that_a_rule_writes(loop: LoopKind, texts: list[str]) -> None:
     for phrase in _TERMS[loop]:
         assert any(phrase in text for text in texts), phrase
 
