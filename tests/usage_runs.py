@@ -83,7 +83,7 @@ class LightningRun:
     def fit(self, *callbacks: Any, module: Any = None, loader: bool = True, **options: Any) -> Any:
         """One training, of the default module on the default data unless others are given."""
         trainer = self.trainer(*callbacks, **options)
-        trainer.fit(module or self.module(), *([data(shuffle=True), data()] if loader else []))
+        trainer.fit(module or self.module(), *([data(shuffle=True), data(batches=2)] if loader else []))
         return trainer
 
     def attempt(self, act: Callable[[], object]) -> None:
