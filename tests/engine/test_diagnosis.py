@@ -172,6 +172,53 @@ def test_a_rule_whose_suspects_fail_is_switched_off(answer: Any) -> None:
     assert note.startswith("the rule counted failed and was switched off: ValueError: ")
 
 
+def finding(**fields: Any) -> Finding:
+    given: dict[str, Any] = {"layer": "fc0", "sites": ("fc0",), "value": 1.0, "message": "a", "remedy": "b"}
+    return Finding(**{"rule": "own", "severity": Severity.WARNING, "threshold": 0.0, **given, **fields})
+
+
+RETURNED = "result=%s: expected a list of findings, or None"
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (lambda: 3, f"TypeError: {RETURNED % 3}"),
+        (lambda: ["fc0"], f"TypeError: {RETURNED % ['fc0']}"),
+        (lambda: {"fc0": finding()}, "TypeError: result={'fc0': "),
+        (finding, "TypeError: result=Finding(rule='own', "),
+        (lambda: [finding(severity="bad")], "ValueError: severity='bad': expected one of 'notice', 'warning', 'error'"),
+        (lambda: [finding(layer=0)], "TypeError: layer=0: expected text"),
+        (lambda: [finding(message=None)], "TypeError: message=None: expected text"),
+        (lambda: [finding(value=None)], "TypeError: value=None: expected a number"),
+        (lambda: [finding(sites="fc0")], "TypeError: sites='fc0': expected a tuple of names of layers"),
+        (lambda: [finding(sites=(0,))], "TypeError: sites=(0,): expected a tuple of names of layers"),
+        (lambda: [finding(effects=("dead",))], "TypeError: effects=('dead',): expected a tuple of objects `Effect`"),
+        (lambda: [finding(onset=1.0)], "TypeError: onset=1.0: expected a number of records of at least 1"),
+        (lambda: [finding(onset=0)], "ValueError: onset=0: expected a number of records of at least 1"),
+    ],
+)
+def test_a_rule_that_returns_no_findings_is_switched_off_alone(answer: Callable[[], Any], error: str) -> None:
+    class Own(Counted):
+        name = "own"
+
+        def __call__(self, history: History) -> Any:
+            return answer()
+
+    other = Counted()
+    diagnosis = opened([Own(), other])
+    diagnosis.judge(block(diagnosis, [{}] * 10))
+    (note,) = diagnosis.notes
+    assert note.startswith(f"the rule own failed and was switched off: {error}")
+    assert other.steps == list(range(10))
+    assert not diagnosis.verdict(0.0).incidents
+
+
+def test_a_finding_may_have_its_severity_as_text_and_its_layers_in_a_list() -> None:
+    assert finding(severity="error", sites=["fc0"]) == finding(severity=Severity.ERROR)
+    assert finding(severity="error").severity is Severity.ERROR
+
+
 def test_rows_are_sent_on_as_a_block() -> None:
     got: list[Block] = []
 

@@ -12,6 +12,7 @@ from numbers import Integral
 from textwrap import wrap
 from typing import Any
 
+from gradwatch.core.arguments import MOST, check_choice, check_items, check_number, check_whole, wrong
 from gradwatch.core.guard import UserFacingError
 from gradwatch.core.loss_levels import loss_text, stuck_text
 from gradwatch.core.record import TOTAL
@@ -92,6 +93,7 @@ class Finding:
     """What a rule finds at one step.
 
     A rule returns a new finding at each record at which it sees the fault; GradWatch joins them into one `Alert`.
+    Raises TypeError or ValueError for a field that is not as below; a severity may be its text, such as "warning".
     """
 
     rule: str
@@ -117,6 +119,22 @@ class Finding:
     """What follows from it along the data flow: layers behind the origin that get no gradient, for example."""
     independent: bool = False
     """Whether it is known not to follow from another fault: a NaN that came with the batch, for example."""
+
+    def __post_init__(self) -> None:
+        for name in ("rule", "layer", "message", "remedy", "headline"):
+            if not isinstance(getattr(self, name), str):
+                raise TypeError(wrong(name, getattr(self, name), "text"))
+        for name in ("value", "threshold"):
+            check_number(name, getattr(self, name), "a number", valid=lambda number: True)
+        check_whole("onset", self.onset, "a number of records of at least 1")
+        severity = Severity(check_choice("severity", self.severity, tuple(Severity)))
+        object.__setattr__(self, "severity", severity)
+        for name, kind, expected in (("sites", str, "names of layers"), ("effects", Effect, "objects `Effect`")):
+            given = getattr(self, name)
+            items = check_items(name, given, f"a tuple of {expected}", most=MOST)
+            if not all(isinstance(item, kind) for item in items):
+                raise TypeError(wrong(name, given, f"a tuple of {expected}"))
+            object.__setattr__(self, name, items)
 
 
 @dataclass(frozen=True, slots=True)
