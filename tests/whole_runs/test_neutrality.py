@@ -270,7 +270,7 @@ def test_a_failing_on_alert_is_reported(caplog: pytest.LogCaptureFixture) -> Non
         raise PlannedError("on_alert")
 
     watched, _ = train_architecture("mlp", lambda model: Watch(model, rules=[Always()], on_alert=on_alert, sinks=()))
-    assert warnings_of(caplog) == ["on_alert failed: PlannedError: on_alert"]
+    assert warnings_of(caplog) == ["GradWatch: on_alert failed: PlannedError: on_alert"]
     assert bits(watched) == bits(train_architecture("mlp", None)[0])
 
 

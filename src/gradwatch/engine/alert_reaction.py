@@ -35,5 +35,5 @@ class AlertReaction:
                 self._on_alert(alert)
             except Exception as error:
                 with preserve_bars(logger):
-                    logger.warning("on_alert failed: %s: %s", type(error).__name__, error)
+                    logger.warning("GradWatch: on_alert failed: %s: %s", type(error).__name__, error)
                 logger.debug("traceback of on_alert", exc_info=error)
