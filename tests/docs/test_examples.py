@@ -28,8 +28,8 @@ RUNS = {
     "digits.py --relu": (["--epochs", "1", "--relu"], ["GradWatch: healthy."]),
     "nan_hunt.py": ([], ["at batch 31", "torch.log10 in module loudness (nan_hunt.py:", "in its example 11"]),
     "nan_hunt.py --floor 1e-6": (["--floor", "1e-6"], ["alerts: 0."]),
-    "plain_pytorch.py": (["--epochs", "1"], ["epoch 0: loss 2.", "vanishing in 0, 2"]),
-    "fabric.py": (["--epochs", "1"], ["epoch 0: loss 2.", "vanishing in 0, 2"]),
+    "plain_pytorch.py": (["--epochs", "1"], ["epoch 0: loss 2.", "vanishing in layers 0, 2"]),
+    "fabric.py": (["--epochs", "1"], ["epoch 0: loss 2.", "vanishing in layers 0, 2"]),
     "huggingface_trainer.py": ([], ["GradWatch: healthy. 22 layers over 29 steps"]),
     "huggingface_trainer.py --lr 1": (["--lr", "1"], ["divergence in bert.", "22 layers over 2 steps"]),
 }

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from gradwatch.core.alert import Finding, Severity
+from gradwatch.core.history import History
 from gradwatch.core.record import Missing
 from gradwatch.rules import Exploding, Vanishing
-from synthetic_history import INF, NAN, judge_rows, judge_steps, net, noise, only, record, silent
+from synthetic_history import INF, NAN, judge_rows, judge_steps, layout, net, noise, only, record, silent
 
 FADING = 10.0 ** -np.arange(5.0, -1, -1)
 
@@ -27,6 +28,18 @@ def test_vanishing_gradual() -> None:
         "is normal. It fades gradually, by 10 times a layer: nn.Sigmoid passes on a quarter of a signal at most."
     )
     assert found.remedy == "nn.ReLU instead of nn.Sigmoid, with nn.init.kaiming_normal_ weights."
+
+
+@pytest.mark.parametrize(
+    ("rule", "signals", "clause"),
+    [
+        (Vanishing(), FADING, "1e5 times weaker than layer 5"),
+        (Exploding(), FADING[::-1], "1000 times stronger than layer 5"),
+    ],
+)
+def test_the_headline_calls_a_layer_one_whose_name_is_a_number(rule: Any, signals: Any, clause: str) -> None:
+    history = History(layout([str(place) for place in range(6)], modules=("Linear", "Sigmoid")))
+    assert only(judge_rows(rule, history, [{"signals": signals, "weights": 1.0}] * 3)[-1]).headline == clause
 
 
 def test_a_smaller_fall_counts_where_the_loss_has_not_moved() -> None:

@@ -177,6 +177,16 @@ def test_an_alert_in_the_log_is_two_lines_and_its_file(tmp_path: Path) -> None:
     assert alert_lines(loop)[2] == "  incident file: incidents/incident.pt", "in a loop without a log directory"
 
 
+def test_a_layer_whose_name_is_a_number_is_called_a_layer() -> None:
+    alert = replace(alert_of("dead", "0", "2"), headline="no unit fires", effects=(Effect("dead", ("4",), "4", 3, 3),))
+    assert alert_lines(alert)[0].endswith("dead in layers 0, 2: no unit fires")
+    assert alert_lines(replace(alert, headline=50 * "a"), layers=("0",))[0].endswith("dead in layers 0, 2: " + 50 * "a")
+    assert alert_lines(replace(alert, sites=("2",)))[0].endswith("dead in layer 2: no unit fires")
+    verdict = Verdict((alert,), 10, 2, 0.01, {})
+    assert "warning: dead in layers 0, 2" in str(verdict)
+    assert "What follows: dead in layer 4 since step 3." in str(verdict)
+
+
 def test_a_warning_that_becomes_an_error_is_said_again(caplog: pytest.LogCaptureFixture) -> None:
     log = Log()
     first = replace(alert_of("spike", "a", "b", step=7), headline="the gradient was 50 times as high")

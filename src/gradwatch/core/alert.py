@@ -84,7 +84,7 @@ class Effect:
     """The step at which it was found; None likewise."""
 
     def __str__(self) -> str:
-        where = f" in {short_list(self.sites)}" if self.sites else ""
+        where = f" in {sites_text(self.sites)}" if self.sites else ""
         return f"{self.rule}{where}" + ("" if self.step is None else f" since step {self.step}")
 
 
@@ -196,7 +196,7 @@ class Alert:
     @property
     def where(self) -> str:
         """The layers, for a sentence."""
-        return short_list(self.sites) or whole_model(self.layer)
+        return sites_text(self.sites) or whole_model(self.layer)
 
     @property
     def since(self) -> str:
@@ -218,6 +218,11 @@ def short_list(names: Sequence[str]) -> str:
     if len(names) <= MAX_NAMES:
         return ", ".join(names)
     return f"{names[0]}, {names[1]} ... {names[-1]} ({len(names)} in all)"
+
+
+def sites_text(names: Sequence[str]) -> str:
+    """`short_list`, with what they are where a name is a bare number, as in `nn.Sequential`: 'layers 0, 2'."""
+    return f"layer{'s' * (len(names) > 1)} " * any(map(str.isdecimal, names)) + short_list(names)
 
 
 def whole_model(layer: str) -> str:

@@ -10,7 +10,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.core.alert import Finding, Severity
+from gradwatch.core.alert import Finding, Severity, sites_text
 from gradwatch.core.history import History
 from gradwatch.core.number_text import number_text
 from gradwatch.core.record import TOTAL, Floats, Layout, Mask, Sites
@@ -307,7 +307,7 @@ class Exploding(CheckedRule):
             cause, remedy = _why_gradual(history, found.strong, found.dex / (len(names) - 1), onset, from_start)
             remedy = remedy or rate_remedy(history, back=onset)
         strong, text = layout.names(np.sort(found.strong)), f"{message} {cause}"
-        headline = f"{ratio_text(found.dex)} times stronger than {names[-1]}"
+        headline = f"{ratio_text(found.dex)} times stronger than {sites_text(names[-1:])}"
         if change.abrupt and not around_norms:
             headline = f"the {now.quantity} grows {ratio_text(found.dex)} times, most behind layer {layer}"
         return Finding(self.name, severity, layer, strong, found.dex, dex, text, remedy, onset, headline)

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from gradwatch.core.alert import Finding, Severity
+from gradwatch.core.alert import Finding, Severity, sites_text
 from gradwatch.core.history import History
 from gradwatch.core.number_text import number_text
 from gradwatch.core.record import TOTAL, Layout, Mask, Sites
@@ -301,7 +301,7 @@ class Vanishing(CheckedRule):
                 f"{names[peak]}, for {self.records} samples; up to {ratio_text(dex)} is normal"
                 f"{' where the loss has not moved' if dex == self.stuck_dex else ''}."
             )
-            headline = f"{ratio_text(fall)} times weaker than {names[peak]}"
+            headline = f"{ratio_text(fall)} times weaker than {sites_text([names[peak]])}"
         passing, edge = now.sites[way[1:]], now.sites[way[change.edge + 1]]
         zeros = began_at_zero(history, passing)
         by_zeros = edge in zeros if change.abrupt else 2 * len(zeros) >= len(passing)

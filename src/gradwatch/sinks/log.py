@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Collection
 from typing import Literal
 
-from gradwatch.core.alert import Alert, Severity, Verdict, short_list, whole_model, wrapped
+from gradwatch.core.alert import Alert, Severity, Verdict, sites_text, whole_model, wrapped
 from gradwatch.core.arguments import check_choice
 from gradwatch.core.block import Block
 from gradwatch.core.record import TOTAL, Run
@@ -110,7 +110,7 @@ def alert_lines(
         noticed = f" (noticed at {alert.noticed})"
     # names give way, all but that of the origin, and the step of notice: the verdict has them
     others = f" and {len(alert.sites) - 1} more" * (len(alert.sites) > 1)
-    shorter = [f" in {_short_name(alert.layer, most)}{others}" for most in (NAME_WIDTH, SHORT_NAME_WIDTH)]
+    shorter = [f" in {sites_text([_short_name(alert.layer, most)])}{others}" for most in (NAME_WIDTH, SHORT_NAME_WIDTH)]
     places = [f" in {_where(alert, layers)}", *([""] if alert.layer == TOTAL else shorter)]
     heads = [f"{begin}{when}: {fault}{place}" for when in (noticed, "") for place in places[: 2 if when else None]]
     fits = (head for head in heads if not one_line(f"{head}: {happened}").endswith(CUT))
@@ -139,7 +139,7 @@ def one_line(text: str) -> str:
 def _where(alert: Alert, layers: Collection[str] = ()) -> str:
     if len(layers) > 1 and {*layers} == {*alert.sites}:
         return f"all {len(layers)} layers"
-    return short_list([_short_name(name) for name in alert.sites]) or whole_model(_short_name(alert.layer))
+    return sites_text([_short_name(name) for name in alert.sites]) or whole_model(_short_name(alert.layer))
 
 
 def _short_name(name: str, most: int = NAME_WIDTH) -> str:
