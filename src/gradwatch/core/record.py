@@ -244,17 +244,17 @@ class Record:
     """The step's position on the x-axis of the Trainer's own logs; equal to `step` without a Trainer."""
     optimizer: int
     """Number of the optimizer that steps, from 0."""
-    layout: Layout
+    layout: Layout = field(repr=False)
     """The sites, in the order of the arrays below."""
-    values: Mapping[str, Floats]
+    values: Mapping[str, Floats] = field(repr=False)
     """Statistic -> array of shape [sites], NaN where it was not measured. Statistics that were not measured at this
     step may be left out; `value` gives NaN for them. Read-only.
     """
     scalars: Mapping[str, float]
     """Numbers of the whole step: `loss`, `lr`, `batch`, `accumulated` (micro-batches added up) of `accumulate`, ..."""
-    codes: NDArray[np.int8]
+    codes: NDArray[np.int8] = field(repr=False)
     """A `Missing` for each site, the reason why it has no gradient norm; shape [sites]."""
-    fresh: frozenset[str]
+    fresh: frozenset[str] = field(repr=False)
     """The statistics measured at this step; a gradient norm that is NaN counts as measured."""
 
     @property
@@ -283,7 +283,7 @@ class Record:
 class Run:
     """The description of a run that sinks get when it begins."""
 
-    layout: Layout
+    layout: Layout = field(repr=False)
     description: str
     """One line for the log: the watched layers, and what each number means."""
     labels: Mapping[str, str] = field(default_factory=dict)
@@ -292,13 +292,13 @@ class Run:
     log_every_n_steps: int = 1
     loggers: tuple[object, ...] = ()
     """The Trainer's loggers; empty on ranks other than 0 and without Lightning."""
-    metrics: Callable[[], dict[str, object]] | None = None
+    metrics: Callable[[], dict[str, object]] | None = field(default=None, repr=False)
     """Returns the dict that EarlyStopping and ModelCheckpoint read, `trainer.callback_metrics`."""
     about: Mapping[str, str] = field(default_factory=dict)
     """Settings of the training, as text: "precision" -> "bf16-mixed"."""
-    loop: TrainingLoop | None = None
+    loop: TrainingLoop | None = field(default=None, repr=False)
     """The training loop; None without Lightning."""
-    summary: Any = None
+    summary: Any = field(default=None, repr=False)
     """The `RunSummary` that the sinks of a run have in common; None where each has its own."""
 
     def with_layout(self, layout: Layout, labels: Mapping[str, str]) -> Run:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -52,20 +52,20 @@ class RunArrays:
     """A recorded run, as `load_run` returns it."""
 
     path: Path
-    layout: Layout
+    layout: Layout = field(repr=False)
     """The total and the layers."""
-    values: Mapping[str, StatisticSeries]
+    values: Mapping[str, StatisticSeries] = field(repr=False)
     """By statistic; `grad_norm` is there at every step that was measured."""
-    codes: NDArray[np.int8]
+    codes: NDArray[np.int8] = field(repr=False)
     """`Missing` of each number of `grad_norm`: shape [k, sites]."""
-    scalars: Mapping[str, NDArray[np.float64]]
+    scalars: Mapping[str, NDArray[np.float64]] = field(repr=False)
     """Numbers of the whole step, with `grad_norm`: `loss`, `overhead`, ...; shape [k], NaN where there is none."""
-    alerts: tuple[Alert, ...]
+    alerts: tuple[Alert, ...] = field(repr=False)
     """Oldest first."""
     verdict: Verdict
     ended: bool
     """Whether the run has written its verdict; otherwise it was cut off, or is still running."""
-    meta: Mapping[str, Any]
+    meta: Mapping[str, Any] = field(repr=False)
     """What ran, as `gradwatch.sinks.record.run_metadata` has it; of a resumed run `started` is its first session's."""
     notes: tuple[str, ...]
     """What was wrong with the files, one sentence each."""

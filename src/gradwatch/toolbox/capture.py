@@ -158,11 +158,11 @@ class Captured:
 
     name: str
     what: frozenset[str]
-    calls: deque[CapturedCall]
+    calls: deque[CapturedCall] = field(repr=False)
     """The calls, oldest first."""
-    parameters: dict[str, int]
+    parameters: dict[str, int] = field(repr=False)
     """Name within the module -> id of the parameter."""
-    grads: dict[int, Any]
+    grads: dict[int, Any] = field(repr=False)
     """Id of a parameter -> its stored gradient; shared by all modules, because their parameters overlap."""
 
     @property

@@ -17,9 +17,9 @@ from gradwatch.measure.random_states import RngState
 from gradwatch.sinks.incident_file import CHECKPOINT_SUFFIX, read_incident
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Incident:
-    """An incident that the flight recorder saved; `str()` is the verdict at that time."""
+    """An incident that the flight recorder saved; `str()` is the verdict at that time, `repr` too, for notebooks."""
 
     content: Mapping[str, Any]
     """The whole file, as `torch.load` returns it; docs/report.md describes its keys."""
@@ -27,6 +27,8 @@ class Incident:
 
     def __str__(self) -> str:
         return str(self.content["text"])
+
+    __repr__ = __str__
 
     @property
     def step(self) -> int:
