@@ -80,7 +80,7 @@ def test_a_cut_off_run_is_reported_with_a_word(tmp_path: Path, capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("made", "message"),
     [
-        (None, "there is no {path}"),
+        (None, "there is no file or folder {path}"),
         (b"", "{path} is empty"),
         (b"hello, world, this is no event file", "{path} is no TensorBoard event file (35 bytes)"),
     ],

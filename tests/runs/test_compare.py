@@ -546,7 +546,7 @@ def test_nothing_is_wider_than_the_terminal(tmp_path: Path, monkeypatch: Any, ca
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda folder: folder / "nothing", "there is no {b}"),
+        (lambda folder: folder / "nothing", "there is no file or folder {b}"),
         (lambda folder: (folder / "empty").touch() or folder / "empty", "{b} is empty"),
         (lambda folder: record(folder / "b", "other"), "{a} and {b} have no layer in common"),
     ],

@@ -164,7 +164,7 @@ def test_the_latest_run_below_a_folder_is_shown(tmp_path: Path, capsys: Any, mon
     assert main(["top", str(tmp_path), "--once"]) == 0
     assert capsys.readouterr().out.startswith(f"2 layers, 10 steps, ended: {tmp_path / 'first'}\n")
     assert main(["top", str(tmp_path / "none")]) == 2
-    assert capsys.readouterr().err == f"gradwatch top: there is no {tmp_path / 'none'}\n"
+    assert capsys.readouterr().err == f"gradwatch top: there is no file or folder {tmp_path / 'none'}\n"
 
 
 def test_a_run_under_way_is_followed_until_it_ends(tmp_path: Path) -> None:

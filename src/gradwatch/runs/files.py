@@ -33,7 +33,7 @@ def files_of(path: Path) -> list[Path]:
     """
     try:
         if not path.exists():
-            raise Unreadable(f"there is no {path}")
+            raise Unreadable(f"there is no file or folder {path}")
     except OSError as error:  # a name that is too long, a folder that may not be looked into
         raise Unreadable(f"{path} cannot be read: {error.strerror}") from error
     if not path.is_dir():
