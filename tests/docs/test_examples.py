@@ -38,7 +38,7 @@ RUNS = {
 HELPED = {
     "clip": "Clip at norm 0.5 per layer changed 2 of 2 layers",
     "spike_clip": "SpikeClip at 4 deviations per layer changed",
-    "skip_nonfinite": "Skip steps that are not finite skipped 3 of 300 steps",
+    "skip_nonfinite": "SkipNonFinite skipped 3 of 300 steps",
 }
 """Example of an intervention -> what the verdict says of it."""
 

@@ -121,7 +121,7 @@ def test_under_a_loss_scale_the_scaler_skips() -> None:
     assert trainer.precision_plugin.scaler.get_scale() == 2.0**5
     assert module.stepped == len(POISONED)
     assert watch.history.series("skipped_steps").tolist() == [0] * len(POISONED)
-    assert "Skip steps that are not finite left all steps to the fp16 scaler" in str(watch.verdict)
+    assert "SkipNonFinite left all steps to the fp16 scaler" in str(watch.verdict)
     assert watch.verdict.notes == ()
 
 

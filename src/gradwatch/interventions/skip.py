@@ -78,7 +78,7 @@ class SkipNonFinite(ByPatterns):
         return Refusal(why)
 
     def __str__(self) -> str:
-        return "Skip steps that are not finite"
+        return "SkipNonFinite"
 
 
 class _Counts:
