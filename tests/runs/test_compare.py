@@ -140,7 +140,7 @@ def test_a_scaled_layer_is_named(runs: dict[str, Path], seed: int) -> None:
         assert first_of(result) == ("2", 0, "weight_norm")
         low, high = result.divergence_points[0].values
         assert sign * (high - low) == pytest.approx(np.log10(6), abs=0.1)
-        said = r"The runs diverge at step 0, in 2: weight norm \S+ in A, \S+ in B \(x\S+; noise less than 1 %\)\."
+        said = r"The runs diverge at step 0, in layer 2: weight norm \S+ in A, \S+ in B \(x\S+; noise less than 1 %\)\."
         assert re.fullmatch(said, result.headline)
     first = between(runs, "seed 0", "scaled 0").first_difference.first
     assert first == Difference(0, "weight_norm", (1,), 3, None, 0)
@@ -149,8 +149,8 @@ def test_a_scaled_layer_is_named(runs: dict[str, Path], seed: int) -> None:
 def test_of_one_seed_a_small_change_is_named_too(runs: dict[str, Path]) -> None:
     result = between(runs, "seed 0", "slightly")
     assert result.sentences[0] == (
-        "At step 0 the weight norm of 4 differs, that of 3 others is the same: they began with the same seed, and "
-        "this is what was changed."
+        "At step 0 the weight norm of layer 4 differs, that of 3 others is the same: they began with the same seed, "
+        "and this is what was changed."
     )
 
 

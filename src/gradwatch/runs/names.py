@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import replace
 
-from gradwatch.core.alert import Alert, short_list
+from gradwatch.core.alert import Alert, sites_text
 from gradwatch.core.printable import printable
 
 LONGEST = 80
@@ -28,8 +28,8 @@ def shortened(name: str, most: int = LONGEST) -> str:
 
 
 def listed(names: Iterable[str]) -> str:
-    """Names for a sentence, as `short_list` has them, each shortened."""
-    return short_list([*map(shortened, names)])
+    """Names of layers for a sentence, as `sites_text` has them, each shortened."""
+    return sites_text([*map(shortened, names)])
 
 
 def counted(number: int, noun: str) -> str:

@@ -87,7 +87,7 @@ class Comparison:
         like = self.first_difference
         if self.divergence_points:
             first = self.divergence_points[0]
-            name = shortened(self.pair.layers[first.layer])
+            name = listed([self.pair.layers[first.layer]])
             rates = like.rates
             before = rates is not None and self.first_step < rates.step < first.step
             cause = f"step {rates.step}, in their learning rate, and at " if rates is not None and before else ""
