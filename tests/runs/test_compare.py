@@ -223,7 +223,8 @@ def test_layers_that_begin_with_constants_do_not_tell_of_a_seed(tmp_path: Path) 
     )
     same = compare_runs(runs["0"], runs["0x"])
     assert same.first_difference.first == Difference(0, "weight_norm", (2,), 3, None, 3)
-    assert any("the weight norm of layer 3 differs, that of 3 others is the same: they began" in s for s in same.sentences)
+    expected = "the weight norm of layer 3 differs, that of 3 others is the same: they began"
+    assert any(expected in sentence for sentence in same.sentences)
 
 
 def test_layers_that_share_a_norm_begin_with_constants(tmp_path: Path) -> None:
