@@ -318,7 +318,7 @@ def test_failure_of_the_engine(
 
 
 def test_on_alert_raises_only_when_asked_to() -> None:
-    with pytest.raises(AlertRaised, match=r"always in 0 since step 0: It is so\. Try: nothing\."):
+    with pytest.raises(AlertRaised, match=r"always in layer 0 since step 0: It is so\. Try: nothing\."):
         train_architecture("mlp", lambda model: Watch(model, rules=[Always()], on_alert="raise", sinks=()))
     _, watch = train_architecture("mlp", lambda model: Watch(model, rules=[Always()], on_alert="stop", sinks=()))
     assert watch is not None
