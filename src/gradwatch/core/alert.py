@@ -130,10 +130,7 @@ class Finding:
         severity = Severity(check_choice("severity", self.severity, tuple(Severity)))
         object.__setattr__(self, "severity", severity)
         for name, kind, expected in (("sites", str, "names of layers"), ("effects", Effect, "objects `Effect`")):
-            given = getattr(self, name)
-            items = check_items(name, given, f"a tuple of {expected}", most=MOST)
-            if not all(isinstance(item, kind) for item in items):
-                raise TypeError(wrong(name, given, f"a tuple of {expected}"))
+            items = check_items(name, getattr(self, name), f"a tuple of {expected}", kind=kind, most=MOST)
             object.__setattr__(self, name, items)
 
 

@@ -144,9 +144,12 @@ def check_path(argument: str, value: object, expected: str) -> Path:
     return Path(path)
 
 
-def check_items(argument: str, value: object, expected: str, *, most: int = MOST_ITEMS) -> tuple[Any, ...]:
-    """The items of `value`, a list or another iterable of objects. Raises TypeError for text, bytes, mappings, arrays
-    and tensors, and for an iterator that fails; ValueError for more than `most`.
+def check_items(
+    argument: str, value: object, expected: str, *, kind: type = object, most: int = MOST_ITEMS
+) -> tuple[Any, ...]:
+    """The items of `value`, a list or another iterable of objects of class `kind`. Raises TypeError for text, bytes,
+    mappings, arrays and tensors, for an iterator that fails, and for an item of another class; ValueError for more than
+    `most`.
     """
     array = attribute(value, "shape") is not None and attribute(value, "dtype") is not None
     if array or isinstance(value, str | bytes | bytearray | memoryview | Mapping) or not isinstance(value, Iterable):
@@ -157,6 +160,8 @@ def check_items(argument: str, value: object, expected: str, *, most: int = MOST
         raise TypeError(f"{wrong(argument, value, expected)}; iterating over it: {shown(error)}") from error
     if len(items) > most:
         raise ValueError(f"{wrong(argument, value, expected)}, of at most {most} items")
+    if not all(isinstance(item, kind) for item in items):
+        raise TypeError(wrong(argument, value, expected))
     return items
 
 

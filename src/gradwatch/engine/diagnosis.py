@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.core.alert import Alert, Finding, Severity, Verdict, ranked
-from gradwatch.core.arguments import MOST, check_items, check_whole, damage, wrong
+from gradwatch.core.arguments import MOST, check_items, check_whole, damage
 from gradwatch.core.block import Block
 from gradwatch.core.history import History, NonfiniteOrigin
 from gradwatch.core.layer_graph import merge_edges, topological_order
@@ -246,7 +246,8 @@ class Diagnosis:
                 if found and back == 1 and self._traced(rule, history):
                     found = rule(history)
                 if found:
-                    found = [worded(finding, self._loop) for finding in _checked(found)]
+                    found = check_items("result", found, "a list of findings, or None", kind=Finding, most=MOST)
+                    found = [worded(finding, self._loop) for finding in found]
             except Exception as error:
                 self._switch_off(rule, error)
                 continue
@@ -333,15 +334,6 @@ class Diagnosis:
                     reason = "although others of its module are"
             reasons[layout.sites[place].name] = reason
         return reasons
-
-
-def _checked(found: object) -> tuple[Finding, ...]:
-    """What a rule returned. Raises TypeError if these are no findings: users write rules, too."""
-    expected = "a list of findings, or None"
-    items = check_items("result", found, expected, most=MOST)
-    if not all(isinstance(item, Finding) for item in items):
-        raise TypeError(wrong("result", found, expected))
-    return items
 
 
 def _onset(history: History, finding: Finding) -> int:

@@ -157,10 +157,7 @@ def load_run(path: str | os.PathLike[str], *, statistics: Collection[str] | None
     if statistics is None:
         return read(checked)
     expected = 'names of statistics, such as ("grad_norm", "weight_norm"), or None for all'
-    names = check_items("load_run: statistics", statistics, expected)
-    if not all(isinstance(name, str) for name in names):
-        raise TypeError(wrong("load_run: statistics", statistics, expected))
-    return read(checked, statistics=names)
+    return read(checked, statistics=check_items("load_run: statistics", statistics, expected, kind=str))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
