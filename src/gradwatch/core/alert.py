@@ -217,9 +217,14 @@ def short_list(names: Sequence[str]) -> str:
     return f"{names[0]}, {names[1]} ... {names[-1]} ({len(names)} in all)"
 
 
+def name_text(names: Sequence[str], kind: str = "layer") -> str:
+    """Names with what they are, because a name may be a bare number: 'layer 0', 'layers 0, 2'."""
+    return f"{kind}{'s' * (len(names) > 1)} {short_list(names)}"
+
+
 def sites_text(names: Sequence[str]) -> str:
-    """`short_list`, with what they are where a name is a bare number, as in `nn.Sequential`: 'layers 0, 2'."""
-    return f"layer{'s' * (len(names) > 1)} " * any(map(str.isdecimal, names)) + short_list(names)
+    """`name_text` of layers where a name is a bare number, and `short_list` where none is."""
+    return name_text(names) if any(map(str.isdecimal, names)) else short_list(names)
 
 
 def whole_model(layer: str) -> str:

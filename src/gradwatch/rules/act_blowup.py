@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from gradwatch.core.alert import Finding, Severity, short_list
+from gradwatch.core.alert import Finding, Severity, name_text, short_list
 from gradwatch.core.history import History
 from gradwatch.core.median import median
 from gradwatch.core.number_text import number_text
@@ -22,7 +22,7 @@ from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.records import own_losses
 from gradwatch.rules.evidence.samples import FIRST_SAMPLES, in_run_order, onset_of, own_samples
 from gradwatch.rules.evidence.weights import has_norm_layers
-from gradwatch.rules.evidence.wording import name_text, ratio_text
+from gradwatch.rules.evidence.wording import ratio_text
 from gradwatch.rules.rule import CheckedRule
 
 HEAD_RMS = 1.0

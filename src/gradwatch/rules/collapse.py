@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from gradwatch.core.alert import Finding, Severity
+from gradwatch.core.alert import Finding, Severity, name_text
 from gradwatch.core.history import History
 from gradwatch.core.number_text import number_text
 from gradwatch.core.record import MEASURED, Floats, Layout, Mask, Sites
@@ -19,7 +19,7 @@ from gradwatch.rules.evidence.recent_rows import ROUNDING, RecentRows
 from gradwatch.rules.evidence.records import is_alone, is_own, own_losses, own_records
 from gradwatch.rules.evidence.samples import RECENT_RECORDS, in_a_row, lasted, onset_of, own_sample_backs, own_samples
 from gradwatch.rules.evidence.weights import outside_writes
-from gradwatch.rules.evidence.wording import distance_text, name_text
+from gradwatch.rules.evidence.wording import distance_text
 from gradwatch.rules.rule import CheckedRule
 
 PEAK_SAMPLES = 32

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from gradwatch.core.alert import Effect, Finding, Severity
+from gradwatch.core.alert import Effect, Finding, Severity, name_text
 from gradwatch.core.history import History
 from gradwatch.core.loss_levels import LOWER_LOSS_SHARE
 from gradwatch.core.number_text import number_text
@@ -38,7 +38,7 @@ from gradwatch.rules.evidence.samples import (
     onset_of,
     own_samples,
 )
-from gradwatch.rules.evidence.wording import name_text, percent_text, steps_text
+from gradwatch.rules.evidence.wording import percent_text, steps_text
 from gradwatch.rules.rule import CheckedRule
 
 GRADIENT_LOOKBACK = 200

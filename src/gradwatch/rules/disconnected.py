@@ -11,7 +11,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.core.alert import Finding, Severity
+from gradwatch.core.alert import Finding, Severity, name_text
 from gradwatch.core.history import History
 from gradwatch.core.number_text import number_text
 from gradwatch.core.record import (
@@ -32,7 +32,7 @@ from gradwatch.rules.evidence.layer_levels import bias_text, biases_of, latest, 
 from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.records import is_alone, own_losses
 from gradwatch.rules.evidence.samples import forward_order, in_run_order, layer_before, own_sample_backs
-from gradwatch.rules.evidence.wording import capitalized, name_text, percent_text, steps_text
+from gradwatch.rules.evidence.wording import capitalized, percent_text, steps_text
 from gradwatch.rules.rule import CheckedRule
 
 FLAT_SHARE = 0.9

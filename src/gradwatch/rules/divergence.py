@@ -8,7 +8,7 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from gradwatch.core.alert import Finding, Severity
+from gradwatch.core.alert import Finding, Severity, name_text
 from gradwatch.core.history import OPENING, History
 from gradwatch.core.number_text import number_text
 from gradwatch.core.record import MEASURED, TOTAL, Floats, Mask, Sites
@@ -40,7 +40,7 @@ from gradwatch.rules.evidence.weights import (
     update_samples,
     usual_weight_norms,
 )
-from gradwatch.rules.evidence.wording import capitalized, distance_text, name_text, ratio_text
+from gradwatch.rules.evidence.wording import capitalized, distance_text, ratio_text
 from gradwatch.rules.rule import CheckedRule
 
 LOSSES_AFTER_STEP = 4

@@ -10,7 +10,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.core.alert import Finding, Severity, sites_text
+from gradwatch.core.alert import Finding, Severity, name_text, sites_text
 from gradwatch.core.history import History
 from gradwatch.core.number_text import number_text
 from gradwatch.core.record import TOTAL, Floats, Layout, Mask, Sites
@@ -39,7 +39,7 @@ from gradwatch.rules.evidence.records import held_layers, held_text, is_alone, i
 from gradwatch.rules.evidence.recurrent_gradients import grown_through_time
 from gradwatch.rules.evidence.samples import in_run_order, own_onset, own_samples
 from gradwatch.rules.evidence.weights import has_norm_layers, norms_text, sensitivity
-from gradwatch.rules.evidence.wording import name_text, ratio_text
+from gradwatch.rules.evidence.wording import ratio_text
 from gradwatch.rules.rule import CheckedRule
 
 OVERFLOWING_NORM = 1e30

@@ -11,7 +11,7 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from gradwatch.core.alert import Finding, Severity, short_list
+from gradwatch.core.alert import Finding, Severity, name_text, short_list
 from gradwatch.core.history import History
 from gradwatch.core.number_text import number_text
 from gradwatch.core.record import (
@@ -31,7 +31,7 @@ from gradwatch.rules.evidence.paths import paths, reaching_loss
 from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.samples import RECENT_RECORDS, forward_order, in_a_row, present_layers, sample_backs
 from gradwatch.rules.evidence.weights import update_samples, zeroed_by_interventions
-from gradwatch.rules.evidence.wording import capitalized, name_text, steps_text
+from gradwatch.rules.evidence.wording import capitalized, steps_text
 from gradwatch.rules.rule import CheckedRule
 
 NARROW_TYPES = frozenset({"float16", "bfloat16"})

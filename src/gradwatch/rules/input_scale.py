@@ -8,14 +8,13 @@ from typing import ClassVar
 
 import numpy as np
 
-from gradwatch.core.alert import Finding, Severity
+from gradwatch.core.alert import Finding, Severity, name_text
 from gradwatch.core.history import OPENING, History
 from gradwatch.core.number_text import number_text
 from gradwatch.core.record import Floats, Mask, Sites, module_of, modules_around
 from gradwatch.rules.evidence.baseline import is_stuck
 from gradwatch.rules.evidence.recent_rows import ROUNDING, RecentRows
 from gradwatch.rules.evidence.samples import RECENT_RECORDS, in_run_order, lasted, onset_of, own_samples, throughout
-from gradwatch.rules.evidence.wording import name_text
 from gradwatch.rules.rule import CheckedRule
 
 IDENTITY_TOLERANCE = 0.02

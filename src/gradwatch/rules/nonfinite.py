@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from gradwatch.core.alert import Finding, Severity
+from gradwatch.core.alert import Finding, Severity, name_text
 from gradwatch.core.history import History
 from gradwatch.core.number_text import number_text
 from gradwatch.core.record import MEASURED, TOTAL, Mask, Sites
@@ -21,7 +21,7 @@ from gradwatch.rules.evidence.paths import paths
 from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.records import has_others_layers, held_text, is_own, own_records
 from gradwatch.rules.evidence.samples import forward_order, in_a_row, own_onset
-from gradwatch.rules.evidence.wording import batch_text, capitalized, name_text, ratio_text, uncapitalized
+from gradwatch.rules.evidence.wording import batch_text, capitalized, ratio_text, uncapitalized
 from gradwatch.rules.rule import CheckedRule
 
 SKIPPED_STEP_LOOKBACK = 500

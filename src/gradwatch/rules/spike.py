@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from gradwatch.core.alert import Finding, Severity
+from gradwatch.core.alert import Finding, Severity, name_text
 from gradwatch.core.history import OPENING, History
 from gradwatch.core.number_text import number_text
 from gradwatch.core.record import Floats, Mask, Sites
@@ -19,7 +19,7 @@ from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.records import held_text, is_alone, is_own, is_whole
 from gradwatch.rules.evidence.samples import FIRST_SAMPLES
 from gradwatch.rules.evidence.weights import relative_updates, update_samples
-from gradwatch.rules.evidence.wording import batch_text, capitalized, name_text, ratio_text, steps_text
+from gradwatch.rules.evidence.wording import batch_text, capitalized, ratio_text, steps_text
 from gradwatch.rules.rule import CheckedRule
 
 QUICK_CHECK_RECORDS = 8

@@ -8,13 +8,13 @@ from typing import ClassVar
 
 import numpy as np
 
-from gradwatch.core.alert import Finding, Severity
+from gradwatch.core.alert import Finding, Severity, name_text
 from gradwatch.core.history import History
 from gradwatch.core.record import TOTAL, Mask, Sites
 from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.records import held_layers, own_records
 from gradwatch.rules.evidence.samples import in_a_row
-from gradwatch.rules.evidence.wording import name_text, ratio_text
+from gradwatch.rules.evidence.wording import ratio_text
 from gradwatch.rules.rule import CheckedRule
 
 LOOKBACK_RECORDS = 8

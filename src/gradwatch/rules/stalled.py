@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from gradwatch.core.alert import Finding, Severity
+from gradwatch.core.alert import Finding, Severity, name_text
 from gradwatch.core.history import OPENING, History
 from gradwatch.core.median import median
 from gradwatch.core.number_text import number_text
@@ -20,7 +20,7 @@ from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.records import is_own
 from gradwatch.rules.evidence.samples import RECENT_RECORDS, in_a_row, sample_backs
 from gradwatch.rules.evidence.weights import relative_updates, update_samples, zeroed_by_interventions
-from gradwatch.rules.evidence.wording import name_text, ratio_text, steps_text
+from gradwatch.rules.evidence.wording import ratio_text, steps_text
 from gradwatch.rules.rule import CheckedRule
 
 ROUNDING_STEPS = {"bfloat16": 2.0**-8, "float16": 2.0**-11}

@@ -9,12 +9,12 @@ from typing import ClassVar
 
 import numpy as np
 
-from gradwatch.core.alert import Finding, Severity
+from gradwatch.core.alert import Finding, Severity, name_text
 from gradwatch.core.history import History
 from gradwatch.core.record import MEASURED, Floats, Layout, Mask, Sites
 from gradwatch.rules.evidence.recent_rows import ROUNDING, RecentRows
 from gradwatch.rules.evidence.samples import onset_of, own_samples, throughout
-from gradwatch.rules.evidence.wording import name_text, ratio_text
+from gradwatch.rules.evidence.wording import ratio_text
 from gradwatch.rules.rule import CheckedRule
 
 SAME_SIZE_DEX = 0.02

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from gradwatch.core.alert import Finding, Severity, sites_text
+from gradwatch.core.alert import Finding, Severity, name_text, sites_text
 from gradwatch.core.history import History
 from gradwatch.core.number_text import number_text
 from gradwatch.core.record import TOTAL, Layout, Mask, Sites
@@ -48,7 +48,7 @@ from gradwatch.rules.evidence.records import held_layers, held_text, is_alone
 from gradwatch.rules.evidence.recurrent_gradients import faded_through_time, fades_are_due
 from gradwatch.rules.evidence.samples import forward_order, own_onset
 from gradwatch.rules.evidence.weights import grows_from_zero, has_norm_layers, norms_text, sensitivity
-from gradwatch.rules.evidence.wording import name_text, ratio_text, steps_text
+from gradwatch.rules.evidence.wording import ratio_text, steps_text
 from gradwatch.rules.rule import CheckedRule
 
 SMALL_RATIO = 0.8

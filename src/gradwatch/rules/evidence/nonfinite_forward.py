@@ -6,13 +6,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from gradwatch.core.alert import name_text
 from gradwatch.core.history import History, NonfiniteOrigin
 from gradwatch.core.number_text import number_text
 from gradwatch.core.record import MEASURED, TOTAL, Floats, Layout, Sites
 from gradwatch.rules.evidence.records import own_records
 from gradwatch.rules.evidence.samples import in_run_order
 from gradwatch.rules.evidence.weights import has_float16
-from gradwatch.rules.evidence.wording import batch_text, capitalized, name_text, ratio_text
+from gradwatch.rules.evidence.wording import batch_text, capitalized, ratio_text
 
 GROWTH_DEX = 3.0
 """dex by which outputs grow from the first layer to the last finite one where depth is the cause: that of `Exploding`

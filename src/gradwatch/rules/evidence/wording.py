@@ -1,11 +1,9 @@
-"""How alerts word a ratio, a number of steps, a batch and names."""
+"""How alerts word a ratio, a number of steps and a batch."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
-from gradwatch.core.alert import short_list
 from gradwatch.core.history import History
 from gradwatch.core.number_text import number_text
 
@@ -43,11 +41,6 @@ def batch_text(history: History, *, back: int = 1) -> str:
         if math.isfinite(number):
             said += f" {words} {number:.0f}"
     return said
-
-
-def name_text(names: Sequence[str], kind: str = "layer") -> str:
-    """Names with what they are, because a name may be a bare number: 'layer 0', 'layers 0, 2'."""
-    return f"{kind}{'s' * (len(names) > 1)} {short_list(names)}"
 
 
 def capitalized(sentence: str) -> str:
