@@ -120,12 +120,20 @@ def test_ls_lists_the_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str], m
 
 
 STUCK = replace(HEALTHY, loss=(2.0, 2.0))
+FAILED = replace(STUCK, failed=True, notes=("GradWatch failed and watches no more",))
 NOTICED = replace(HEALTHY, incidents=(alert_of("spike", "a", severity=Severity.NOTICE),))
 
 
 @pytest.mark.parametrize(
     ("verdict", "health"),
-    [(UNHEALTHY, "warning"), (NOTICED, "healthy"), (STUCK, "stuck"), (HEALTHY, "healthy"), (None, "no end")],
+    [
+        (UNHEALTHY, "warning"),
+        (NOTICED, "healthy"),
+        (FAILED, "gradwatch failed"),
+        (STUCK, "stuck"),
+        (HEALTHY, "healthy"),
+        (None, "no end"),
+    ],
 )
 def test_commands_say_the_same_of_a_run(tmp_path: Path, capsys: Any, verdict: Verdict | None, health: str) -> None:
     for name in ("first", "second"):
@@ -141,6 +149,7 @@ def test_commands_say_the_same_of_a_run(tmp_path: Path, capsys: Any, verdict: Ve
         "warning": "vanishing in a",
         "healthy": "Healthy",
         "stuck": f"Nothing found; {html.escape(STUCK.stuck)}",
+        "gradwatch failed": "Nothing found before GradWatch failed",
         "no end": "Nothing found so far",
     }[health]
     assert f"<h1>{said}</h1>" in (tmp_path / "first" / "gradwatch_report.html").read_text()

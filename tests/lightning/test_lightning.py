@@ -243,8 +243,10 @@ def test_engine_failure_at_the_start_leaves_the_fit_alone(
 
     monkeypatch.setattr("gradwatch.measure.parameter_hooks.ParameterHooks.arm", fails)
     module = architecture_module("lightning.pytorch", "mlp")
-    trainer = fit_architecture("lightning.pytorch", module, GradWatch(sinks=()))
+    watch = GradWatch(sinks=())
+    trainer = fit_architecture("lightning.pytorch", module, watch)
     assert trainer.global_step == BATCHES
+    assert watch.verdict.lines[0] == "GradWatch: no step was measured."
     assert [r.getMessage() for r in caplog.records if r.name == "gradwatch" and r.levelno >= logging.WARNING] == [
         "GradWatch failed and watches no more, the training goes on: PlannedError: at the start"
     ]

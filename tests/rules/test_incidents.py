@@ -617,6 +617,13 @@ def test_a_run_is_healthy_where_its_loss_fell(loss: tuple[float, float] | None, 
     assert words in str(Verdict((), 400, 2, 0.0, {}, loss=loss))
 
 
+def test_a_run_is_not_healthy_where_gradwatch_failed_before_its_end() -> None:
+    verdict = Verdict((), 5, 2, 0.0, {}, loss=(231.0, 40.0), failed=True)
+    assert str(verdict).startswith("GradWatch: nothing found before it failed. 2 layers over 5 steps, loss 231 -> 40, ")
+    assert str(replace(verdict, loss=(2.0, 2.0))).startswith("GradWatch: nothing found before it failed. 2 layers over")
+    assert str(replace(verdict, incidents=(ALERT,))).startswith("GradWatch: 1 incident before it failed in 2 layers")
+
+
 def test_a_number_and_its_percent_stay_in_a_line() -> None:
     line = "GradWatch: healthy. 3 layers over 120 steps, overhead 19.6 %"
     assert wrapped(line, len(line) - 1) == [line.removesuffix(" 19.6 %"), "19.6 %"]

@@ -67,8 +67,10 @@ def test_nothing_is_found_in_measured_steps() -> None:
     assert "nothing found in 20 measured steps; loss 2 -> 2.1" in str(verdict)
 
 
-def test_a_verdict_of_an_older_version_has_no_such_number() -> None:
-    fields = json.loads(verdict_text(Verdict((), 20, 3, 0.01, {}, run_steps=100), {}))
-    assert read_text("verdict", json.dumps(fields))["verdict"].run_steps == 100
-    del fields["run_steps"]
-    assert read_text("verdict", json.dumps(fields))["verdict"].run_steps is None
+def test_a_verdict_of_an_older_version_has_no_such_fields() -> None:
+    fields = json.loads(verdict_text(Verdict((), 20, 3, 0.01, {}, run_steps=100, failed=True), {}))
+    read = read_text("verdict", json.dumps(fields))["verdict"]
+    assert (read.run_steps, read.failed) == (100, True)
+    del fields["run_steps"], fields["failed"]
+    read = read_text("verdict", json.dumps(fields))["verdict"]
+    assert (read.run_steps, read.failed) == (None, False)

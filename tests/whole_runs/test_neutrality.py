@@ -312,7 +312,10 @@ def test_failure_of_the_engine(
     note = "GradWatch failed and watches no more, the training goes on: PlannedError: inside"
     assert warnings_of(caplog) == [note]
     assert watch is not None
-    assert note in str(watch.verdict)
+    said, *more = watch.verdict.lines
+    found = "nothing found before it failed. " if watch.verdict.steps else "no step was measured."
+    assert said.startswith(f"GradWatch: {found}")
+    assert f"Note: {note}" in more
     assert len(calls) == after + 1
     assert bits(watched) == bits(train_architecture("wide_mlp", None)[0])
 

@@ -271,6 +271,8 @@ class Verdict:
     """False of a recorded run that was cut off, or is still under way."""
     run_steps: int | None = None
     """Number of optimizer steps of the run, where some were not measured; None where all were, or it is not known."""
+    failed: bool = False
+    """Whether GradWatch failed and watched no more before the run ended; the last of `notes` says why."""
 
     @property
     def healthy(self) -> bool:
@@ -310,11 +312,15 @@ class Verdict:
         return stuck_text(self.loss) if self.loss is not None else ""
 
     def _clean_line(self, what: str) -> str:
-        """The first line of a run without a warning: healthy only where the loss is not known not to have fallen."""
+        """The first line of a run without a warning: healthy only where it was watched to its end, and the loss is not
+        known not to have fallen.
+        """
         if not self.steps:
             return "GradWatch: no step was measured."
         if not self.ended:
             return f"GradWatch: nothing found so far. {what}"
+        if self.failed:
+            return f"GradWatch: nothing found before it failed. {what}"
         if self.stuck:
             return f"GradWatch: nothing found in {self.steps} {step_word(self)}s; {self.stuck}. {what}"
         return f"GradWatch: healthy. {what}"
@@ -327,7 +333,8 @@ class Verdict:
             watched += f", {loss_text(self.loss)}"
         what = f"{watched}, overhead {100 * self.overhead:.1f} %"
         count = len(serious(self.incidents))
-        lines = [f"GradWatch: {count} incident{'s' * (count > 1)} in {what}"] if count else [self._clean_line(what)]
+        found = f"{count} incident{'s' * (count > 1)}" + " before it failed" * self.failed
+        lines = [f"GradWatch: {found} in {what}"] if count else [self._clean_line(what)]
         numbers = iter(range(1, count + 1))
         for alert in incidents:
             lines += _incident_lines(alert, f"{next(numbers)}. " if alert.severity is not Severity.NOTICE else "   ")

@@ -63,6 +63,8 @@ class Diagnosis:
         self.history = History(Layout(()))
         self.incidents = IncidentTracker()
         self.notes: list[str] = []
+        self.failed = False
+        """Whether what feeds it has failed: no more records will come, though the run goes on."""
         self.intervention_summaries: Callable[[], tuple[str, ...]] = tuple
         """The lines about interventions in the verdict."""
         self.run_steps: Callable[[], int] = int
@@ -203,6 +205,7 @@ class Diagnosis:
             self.intervention_summaries(),
             self._losses.levels,
             run_steps=steps if (steps := self.run_steps()) > self._recorded > 0 else None,
+            failed=self.failed,
         )
 
     def note(self, note: str, *, error: Exception | None = None, log: bool = True) -> None:

@@ -241,7 +241,7 @@ class Engine:
             if error not in shards.errors:
                 shards.errors.append(error)  # the next exchange tells the other ranks
             return
-        self.failed = True
+        self.failed = self.diagnosis.failed = True
         self.detach(keep_interventions=self._reader is not None and shards is None)
         what = f"failed{self._mode.rank_text} and watches no more, the training goes on{self.interventions.still}"
         self.diagnosis.note(f"GradWatch {what}: {type(error).__name__}: {error}", error=error)

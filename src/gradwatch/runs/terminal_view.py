@@ -69,7 +69,7 @@ def _head(data: RunData, name: str, width: int) -> list[Text]:
         steps = f"{data.summary.steps:,} of {counted(verdict.steps, step_word(verdict))} recorded here"
     extent = f"{counted(verdict.layers, 'layer')}, {steps}"
     facts = f"{extent}, {state}: {printable(name)}"
-    style = STYLES[serious[0].severity] if serious else "bold green"
+    style = STYLES[serious[0].severity] if serious else "bold" if verdict.failed else "bold green"
     found = [_cut(Text(facts, style="dim"), width), *_wrapped(data.status, width, style)]
     return found + (_wrapped(f"Try: {serious[0].remedy}", width) if serious else [])
 

@@ -9,6 +9,7 @@ from gradwatch.core.alert import Alert, Verdict, serious
 NOTHING_FOUND = {
     "unmeasured": "No step was measured",
     "no end": "Nothing found so far",
+    "gradwatch failed": "Nothing found before GradWatch failed",
     "stuck": "Nothing found; {stuck}",
     "healthy": "Healthy",
 }
@@ -26,7 +27,9 @@ def health_of(verdict: Verdict) -> str:
         return str(found[0].severity)
     if not verdict.ended:
         return "no end"
-    return "unmeasured" if not verdict.steps else "stuck" if verdict.stuck else "healthy"
+    if not verdict.steps:
+        return "unmeasured"
+    return "gradwatch failed" if verdict.failed else "stuck" if verdict.stuck else "healthy"
 
 
 def status(verdict: Verdict) -> str:

@@ -26,7 +26,7 @@ MAP_ROWS = 40
 MAX_SETTINGS = 4
 """Settings that have a column, at most. Judgement: the width of a page."""
 
-ORDER = {"error": 3, "warning": 2, "no end": 1}
+ORDER = {"error": 3, "warning": 2, "no end": 1, "gradwatch failed": 1}
 
 
 @dataclass(frozen=True, slots=True, eq=False)

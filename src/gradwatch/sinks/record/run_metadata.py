@@ -13,7 +13,8 @@ the `alerts` of all sessions by (`rule`, `step`); later ones replace earlier one
     alerts     {version, alerts: [alert]}
     verdict    {version, finished, healthy, steps, layers, overhead, untrained: {parameter: reason}, notes: [text],
                 interventions: [text], incidents: [alert], worst first, loss: {first, last} or null,
-                run_steps: steps of the run, where some were not measured; else null, or not there}
+                run_steps: steps of the run, where some were not measured; else null, or not there;
+                failed: whether GradWatch failed before the run ended; not there in old files}
     alert      {rule, severity, layer, sites: [name], step, noticed, axis, noticed_axis, value, threshold, message,
                 remedy, closed_step, closed_axis, times, headline, effects: [effect]}
     effect     {rule, sites: [name], layer, step, noticed}; in old files without the last three
@@ -103,6 +104,7 @@ def verdict_fields(verdict: Verdict) -> dict[str, Any]:
         "interventions": [str(line) for line in verdict.interventions],
         "loss": loss,
         "run_steps": verdict.run_steps,
+        "failed": verdict.failed,
     }
 
 

@@ -14,7 +14,7 @@ import { healthSign, lineOf } from "./verdict.js";
 const AT_ONCE = 3; // runs that are asked for at once
 const SETTINGS = 4; // settings that have a column of their own
 const MAP = [200, 44]; // pixels of a small map
-const RANK = { error: 3, warning: 2, "no end": 1, stuck: 0, unmeasured: 0, healthy: 0 };
+const RANK = { error: 3, warning: 2, "no end": 1, "gradwatch failed": 1, stuck: 0, unmeasured: 0, healthy: 0 };
 
 /** `table.show(listed, health)` draws; `open(name)` opens a run. */
 export function runsTable(open) {

@@ -3,13 +3,14 @@
 import { el } from "./dom.js";
 import { began, count, layersOf, listing, period, percent, plural, shortened } from "./format.js";
 
-const SIGNS = { error: "✕", warning: "!", healthy: "✓", stuck: "–", "no end": "…", unmeasured: "–" };
+const SIGNS = { error: "✕", warning: "!", healthy: "✓", stuck: "–", "no end": "…", "gradwatch failed": "–", unmeasured: "–" };
 const WORDS = {
   error: "Error",
   warning: "Warning",
   healthy: "Healthy",
   stuck: "Nothing found, but the loss has not fallen",
   "no end": "No alert so far",
+  "gradwatch failed": "Nothing found before GradWatch failed",
   unmeasured: "No step was measured",
 };
 const LONGEST = 48; // characters of a name in the headline
