@@ -197,6 +197,9 @@ def test_wrong_names_name_the_nearest() -> None:
         history.series("grad_norm", "l1.wieght")
     with pytest.raises(KeyError, match=r"no statistic named 'grad_nrom'.*grad_norm"):
         history.series("grad_nrom")
+    assert history.series("lr", "total").tolist() == history.series("lr").tolist()
+    with pytest.raises(KeyError, match="'lr' is a number of the whole step, and has none of 'l1'"):
+        history.series("lr", "l1")
     with pytest.raises(IndexError, match="record 2 of a history of 2"):
         history[2]
     for no_name in (range(10**9), 1, b"l1", ["l1"]):

@@ -159,6 +159,7 @@ def test_the_text_says_what_was_recorded(tmp_path: Path, monkeypatch: pytest.Mon
     found = document(gradwatch.load_run(recorded(Path("a `run`"), ("a_1", "b", "c"), verdict)))
     text = markdown({**found, "environment": {"python": "3"}})
     assert text == TEXT
+    assert "Loss: 5.652e8.\n" in markdown({**found, "loss": {"first": 565200000.0, "last": 565200000.0}})
     assert markdown({**found, "run": {**found["run"], "ended": False}}).splitlines()[2] == (
         "`a 'run'`: 3 layers over 24 steps; the record has no end"
     )

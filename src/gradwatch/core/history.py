@@ -153,13 +153,15 @@ class History:
         """`statistic` at the site of that name, by default the total, over `steps`: shape [len(history)].
 
         NaN where it was not measured. Numbers of the whole step, such as "loss", have no site. Raises KeyError for an
-        unknown statistic or site; the error names similar ones.
+        unknown statistic or site, and names similar ones; and for a site of a number that has none.
         """
         if not len(self.layout):  # before the first fit
             return np.empty(0)
         place = 0 if site is None else self.layout.find(site)
         if self._end and statistic not in self._scalars and not self.has(statistic):
             raise KeyError(f"no statistic named {statistic!r} was measured; there are {', '.join(self.statistics())}")
+        if place and statistic in self._scalars and statistic not in self._columns:
+            raise KeyError(f"{statistic!r} is a number of the whole step, and has none of {site!r}")
         if place == 0 and statistic in self._scalars:
             return self.scalar(statistic, len(self)).copy()
         return self.window(statistic, len(self), sites=place).copy()

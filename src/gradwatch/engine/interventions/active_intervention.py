@@ -106,15 +106,16 @@ class ActiveIntervention:
         action = self.action
         if self.intervention.settings.at != "hook":
             return False
-        why = ""
+        why, expected = "", "at='step' or 'auto'"
         if isinstance(action, Scaling) and not action.constant and len(set(action.groups)) < len(action.groups):
             why = "needs the gradients of several parameters at once, and a hook has one"
+            expected += ", or per='parameter'" * hasattr(self.intervention, "per")
         elif isinstance(action, Gate):
             why = "decides whether a step happens"
         elif action is not None and action.memory is not None:
             why = "remembers the gradients that were used, which a hook does not see"
         if why:
-            raise CannotAct(f"interventions: {self}, at='hook': it {why}; expected at='step' or 'auto'")
+            raise CannotAct(f"interventions: {self}, at='hook': it {why}; expected {expected}")
         return True
 
 

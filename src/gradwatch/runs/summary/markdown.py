@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gradwatch.core.alert import whole_model
+from gradwatch.core.number_text import number_text
 from gradwatch.core.printable import printable
 from gradwatch.core.record import TOTAL
 from gradwatch.runs.names import counted, extent_of
@@ -40,7 +41,8 @@ def _text(found: Mapping[str, Any], rows: Sequence[Sequence[Any]]) -> str:
     for name, course in (("Loss", found["loss"]), ("Learning rate", found["learning_rate"])):
         if course is not None:
             first, last = course["first"], course["last"]
-            lines += [f"{name}: {first}." if first == last else f"{name}: {first} at first, {last} at last.", ""]
+            both = f"{_cell(first)} at first, {_cell(last)} at last"
+            lines += [f"{name}: {_cell(first) if first == last else both}.", ""]
     for place, one in enumerate(found["incidents"], 1):
         names = ", ".join(one["layers"]["names"][:4]) or whole_model(one["origin"])
         more = f" and {one['layers']['count'] - 4} more" if one["layers"]["count"] > 4 else ""
@@ -92,7 +94,7 @@ def _plain(text: str) -> str:
 
 
 def _cell(value: Any) -> str:
-    return "-" if value is None else _plain(str(value))
+    return "-" if value is None else number_text(value, 4) if isinstance(value, float) else _plain(str(value))
 
 
 def _code(text: str) -> str:
