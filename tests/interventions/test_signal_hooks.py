@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from gradwatch import Clip, GradWatch, Scale, SkipNonFinite, SpikeClip, Watch, Zero, tap
 from gradwatch.interventions import Intervention, InterventionSettings
+from gradwatch.rules import Disconnected, Exploding, Vanishing
 from models import module_of
 from operations import Reads
 from reference import bits, hooks_on
@@ -215,6 +216,39 @@ def test_what_was_done_to_signals_is_counted_at_a_step_that_is_skipped() -> None
     signals, gradients, _ = watch.verdict.interventions
     assert "in 100 % of 5 steps" in signals
     assert "in 100 % of 4 steps" in gradients
+
+
+@pytest.mark.parametrize(
+    ("intervention", "rule", "named"),
+    [
+        (Scale(0.01, on="signal"), "vanishing", True),
+        (Scale(100.0, on="signal"), "exploding", True),
+        (Zero(layers="6", on="signal"), "disconnected", True),
+        (Scale(0.01, on="signal", dry_run=True), "vanishing", False),
+        (Clip(1e30, on="signal"), "vanishing", False),
+        (Scale(0.01), "vanishing", False),
+    ],
+    ids=str,
+)
+def test_an_alert_names_an_intervention_that_may_be_the_cause(
+    intervention: Intervention, rule: str, named: bool
+) -> None:
+    """And none that has changed no signal: there the weights are what makes signals vanish."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(8)))
+    for layer in model:
+        assert isinstance(layer, nn.Linear)
+        nn.init.orthogonal_(layer.weight, 1.0 if named else 0.1)
+    rules = [Vanishing(), Exploding(), Disconnected()]
+    watch = Watch(model, interventions=[intervention], rules=rules, sinks=())
+    optimizer, inputs = torch.optim.SGD(model.parameters(), lr=1e-6), torch.randn(64, 16)
+    train(optimizer, lambda step: model(inputs).square().mean(), watch, steps=25)
+    (alert,) = watch.alerts
+    assert alert.rule == rule
+    said = f"{intervention} changes the backward signals, and may be the cause."
+    assert alert.message.endswith(said) == named
+    assert alert.remedy.startswith(f"a run without {intervention}; where the fault stays, ") == named
+    assert (str(intervention) in str(alert)) == named
 
 
 def test_schedules_count_the_optimizers_steps() -> None:

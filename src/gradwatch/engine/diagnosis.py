@@ -67,6 +67,8 @@ class Diagnosis:
         """Whether what feeds it has failed: no more records will come, though the run goes on."""
         self.intervention_summaries: Callable[[], tuple[str, ...]] = tuple
         """The lines about interventions in the verdict."""
+        self.changes_of_signals: Callable[[], tuple[str, ...]] = tuple
+        """The interventions that have changed backward signals, in words."""
         self.run_steps: Callable[[], int] = int
         """The number of optimizer steps so far, where some are not measured; 0 where all are."""
         self.on_incidents: Callable[[Sequence[Alert], Sequence[Alert], int], None] | None = None
@@ -250,7 +252,7 @@ class Diagnosis:
                     found = rule(history)
                 if found:
                     found = check_items("result", found, "a list of findings, or None", kind=Finding, most=MOST)
-                    found = [worded(finding, self._loop) for finding in found]
+                    found = [worded(finding, self._loop, self.changes_of_signals()) for finding in found]
             except Exception as error:
                 self._switch_off(rule, error)
                 continue

@@ -1,7 +1,10 @@
-"""Texts of alerts in the terms of the training loop: rules write them for Lightning's automatic optimization."""
+"""Texts of alerts in the terms of the training: rules write them for Lightning's automatic optimization, without
+interventions on signals.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from gradwatch.core.alert import Finding
@@ -44,6 +47,11 @@ _TERMS: dict[LoopKind, dict[str, str]] = {
 }
 """Of each kind of loop: a phrase of the rules, and what stands in its place."""
 
+_FAULTS_OF_SIGNALS = frozenset(
+    {"dead", "disconnected", "divergence", "exploding", "frozen", "stalled", "underflow", "vanishing"}
+)
+"""Rules whose faults come of backward signals that are too small or too large."""
+
 
 def in_loop_terms(text: str, loop: LoopKind) -> str:
     """`text` of a rule, in the terms of `loop`."""
@@ -52,8 +60,13 @@ def in_loop_terms(text: str, loop: LoopKind) -> str:
     return text
 
 
-def worded(finding: Finding, loop: LoopKind) -> Finding:
-    """`finding` with its texts in the terms of `loop`."""
-    if not _TERMS[loop]:
+def worded(finding: Finding, loop: LoopKind, interventions: Sequence[str] = ()) -> Finding:
+    """`finding` with its texts in the terms of `loop`. `interventions`: those that have changed backward signals."""
+    if not (_TERMS[loop] or interventions):
         return finding
-    return replace(finding, message=in_loop_terms(finding.message, loop), remedy=in_loop_terms(finding.remedy, loop))
+    message, remedy = in_loop_terms(finding.message, loop), in_loop_terms(finding.remedy, loop)
+    if interventions and finding.rule in _FAULTS_OF_SIGNALS:
+        names, many = " and ".join(interventions), len(interventions) > 1
+        message += f" {names} change{'' if many else 's'} the backward signals, and may be the cause."
+        remedy = f"a run without {names}; where the fault stays, {remedy}"
+    return replace(finding, message=message, remedy=remedy)

@@ -63,7 +63,7 @@ class InterventionRuntime:
         self.given = bool(self._all)
         """Whether the user passed any, including `Stop`, which does nothing at the steps."""
         self._diagnosis = diagnosis
-        diagnosis.intervention_summaries = self.summaries
+        diagnosis.intervention_summaries, diagnosis.changes_of_signals = self.summaries, self.changes_of_signals
         self.gates = Gates(diagnosis, end)
         self._layout: Layout | None = None
         self._plans: dict[int, StepPlan] = {}
@@ -269,6 +269,10 @@ class InterventionRuntime:
     def summaries(self) -> tuple[str, ...]:
         """What each intervention has done so far, in words, for the verdict."""
         return tuple(active.summary() for active in self._all)
+
+    def changes_of_signals(self) -> tuple[str, ...]:
+        """The interventions that have changed backward signals, in words."""
+        return tuple(str(one) for one in self._all if one.on_signals and not one.dry and one.counts.changed)
 
     def state_dict(self) -> list[dict[str, Any]]:
         """The counts and the memories of the actions: one entry for each intervention, of tensors, numbers and text."""
