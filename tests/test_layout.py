@@ -26,6 +26,7 @@ FLOORS = (
     ("watch", "lightning"),
     ("__init__",),
     ("cli",),
+    ("__main__",),
 )
 """Folders and root files, lowest first. Imports only go down; what stands on one floor does not import each other."""
 FLOOR_OF = {part: floor for floor, parts in enumerate(FLOORS) for part in parts}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import signal
 import sys
 from pathlib import Path
@@ -23,6 +24,16 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--version"])
     assert stop.value.code == 0
     assert capsys.readouterr().out == f"gradwatch {__version__}\n"
+
+
+def test_the_package_is_a_command_itself(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["gradwatch", "ls", str(tmp_path / "nowhere")])
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_module("gradwatch", run_name="__main__")
+    assert stop.value.code == 2
+    assert capsys.readouterr().err == f"gradwatch ls: there is no folder {tmp_path / 'nowhere'}\n"
 
 
 def test_help_names_the_command_and_the_one_line(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
