@@ -110,7 +110,8 @@ def odd_kinds(hidden: Tensor, tap: Tap, reference: bool) -> Tensor:
     if hidden.dtype is torch.float64:
         return hidden * scalar + spread + narrow + nothing.sum()
     spectrum = tap(torch.fft.fft(hidden), "spectrum")
-    return hidden * scalar + spread + narrow + spectrum.abs() + nothing.sum()
+    mirrored = tap(spectrum.conj(), "mirrored")
+    return hidden * scalar + spread + narrow + spectrum.abs() + mirrored.imag + nothing.sum()
 
 
 def many_elements(hidden: Tensor, tap: Tap, reference: bool) -> Tensor:

@@ -268,4 +268,4 @@ class TensorTaps:
 
 
 def _real(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor
+    return torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor
