@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Any
 
 import lightning.pytorch as pl
@@ -345,6 +346,32 @@ def test_one_that_fails_is_switched_off_and_the_others_go_on() -> None:
     assert watch.verdict.notes == (failed,)
     for ours, theirs in zip(found, right, strict=True):
         assert torch.allclose(ours["cell.weight_hh"], theirs["cell.weight_hh"], rtol=1e-4)
+
+
+def test_those_whose_hooks_cannot_be_attached_are_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("planned")
+
+    monkeypatch.setattr("gradwatch.hooks.hook_set.register_value_hook", fails)
+    watch, _ = gradients_of(recurrent(), [Clip(0.3, layers="cell", on="signal"), Clip(1.0)], signals="off")
+    assert watch is not None
+    note = "the intervention Clip at norm 0.3 per layer failed and was switched off: RuntimeError: planned"
+    assert watch.verdict.notes == (note,)
+    assert "Clip at norm 1 per layer changed" in str(watch.verdict), "the other one goes on"
+
+
+@pytest.mark.parametrize("intervention", [Scale(0.5, on="signal"), Scale(0.5, at="hook")], ids=str)
+def test_the_time_in_their_hooks_is_overhead(intervention: Scale, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = count(0.0, 100.0)
+    with Watch(recurrent(), interventions=[intervention], signals="off", sinks=()) as watch:
+        engine, model = watch._engine, watch._engine._model
+        assert model is not None
+        loss = model(batch(0)).square().mean()
+        monkeypatch.setattr("gradwatch.hooks.hook_set.perf_counter", lambda: next(clock))
+        loss.backward()
+        monkeypatch.undo()
+        watch.step(torch.optim.SGD(model.parameters()))
+        assert engine.overhead.seconds > 100.0
 
 
 def test_the_last_one_that_fails_ends_nothing() -> None:

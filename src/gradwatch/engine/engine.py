@@ -441,6 +441,7 @@ class Engine:
         if self.interventions.active:
             step.norms_only = False
             step.effect = self.interventions.act(optimizer, index, info, step.passes, step.reading, reader=reader)
+            self.overhead.seconds += self.interventions.hook_costs.take_seconds()
         self._optimizers.awaited = None if step.effect and step.effect.skips else optimizer
         if errors := reader.errors or self.source.errors or (self._samples.costs.errors if step.sampled else []):
             raise errors[0]

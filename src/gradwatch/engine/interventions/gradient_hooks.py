@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gradwatch.engine.interventions.active_intervention import ActiveIntervention
-from gradwatch.hooks.hook_set import HookSet, is_tracing
+from gradwatch.hooks.hook_set import HookCosts, HookSet, recorded
 from gradwatch.interventions.contract import Editing, Scaling
 from gradwatch.measure.device_buffer import host_view
 from gradwatch.measure.devices import moved, widest_type
@@ -27,9 +27,11 @@ class GradientHooks:
     They never write into a gradient: other tensors may share its memory.
     """
 
-    def __init__(self, count: int, numbers: int, device: torch.device, acts: Callable[[], bool]) -> None:
-        """`count`: number of parameters; `numbers`: number of interventions. `acts`: as of `SignalHooks`."""
-        self.hooks, self._acts = HookSet(), acts
+    def __init__(
+        self, count: int, numbers: int, device: torch.device, acts: Callable[[], bool], costs: HookCosts
+    ) -> None:
+        """`count`: number of parameters; `numbers`: number of interventions. `acts`, `costs`: as of `SignalHooks`."""
+        self.hooks, self._acts, self._costs = HookSet(), acts, costs
         self.errors: list[tuple[ActiveIntervention, Exception]] = []
         """What the hooks have raised."""
         self.calls = [0] * count
@@ -86,8 +88,6 @@ class GradientHooks:
         present = torch.ones(1, dtype=torch.bool, device=slot.device)
 
         def act(gradient: Tensor | None) -> Tensor | None:
-            if is_tracing():
-                return None
             owner, weight = this(), parameter()
             # a gradient that is differentiated again is a user's result, not what an optimizer uses
             if gradient is None or torch.is_grad_enabled() or owner is None or weight is None:
@@ -112,7 +112,7 @@ class GradientHooks:
                 owner.errors.append((active, error))
             return None if new is gradient else new
 
-        return act
+        return recorded(act, self._costs)
 
 
 def apply_action(

@@ -23,6 +23,7 @@ from gradwatch.engine.interventions.step_effect import AppliedFactors, StepEffec
 from gradwatch.engine.interventions.step_gradients import DeviceSlots, StepGradients, norms_in, slots_on_device
 from gradwatch.engine.interventions.step_plan import StepPlan, described, make_plan, scope_of
 from gradwatch.engine.pending_actions import PendingActions
+from gradwatch.hooks.hook_set import HookCosts
 from gradwatch.interventions import Editing, Intervention, Scaling, StopCondition
 from gradwatch.measure.device_buffer import HostCopy, Indices
 from gradwatch.measure.devices import moved
@@ -74,7 +75,8 @@ class InterventionRuntime:
         self._last: dict[int, int] = {}
         """Optimizer -> the number of its last step at which interventions acted."""
         self._acts = acts
-        self.signal_hooks = SignalHooks(len(self._all), diagnosis, acts, reports_batches=reports_batches)
+        self.hook_costs = costs = HookCosts()
+        self.signal_hooks = SignalHooks(len(self._all), diagnosis, acts, costs, reports_batches=reports_batches)
         self.pending = False
         """Whether there are gradients on which the interventions have not yet acted."""
 
@@ -97,7 +99,8 @@ class InterventionRuntime:
             return {}
         self._layout, layout, mode = reader.layout, reader.layout, self._mode
         device, before = reader.buffer.device, self.gradient_hooks
-        self.gradient_hooks = GradientHooks(len(layout.parameters), len(self._all), device, self._acts)
+        numbers = len(layout.parameters), len(self._all)
+        self.gradient_hooks = GradientHooks(*numbers, device, self._acts, self.hook_costs)
         if before is not None:
             self.gradient_hooks.continue_from(before)
         self._plans.clear()
@@ -149,7 +152,10 @@ class InterventionRuntime:
         reader.latest = None
         self.gates.skipped_step.begin(optimizer)
         self.pending, self._last[id(optimizer)] = False, step
-        for active, error in (*(self.gradient_hooks.errors if self.gradient_hooks else ()), *self.signal_hooks.errors):
+        # where a hook could not be attached to an output, all that act on signals have failed
+        failed = [(one, error) for error in self.hook_costs.errors for one in self.active if len(one.sites)]
+        failed += [*(self.gradient_hooks.errors if self.gradient_hooks else ()), *self.signal_hooks.errors]
+        for active, error in failed:
             self._drop(active, error)
         if self.active and reader.layout is not self._layout:
             self.open(reader)

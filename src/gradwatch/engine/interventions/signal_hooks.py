@@ -14,7 +14,7 @@ from gradwatch.engine.diagnosis import Diagnosis
 from gradwatch.engine.interventions.active_intervention import ActiveIntervention, CannotAct
 from gradwatch.engine.interventions.gradient_hooks import HookAction, apply_action, keep_most_changed
 from gradwatch.engine.interventions.step_effect import AppliedFactors
-from gradwatch.hooks.hook_set import HookCosts, HookSet, OutputHook, is_tracing
+from gradwatch.hooks.hook_set import HookCosts, HookSet, OutputHook, recorded
 from gradwatch.interventions import Editing, ParameterScope, Scaling
 from gradwatch.measure.devices import moved
 from gradwatch.measure.gradient_reader import GradientReader
@@ -28,7 +28,9 @@ class SignalHooks:
     itself, on each rank its own.
     """
 
-    def __init__(self, numbers: int, diagnosis: Diagnosis, acts: Callable[[], bool], *, reports_batches: bool) -> None:
+    def __init__(
+        self, numbers: int, diagnosis: Diagnosis, acts: Callable[[], bool], costs: HookCosts, *, reports_batches: bool
+    ) -> None:
         """`numbers`: number of interventions of all kinds. `acts`: whether hooks act on what flows back now: those that
         are left after the training do nothing, nor do any before the loss's own backward pass. `reports_batches`:
         whether `begin_batch` and `end_batch` are called for every batch; otherwise the hooks stay attached.
@@ -37,7 +39,7 @@ class SignalHooks:
         self.errors: list[tuple[ActiveIntervention, Exception]] = []
         """What the hooks have raised."""
         self._numbers, self._diagnosis = numbers, diagnosis
-        self._hooks, self._costs = HookSet(), HookCosts()
+        self._hooks, self._costs = HookSet(), costs
         self._layers: dict[int, tuple[nn.Module, list[HookAction]]] = {}
         """Site -> the layer, and the actions on its signals in order."""
         self._factors = torch.ones((numbers, 0), dtype=torch.float32, device="cpu")
@@ -136,8 +138,6 @@ class SignalHooks:
         present = torch.ones(1, dtype=torch.bool, device=device)
 
         def act(signal: Tensor | None) -> Tensor | None:
-            if is_tracing():
-                return None
             owner = this()
             # a signal that is differentiated again (a gradient penalty) is a user's result, not what layers learn from
             if signal is None or owner is None or torch.is_grad_enabled() or not owner._acts():
@@ -158,4 +158,4 @@ class SignalHooks:
                     owner.errors.append((active, error))
             return None if new is signal else new
 
-        return act
+        return recorded(act, self._costs)
