@@ -123,7 +123,7 @@ class _StepOutputs:
     unmeasured: set[int] = field(default_factory=set)
     """Layers with a call whose input was not measured."""
     unsafe: set[int] = field(default_factory=set)
-    """Sites whose last norm float32 squares could not hold: measured in float64 next time."""
+    """Sites of which float32 squares could not hold a norm: measured in float64 from then on."""
     channels: bool = False
     """Whether the last layer that ran has its units in the second dimension."""
     measured: int = 0
@@ -213,7 +213,7 @@ def _values(
 
     Root mean squares, shares and maxima are taken over all outputs and calls of a module. An output whose squares
     float32 cannot hold has no root mean square at this step, nor has the total if that counts for it: it is `unsafe`,
-    and measured in float64 at the next sample, at which it is `exact`. Of a layer of which the input of another call is
+    and measured in float64 from the next sample on, at which it is `exact`. Of a layer of which the input of another call is
     `unmeasured`, an input of zeros is not said.
     """
     rows = {name: line for line, name in enumerate(rows_of)}
