@@ -183,16 +183,17 @@ def test_the_backward_pass_between_two_layers() -> None:
     assert "it was made in the backward pass between layer 3, whose gradient is finite, and layer 0" in alert.message
 
 
+@pytest.mark.parametrize("at", [1, 20], ids=["sampled", "between samples"])
 @pytest.mark.parametrize("half", [False, True])
-def test_the_step_of_an_optimizer(half: bool) -> None:
+def test_the_step_of_an_optimizer(half: bool, at: int) -> None:
     model = mlp().half() if half else mlp()
 
     def spoil(step: int) -> None:
-        if step == 1:
+        if step == at:
             model[2].weight.grad = torch.full_like(model[2].weight, INF)  # as 0 / 0 in an optimizer of half precision
 
-    alert = alert_of_training(model, before=spoil, dtype=model[0].weight.dtype)
-    assert (alert.layer, alert.step) == ("2", 2)
+    alert = alert_of_training(model, before=spoil, steps=at + 7, dtype=model[0].weight.dtype)
+    assert (alert.layer, alert.step) == ("2", at + 1)
     assert alert.message == (
         "No layer has a finite gradient; the weights of layer 2 are not finite since the step before, whose gradients "
         "were: the optimizer's own step made them so, by a division of 0 by 0 or an overflow, or code that wrote to "

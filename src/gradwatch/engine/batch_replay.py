@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from gradwatch.core.history import NonfiniteOrigin
 from gradwatch.engine.nan_trace.call_recorder import CallRecorder
-from gradwatch.engine.nan_trace.origin import find_origin, origin_in_batch
+from gradwatch.engine.nan_trace.origin import find_origin, origin_in_batch, origin_in_weights
 from gradwatch.engine.nan_trace.values import finiteness_of
 from gradwatch.engine.step import StepState
 from gradwatch.hooks.hook_set import disable_hooks
@@ -105,7 +105,7 @@ class BatchReplay:
         `scaled`: there is a loss scale, under which such gradients are expected.
         """
         if alarmed and not scaled and self._early is None and self.batch is not None:
-            self._early = self._origin_of(self.batch, 1.0)
+            self._early = self._origin_on_copy(self.batch, 1.0) or self._origin_in(self.batch)
         if self.batch is not None and not self.keeps_data:
             self.batch.data = None
         self.batch = self.loss = None
@@ -114,29 +114,20 @@ class BatchReplay:
         """The origin of what is not finite in the step that is judged; None where it is not known."""
         step, batch = self.step, self.batch
         early, self._early = self._early, None
-        if early is not None or step is None or batch is None or step.stepped or step.evaluations > 1:
+        if early is not None or step is None or step.stepped or step.evaluations > 1:
             return early
+        if batch is None:  # a loop of the user's own
+            return _origin_in_weights(step)
         if step.info.scalars.get("batch") != batch.index:
             return None  # its numbers arrived late, and the batch is another one
         scale = step.info.scale
-        return self._origin_of(batch, 1.0 if scale is None else float(on_host(scale)))
-
-    def _origin_of(self, batch: Batch, factor: float) -> NonfiniteOrigin | None:
-        if self._runs >= MOST_REPLAYS or not batch.unchanged:
-            return None
-        self._runs += 1
-        if (found := self._origin_on_copy(batch, factor)) is not None:
-            return found
-        try:
-            lost = self.loss is not None and not np.isfinite(on_host(self.loss)).all()
-            return origin_in_batch(batch.data) if lost else None
-        except Exception as error:  # a batch may be any object of the user
-            logger.debug("the batch cannot be looked at: %s", error, exc_info=error)
-            return None
+        found = self._origin_on_copy(batch, 1.0 if scale is None else float(on_host(scale)))
+        return found or _origin_in_weights(step) or self._origin_in(batch)
 
     def _origin_on_copy(self, batch: Batch, factor: float) -> NonfiniteOrigin | None:
-        if self._copy is None:
+        if self._copy is None or self._runs >= MOST_REPLAYS or not batch.unchanged:
             return None
+        self._runs += 1
         try:
             with (
                 warnings.catch_warnings(),
@@ -154,6 +145,21 @@ class BatchReplay:
             return None
         finally:
             gc.collect()
+
+    def _origin_in(self, batch: Batch) -> NonfiniteOrigin | None:
+        try:
+            lost = self.loss is not None and not np.isfinite(on_host(self.loss)).all()
+            return origin_in_batch(batch.data) if lost and batch.unchanged else None
+        except Exception as error:  # a batch may be any object of the user
+            logger.debug("the batch cannot be looked at: %s", error, exc_info=error)
+            return None
+
+
+def _origin_in_weights(step: StepState) -> NonfiniteOrigin | None:
+    """None also where this rank has a part of the weights only."""
+    held, layout = step.held, step.reading.layout
+    names = layout.names(layout.parameters[held.indices])
+    return None if held.sharded else origin_in_weights(dict(zip(names, held.parameters, strict=True)))
 
 
 def run_again(model: ReplayModel, batch: Batch, factor: float, seen: Tensor | None) -> NonfiniteOrigin | None:

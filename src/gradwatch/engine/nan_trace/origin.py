@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import linecache
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,12 @@ def origin_in_batch(data: object) -> NonfiniteOrigin | None:
             )
             return NonfiniteOrigin("batch", message, CHECK_DATA)
     return None
+
+
+def origin_in_weights(weights: Mapping[str, Tensor]) -> NonfiniteOrigin | None:
+    """Which of `weights`, by name, are not finite, where no batch is known that could be run again."""
+    lost = tuple(name for name, weight in weights.items() if finiteness_of(weight))
+    return NonfiniteOrigin("weights", parameters=lost) if lost else None
 
 
 # ---- forward
