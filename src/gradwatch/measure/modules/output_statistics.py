@@ -213,8 +213,8 @@ def _values(
 
     Root mean squares, shares and maxima are taken over all outputs and calls of a module. An output whose squares
     float32 cannot hold has no root mean square at this step, nor has the total if that counts for it: it is `unsafe`,
-    and measured in float64 from the next sample on, at which it is `exact`. Of a layer of which the input of another call is
-    `unmeasured`, an input of zeros is not said.
+    and measured in float64 from the next sample on, at which it is `exact`. Of a layer of which the input of another
+    call is `unmeasured`, an input of zeros is not said.
     """
     rows = {name: line for line, name in enumerate(rows_of)}
     found: dict[str, Floats] = {}
