@@ -220,7 +220,7 @@ def test_of_micro_batches_too() -> None:
     from gradwatch.measure.nonfinite_source import NonfiniteSource
 
     model = net()
-    origin, parameters = NonfiniteSource(TrainingMode(accumulate=2)), list(model.parameters())
+    origin, parameters = NonfiniteSource(TrainingMode(accumulate=2), []), list(model.parameters())
     origin.arm(parameters)
     before = hooks_on(model)
     origin.arm(parameters)

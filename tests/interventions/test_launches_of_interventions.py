@@ -35,7 +35,7 @@ def kernels_of(intervention: Any, model: nn.Module, *, without: int | None = Non
     for place, parameter in enumerate(model.parameters()):
         parameter.grad = None if place == without else torch.zeros_like(parameter)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=False)
-    reader = GradientReader(model, ("*",), LossPass(nn.Module()))
+    reader = GradientReader(model, ("*",), LossPass(nn.Module()), [])
     reader.register((optimizer,))
     diagnosis = Diagnosis((), (), on_alert=lambda alert: None)
     layers = [layer.name for layer in reader.layers]

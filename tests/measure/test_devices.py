@@ -198,7 +198,7 @@ def test_a_loss_scale_on_another_device_than_the_numbers(scale: torch.device) ->
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    reader = GradientReader(model, ("*",), LossPass(nn.Module()))
+    reader = GradientReader(model, ("*",), LossPass(nn.Module()), [])
     reader.register((optimizer,))
     loss_scale = torch.ones((), device=scale)
     info = StepInfo(0, 0, {}, loss_scale, loss_scale)
@@ -241,9 +241,9 @@ def test_a_factor_that_the_host_knows_does_not_make_it_wait(dtype: torch.dtype) 
     model = Weighted(HERE)
     gradient = torch.zeros(3, device=HERE, dtype=dtype)
     halved = ActiveIntervention(0, Scale(0.5)), Scaling(lambda norms, present, step: 0.5, groups=(0,), constant=True)
-    hooks = GradientHooks(1, 1, HERE, lambda: True)
+    hooks = GradientHooks(1, 1, HERE, lambda: True, hook_set.HookCosts())
     diagnosis = Diagnosis((), (), on_alert=lambda alert: None)
-    signals = SignalHooks(1, diagnosis, lambda: True, reports_batches=False)
+    signals = SignalHooks(1, diagnosis, lambda: True, hook_set.HookCosts(), reports_batches=False)
     signals._factors = torch.ones((1, 2), device=HERE)
     with Kernels() as kernels, torch.no_grad():
         assert hooks._hook(0, weakref.ref(model.weight), [halved])(gradient) is not None
@@ -256,9 +256,9 @@ def test_a_factor_that_the_host_knows_does_not_make_it_wait(dtype: torch.dtype) 
 def test_nothing_is_done_in_hooks_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     model, gradient = Weighted(HERE), torch.zeros(3, device=HERE)
     halved = ActiveIntervention(0, Scale(0.5)), Scaling(lambda norms, present, step: 0.5, groups=(0,), constant=True)
-    hooks = GradientHooks(1, 1, HERE, lambda: True)
+    hooks = GradientHooks(1, 1, HERE, lambda: True, hook_set.HookCosts())
     diagnosis = Diagnosis((), (), on_alert=lambda alert: None)
-    signals = SignalHooks(1, diagnosis, lambda: True, reports_batches=False)
+    signals = SignalHooks(1, diagnosis, lambda: True, hook_set.HookCosts(), reports_batches=False)
     signals._factors = torch.ones((1, 2), device=HERE)
     monkeypatch.setattr(hook_set, "is_capturing", lambda: True)
     with Kernels() as kernels, torch.no_grad():

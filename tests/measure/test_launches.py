@@ -35,7 +35,7 @@ def test_a_step(build: Any, most: int, dtype: torch.dtype) -> None:
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    reader = GradientReader(model, ("*",), LossPass(model))
+    reader = GradientReader(model, ("*",), LossPass(model), [])
     reader.register((optimizer,))
     held, arrivals = reader.held_by(optimizer), reader.parameter_hooks._arrivals
     for _ in range(2):

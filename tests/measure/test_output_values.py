@@ -595,7 +595,7 @@ def test_layers_that_come_later_stand_behind_the_activations() -> None:
 )
 def test_what_is_sampled(signals: Any, activations: Any, expected: set[str]) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1))
-    samples = SampledStep(signals, activations, LossPass(nn.Module()))
+    samples = SampledStep(signals, activations, LossPass(nn.Module()), [])
     layers = find_layers(model)
     layout = layout_of(layers)
     samples.hook_modules(layers, layout, whole_sample=True, whole_batch=False)

@@ -119,11 +119,13 @@ class Engine:
             reports_batches=self._reports_batches,
         )
         self._run = Run(self.diagnosis.history.layout, "")
-        self.source = NonfiniteSource(mode)
+        self._errors: list[Exception] = []
+        """What went wrong where it could not be raised, as inside hooks."""
+        self.source = NonfiniteSource(mode, self._errors)
         self.blocks = BlockBuilder(self.diagnosis, self.interventions, self.source, mode)
         self._model: nn.Module | None = model
         self._reader: GradientReader | None = None
-        self._samples = SampledStep(options.signals, options.activations, loss_pass)
+        self._samples = SampledStep(options.signals, options.activations, loss_pass, self._errors)
         self._optimizers = OptimizerSteps(self._before_step, self._after_step)
         if not self.schedule.every_step:
             self.diagnosis.run_steps = self._optimizers.total
@@ -169,7 +171,7 @@ class Engine:
         if self._reader is not None or self._model is None:
             return
         self._run = run or self._run
-        self._reader = GradientReader(self._model, self.options.patterns, self._loss_pass)
+        self._reader = GradientReader(self._model, self.options.patterns, self._loss_pass, self._errors)
         self._reader.tensor_taps.listen()
         if self._reports_batches:
             self._close_after_training()
@@ -220,8 +222,8 @@ class Engine:
         finally:
             if shards is not None:
                 shards.over = True
-            if self._reader is not None and self._reader.errors and not self.failed:
-                self.fail(self._reader.errors[0])
+            if self._errors and not self.failed:
+                self.fail(self._errors[0])
             self.detach()
         self.diagnosis.close(self.overhead.share)
 
@@ -443,8 +445,8 @@ class Engine:
             step.effect = self.interventions.act(optimizer, index, info, step.passes, step.reading, reader=reader)
             self.overhead.seconds += self.interventions.hook_costs.take_seconds()
         self._optimizers.awaited = None if step.effect and step.effect.skips else optimizer
-        if errors := reader.errors or self.source.errors or (self._samples.costs.errors if step.sampled else []):
-            raise errors[0]
+        if self._errors:
+            raise self._errors[0]
         if step.sampled:
             if self._samples.costs.refused:
                 self._note_once(FULL_HOOKS_REFUSED)

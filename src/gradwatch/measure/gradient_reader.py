@@ -43,7 +43,10 @@ from gradwatch.measure.tensor_taps import TensorTaps
 class GradientReader:
     """Owns the parameter hooks, and reads the gradients and weights of the optimizers' parameters."""
 
-    def __init__(self, model: nn.Module, patterns: Sequence[str], loss_pass: LossPass) -> None:
+    def __init__(self, model: nn.Module, patterns: Sequence[str], loss_pass: LossPass, errors: list[Exception]) -> None:
+        """`errors`: takes what went wrong where it could not be raised: inside hooks, and before ranks exchange what
+        they have.
+        """
         self.model = model
         self.patterns = tuple(patterns)
         self._structure: Structure | None = None
@@ -54,12 +57,11 @@ class GradientReader:
         self.layout = Layout(())
         self.shards: ShardExchange | None = None
         """What ranks exchange, if parameters lie on them in parts."""
-        self.errors: list[Exception] = []
-        """What went wrong where it could not be raised: inside hooks, and before ranks exchange what they have."""
-        self.parameter_hooks = ParameterHooks(self.errors, loss_pass)
+        self.errors = errors
+        self.parameter_hooks = ParameterHooks(errors, loss_pass)
         self.deferred_errors: AbstractContextManager[None] = nullcontext()
         """With shards, a context that keeps an error for the next exchange, in which the other ranks wait."""
-        self.tensor_taps = TensorTaps(self.errors, loss_pass)
+        self.tensor_taps = TensorTaps(errors, loss_pass)
         self.latest: Reading | None = None
         """What `measure` has read of the gradients that are about to be used, if it has."""
         self.waiting = False

@@ -32,7 +32,8 @@ class NonfiniteSource:
     the step: by ranks, or by micro-batches on the host.
     """
 
-    def __init__(self, mode: TrainingMode) -> None:
+    def __init__(self, mode: TrainingMode, errors: list[Exception]) -> None:
+        """`errors`: takes those inside hooks."""
         self.step_count = 0
         """Optimizer steps so far, the same number on every rank."""
         self.passes = 0
@@ -44,8 +45,7 @@ class NonfiniteSource:
         self._hooks = HookSet()
         self._buffer: DeviceBuffer | None = None
         """The norms that the hooks measure; None without hooks."""
-        self.errors: list[Exception] = []
-        """What went wrong inside hooks."""
+        self._errors = errors
         self._parameters: Sequence[nn.Parameter] = ()
 
     @cached_property
@@ -117,7 +117,7 @@ class NonfiniteSource:
                 slot.add_(norm)
         except Exception as error:
             if not is_vmapped(gradient):  # asked only here: this runs at every step
-                self.errors.append(error)
+                self._errors.append(error)
 
 
 class RankStore:

@@ -51,11 +51,13 @@ class SampledStep:
         signals: Literal["auto", "safe", "full", "off"],
         activations: Literal["auto"] | bool,
         loss_pass: LossPass,
+        errors: list[Exception],
     ) -> None:
-        """`activations`: whether forward statistics are measured; "auto": where signals are."""
+        """`activations`: whether forward statistics are measured; "auto": where signals are. `errors`: takes those
+        inside hooks.
+        """
         self._full = signals == "full"
-        self.costs = HookCosts()
-        """Errors inside hooks, and the seconds spent in them."""
+        self.costs = HookCosts(errors=errors)
         self._head = LossHead()
         self._recomputed = RecomputedGradients(self.costs, loss_pass)
         forward = signals != "off" if activations == "auto" else bool(activations)
