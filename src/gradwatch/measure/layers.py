@@ -134,23 +134,30 @@ def structure_of(model: nn.Module) -> Structure:
 def _no_match(pattern: str, names: Sequence[str], argument: str) -> str:
     prefix = pattern.removeprefix("!")[:SHOWN_CHARACTERS]
     if any(name.startswith(prefix + ".") for name in names):
-        nearest = f"'{prefix}' owns no parameters itself; for the layers inside it write '{prefix}.*'"
+        hint = f"'{prefix}' owns no parameters itself; for the layers inside it write '{prefix}.*'"
     else:
-        close = get_close_matches(prefix.rstrip(".*"), names, n=5, cutoff=0.3) or list(names[:5])
-        nearest = f"the nearest names are {', '.join(close)}"
-    return f"{argument}: the pattern {shown(pattern)} matches no layer; {nearest}"
+        hint = nearest_names(pattern, names)
+    return f"{argument}: the pattern {shown(pattern)} matches no layer; {hint}"
 
 
-def _wrapper_prefix(model: nn.Module) -> str:
+def nearest_names(pattern: str, names: Sequence[str]) -> str:
+    """What an error says of a pattern, or a name, that is none of `names`."""
+    bare = pattern.removeprefix("!").rstrip(".*")[:SHOWN_CHARACTERS]
+    close = get_close_matches(bare, names, n=5, cutoff=0.3) or list(names[:5])
+    return f"the nearest names are {', '.join(close)}"
+
+
+def wrapper_prefix(model: nn.Module) -> str:
     return "module." if isinstance(model, DataParallel | DistributedDataParallel) else ""
 
 
-def _clean_path(path: str, wrapper_prefix: str) -> str:
-    return clean_name(f"{path}.".removeprefix(wrapper_prefix)).rstrip(".")
+def clean_path(path: str, prefix: str) -> str:
+    """The clean name of the module at `path`, empty for the model itself. `prefix`: of `wrapper_prefix`."""
+    return clean_name(f"{path}.".removeprefix(prefix)).rstrip(".")
 
 
 def _all_layers(model: nn.Module) -> Iterator[Layer]:
-    wrapper_prefix = _wrapper_prefix(model)
+    prefix = wrapper_prefix(model)
     owned: dict[str, tuple[nn.Module, list[tuple[str, nn.Parameter]], bool]] = {}
     activations: dict[str, list[Activation]] = {}
     seen: set[int] = set()
@@ -170,8 +177,8 @@ def _all_layers(model: nn.Module) -> Iterator[Layer]:
             continue
         # the original tensors of a parametrized weight belong to the module that has the weight
         owner, inside, _ = path.partition(".parametrizations.")
-        whole = _clean_path(path, wrapper_prefix)
-        name = (_clean_path(owner, wrapper_prefix) if inside else whole) or ROOT
+        whole = clean_path(path, prefix)
+        name = (clean_path(owner, prefix) if inside else whole) or ROOT
         hookable = not isinstance(module, ScriptModule)
         if compiled and hookable:
             hookable = not any(is_within(path, region) for region in compiled)
@@ -222,16 +229,16 @@ def libraries_of(model: nn.Module) -> dict[str, str]:
     Modules of torch that such a class gives itself, or its containers hold, count as parts of it; those that somebody
     else has put there do not.
     """
-    prefix, packages, found = _wrapper_prefix(model), dict[type, str](), dict[str, str]()
+    prefix, packages, found = wrapper_prefix(model), dict[type, str](), dict[str, str]()
     parents: dict[str, type] = {}
     for path, module in model.named_modules():
-        kind, name = type(module), _clean_path(path, prefix)
+        kind, name = type(module), clean_path(path, prefix)
         parents[path] = kind
         if kind not in packages:
             packages[kind] = _installed_package(kind)
         if packages[kind] == "torch":
             parent, _, own = path.rpartition(".")
-            around = found.get(_clean_path(parent, prefix)) if path else None
+            around = found.get(clean_path(parent, prefix)) if path else None
             if around and (packages[parents[parent]] == "torch" or own in _names_in(parents[parent])):
                 found[name] = around
         elif packages[kind]:

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from gradwatch.core.arguments import check_function, check_items, check_whole, shown, wrong
 from gradwatch.hooks.hook_set import HookSet, after_backward, backward_pass, in_backward, is_hooked_by_others
+from gradwatch.measure.layers import nearest_names
 from gradwatch.toolbox.module_calls import ModuleCalls
-from gradwatch.toolbox.modules import NamedModule, check_hookable, each_once, find_modules, nearest, parameters_in
+from gradwatch.toolbox.modules import NamedModule, check_hookable, each_once, find_modules, parameters_in
 from gradwatch.toolbox.tensor_hooks import detached
 from gradwatch.toolbox.user_functions import call_function
 
@@ -125,7 +126,7 @@ class Capture(Mapping[str, "Captured"]):
 
     def __getitem__(self, name: str) -> Captured:
         if name not in self._captured:
-            raise KeyError(f"no module {shown(name)} is captured; {nearest(shown(name), list(self._captured))}")
+            raise KeyError(f"no module {shown(name)} is captured; {nearest_names(shown(name), list(self._captured))}")
         return self._captured[name]
 
     def __iter__(self) -> Iterator[str]:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from glob import escape
 
 from torch import nn
 from torch.jit import ScriptModule
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from gradwatch.core.arguments import SHOWN_CHARACTERS, check_pattern_list, shown, wrong
-from gradwatch.core.record import ROOT, clean_name
-from gradwatch.measure.layers import choose, is_compiled, is_lazy, is_within
+from gradwatch.core.arguments import check_pattern_list, shown, wrong
+from gradwatch.core.record import ROOT
+from gradwatch.measure.layers import choose, clean_path, is_compiled, is_lazy, is_within, nearest_names, wrapper_prefix
 
 SCRIPTED = "is a ScriptModule, on which hooks do nothing; give the module it was scripted from"
 
@@ -83,17 +81,11 @@ def parameters_in(found: Mapping[str, NamedModule]) -> Iterator[tuple[str, str, 
 def _hint(pattern: str, names: Sequence[str]) -> str:
     if (bare := pattern.removeprefix("!")) in names:
         return f"brackets in a name are written in brackets, as by glob.escape: {shown(escape(bare))}"
-    return nearest(pattern, names)
-
-
-def nearest(pattern: str, names: Sequence[str]) -> str:
-    bare = pattern.removeprefix("!").rstrip(".*")[:SHOWN_CHARACTERS]
-    close = get_close_matches(bare, names, n=5, cutoff=0.3) or list(names[:5])
-    return f"the nearest names are {', '.join(close)}"
+    return nearest_names(pattern, names)
 
 
 def _named_modules(model: nn.Module) -> dict[str, NamedModule]:
-    outer = "module." if isinstance(model, DataParallel | DistributedDataParallel) else ""
+    prefix = wrapper_prefix(model)
     found: dict[str, NamedModule] = {}
     by_id: dict[int, NamedModule] = {}
     compiled: list[str] = []
@@ -102,7 +94,7 @@ def _named_modules(model: nn.Module) -> dict[str, NamedModule]:
             compiled.append(path)
         if "parametrizations" in path.split("."):
             continue  # torch's own modules behind a weight
-        name = clean_name(f"{path}.".removeprefix(outer).rstrip(".")) or ROOT
+        name = clean_path(path, prefix) or ROOT
         why = ""
         if isinstance(module, ScriptModule):
             why = SCRIPTED
