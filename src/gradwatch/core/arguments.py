@@ -165,8 +165,10 @@ def check_items(
     return items
 
 
-def check_pattern_list(argument: str, value: object, expected: str) -> tuple[str, ...]:
-    """One shell pattern or a sequence of them. Raises TypeError for anything else, ValueError for one that is long."""
+def check_pattern_list(argument: str, value: object, expected: str, *, instead: str) -> tuple[str, ...]:
+    """One shell pattern or a sequence of them. Raises TypeError for anything else, ValueError for one that is long, and
+    where there is none or an empty one; `instead`: what is expected instead of that.
+    """
     if isinstance(value, str):
         patterns: tuple[Any, ...] = (value,)
     elif isinstance(value, Sequence):
@@ -177,6 +179,8 @@ def check_pattern_list(argument: str, value: object, expected: str) -> tuple[str
         raise TypeError(wrong(argument, value, expected))
     if any(len(pattern) > MOST_PATH for pattern in patterns):
         raise ValueError(f"{wrong(argument, value, expected)}, of at most {MOST_PATH} characters")
+    if not patterns or not all(pattern.lstrip("!") for pattern in patterns):
+        raise ValueError(f"{argument}={shown(value)}: empty; expected {instead}")
     return patterns
 
 

@@ -82,12 +82,8 @@ def check_patterns(layers: object) -> tuple[str, ...]:
     if layers is None:
         return ALL_LAYERS
     expected = "None, a shell pattern such as 'encoder.*' or a list of them such as ['*', '!head']"
-    patterns = check_pattern_list("layers", layers, expected)
-    if not patterns or not all(p.lstrip("!") for p in patterns):
-        raise ValueError(
-            f"layers={shown(layers)}: empty; expected a shell pattern such as 'encoder.*', or None for every layer"
-        )
-    return patterns
+    instead = "a shell pattern such as 'encoder.*', or None for every layer"
+    return check_pattern_list("layers", layers, expected, instead=instead)
 
 
 def find_layers(model: nn.Module, patterns: Sequence[str] = ALL_LAYERS, *, require_match: bool = True) -> list[Layer]:

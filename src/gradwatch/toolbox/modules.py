@@ -37,11 +37,8 @@ def find_modules(model: nn.Module, patterns: object, *, by: str) -> dict[str, Na
     """
     if not isinstance(model, nn.Module):
         raise TypeError(wrong(f"{by.partition(':')[0]}: model", model, "a torch.nn.Module"))
-    several = check_pattern_list(by, patterns, "a shell pattern such as 'layer3.*', or a list of them")
-    if not several or not all(pattern.lstrip("!") for pattern in several):
-        raise ValueError(
-            f"{by}={shown(patterns)}: empty; expected a shell pattern such as 'layer3.*', or '*' for every module"
-        )
+    one = "a shell pattern such as 'layer3.*'"
+    several = check_pattern_list(by, patterns, f"{one}, or a list of them", instead=f"{one}, or '*' for every module")
     found = _named_modules(model)
     for pattern in several:
         if not any(fnmatchcase(name, pattern.removeprefix("!")) for name in found):
