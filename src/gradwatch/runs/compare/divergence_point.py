@@ -10,7 +10,6 @@ differ between the runs, are interpolated linearly.
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 
 import numpy as np
@@ -146,18 +145,16 @@ def _pooled(steps: NDArray[np.int64], logs: Floats, edges: NDArray[np.int64]) ->
     change, count = level.copy(), np.zeros((blocks, layers))
     moves = np.abs(np.diff(logs, axis=0))
     starts = np.searchsorted(steps, edges)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # of layers that were not measured
-        usual = median(moves) if len(moves) else np.zeros(layers)
-        for block in range(blocks):
-            rows = slice(starts[block], starts[block + 1])
-            if starts[block + 1] > starts[block]:
-                level[block] = median(logs[rows])
-                count[block] = np.count_nonzero(~np.isnan(logs[rows]), axis=0)
-            # with its neighbours: the few steps of a block alone say little of its noise
-            wide = moves[max(0, starts[max(0, block - 1)]) : starts[min(blocks, block + 2)]]
-            if len(wide):
-                change[block] = median(wide)
+    usual = median(moves) if len(moves) else np.zeros(layers)
+    for block in range(blocks):
+        rows = slice(starts[block], starts[block + 1])
+        if starts[block + 1] > starts[block]:
+            level[block] = median(logs[rows])
+            count[block] = np.count_nonzero(~np.isnan(logs[rows]), axis=0)
+        # with its neighbours: the few steps of a block alone say little of its noise
+        wide = moves[max(0, starts[max(0, block - 1)]) : starts[min(blocks, block + 2)]]
+        if len(wide):
+            change[block] = median(wide)
     sigma = NORMAL_MAD / np.sqrt(2) * np.fmax(np.nan_to_num(change), np.nan_to_num(usual))
     return _Pooled(level, MEDIAN_ERROR * sigma / np.sqrt(np.maximum(1, count)), np.diff(starts) > 0)
 
