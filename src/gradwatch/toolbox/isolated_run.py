@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gradwatch.core.class_names import class_names
 from gradwatch.hooks.hook_set import disable_hooks
 from gradwatch.measure.reductions import version_of
 
@@ -58,7 +59,7 @@ def isolated_run(model: nn.Module, *, ranks: int = 1) -> Iterator[None]:
         for each in kept:  # if one fails, the others are still restored
             stack.callback(each.restore)
         for module in model.modules():
-            if any(kind.__name__ == "LightningModule" for kind in type(module).__mro__):
+            if "LightningModule" in class_names(module):
                 module.__dict__["log"] = _log_nothing
         if "torch._dynamo" in sys.modules:  # loaded only where something is compiled: the import takes seconds
             _uncompile(model)
