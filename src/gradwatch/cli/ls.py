@@ -48,11 +48,10 @@ def run(options: argparse.Namespace) -> int:
     from rich.table import Table
     from rich.text import Text
 
-    from gradwatch.core.alert import serious
+    from gradwatch.core.alert import health_of, serious
     from gradwatch.runs.files import Unreadable, runs_below
     from gradwatch.runs.names import time_text
     from gradwatch.runs.reader import read_run
-    from gradwatch.sinks.run_health import health_of
     from gradwatch.sinks.terminal.console import STYLES
 
     folder: Path = options.folder

@@ -315,15 +315,14 @@ class Verdict:
         """The first line of a run without a warning: healthy only where it was watched to its end, and the loss is not
         known not to have fallen.
         """
-        if not self.steps:
-            return "GradWatch: no step was measured."
-        if not self.ended:
-            return f"GradWatch: nothing found so far. {what}"
-        if self.failed:
-            return f"GradWatch: nothing found before it failed. {what}"
-        if self.stuck:
-            return f"GradWatch: nothing found in {self.steps} {step_word(self)}s; {self.stuck}. {what}"
-        return f"GradWatch: healthy. {what}"
+        words = {
+            "unmeasured": "no step was measured.",
+            "no end": f"nothing found so far. {what}",
+            "gradwatch failed": f"nothing found before it failed. {what}",
+            "stuck": f"nothing found in {self.steps} {step_word(self)}s; {self.stuck}. {what}",
+            "healthy": f"healthy. {what}",
+        }
+        return f"GradWatch: {words[health_of(self) if self.steps else 'unmeasured']}"
 
     def _lines(self, incidents: Iterable[Alert]) -> list[str]:
         steps = self.steps if self.run_steps is None else self.run_steps
@@ -360,6 +359,19 @@ def _incident_lines(alert: Alert, number: str) -> list[str]:
 def step_word(verdict: Verdict) -> str:
     """'step', or 'measured step' where others of the run were not measured."""
     return "step" if verdict.run_steps is None else "measured step"
+
+
+def health_of(verdict: Verdict) -> str:
+    """The worst of the severities above a notice; without one 'no end', 'unmeasured', 'gradwatch failed', 'stuck' or
+    'healthy'.
+    """
+    if found := serious(verdict.incidents):
+        return str(found[0].severity)
+    if not verdict.ended:
+        return "no end"
+    if not verdict.steps:
+        return "unmeasured"
+    return "gradwatch failed" if verdict.failed else "stuck" if verdict.stuck else "healthy"
 
 
 def wrapped(line: str, width: int, indent: str | None = None) -> list[str]:

@@ -1,10 +1,10 @@
-"""Health of a run in a word and in a line, from its incidents that count."""
+"""Health of a run in a line, from its incidents that count."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from gradwatch.core.alert import Alert, Verdict, serious
+from gradwatch.core.alert import Alert, Verdict, health_of, serious
 
 NOTHING_FOUND = {
     "unmeasured": "No step was measured",
@@ -13,23 +13,12 @@ NOTHING_FOUND = {
     "stuck": "Nothing found; {stuck}",
     "healthy": "Healthy",
 }
-"""The health of a run without a warning or an error, in words."""
+"""What `health_of` says of a run without a warning or an error, in words."""
 
 
 def under_way(alerts: Iterable[Alert]) -> Verdict:
     """The verdict of a run that goes on, with the `alerts` so far."""
     return Verdict(tuple(alerts), 0, 0, 0.0, {}, ended=False)
-
-
-def health_of(verdict: Verdict) -> str:
-    """The worst of the severities above a notice; without one a key of `NOTHING_FOUND`."""
-    if found := serious(verdict.incidents):
-        return str(found[0].severity)
-    if not verdict.ended:
-        return "no end"
-    if not verdict.steps:
-        return "unmeasured"
-    return "gradwatch failed" if verdict.failed else "stuck" if verdict.stuck else "healthy"
 
 
 def status(verdict: Verdict) -> str:

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tensorboard import errors  # type: ignore[import-untyped]
 
+from gradwatch.core.alert import health_of
 from gradwatch.core.loss_levels import ends_of
 from gradwatch.core.record import MEASURED, Missing
 from gradwatch.core.statistics import CATALOGUE, GROUPS
@@ -17,7 +18,6 @@ from gradwatch.core.typed_values import STEP_MAX
 from gradwatch.sinks.record.outcome import Outcome
 from gradwatch.sinks.record.record_format import MAGNITUDES, PARAMETERS
 from gradwatch.sinks.record.run_metadata import verdict_fields
-from gradwatch.sinks.run_health import health_of
 from gradwatch.tensorboard_plugin.binary_response import pack_arrays
 from gradwatch.tensorboard_plugin.matrix import (
     INFINITE,
@@ -93,7 +93,7 @@ class Api:
         }
 
     def health(self, _: Mapping[str, str]) -> dict[str, Any]:
-        """Run -> its health, as `sinks.run_health` has it."""
+        """Run -> its health, as `health_of` says it."""
         listings = self._source.runs()
         return {
             name: health_of(self._outcome(name, listing).verdict) for name, listing in listings.items() if listing.tags

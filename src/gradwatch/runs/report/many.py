@@ -9,13 +9,13 @@ from math import isfinite
 from pathlib import Path
 from urllib.parse import quote
 
+from gradwatch.core.alert import health_of
 from gradwatch.runs.names import counted, shortened, time_text
 from gradwatch.runs.pages import figure, render
 from gradwatch.runs.report.heatmap import small_map
 from gradwatch.runs.report.loss_curve import HEIGHT, path_of
 from gradwatch.runs.report.run_data import RunData
 from gradwatch.runs.report.sink import NAME
-from gradwatch.sinks.run_health import health_of
 from gradwatch.sinks.terminal.layer_table import format_number
 
 PAGE_NAME = "gradwatch_runs.html"
@@ -36,7 +36,7 @@ class RunLine:
     path: Path
     name: str
     health: str
-    """As `sinks.run_health` has it."""
+    """As `health_of` says it."""
     found: str
     steps: str
     """How many, and how many of them are recorded here where the run was resumed in another folder."""

@@ -18,14 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch import __version__
-from gradwatch.core.alert import Alert, Verdict, serious, step_word
+from gradwatch.core.alert import Alert, Verdict, health_of, serious, step_word
 from gradwatch.core.loss_levels import LeadingOptimizer
 from gradwatch.core.median import lower_median
 from gradwatch.core.printable import INVISIBLE
 from gradwatch.core.record import MEASURED, Missing
 from gradwatch.runs.arrays import RunArrays
 from gradwatch.runs.names import counted, shortened
-from gradwatch.sinks.run_health import health_of
 from gradwatch.sinks.terminal.layer_table import select_rows
 
 FORMAT, VERSION = "gradwatch.run", 1
