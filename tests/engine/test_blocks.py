@@ -58,7 +58,7 @@ def row_by_row(run: RecordedRun) -> Judged:
         judged.relayout(record.layout)
         early, late = parts(record)
         judged.diagnosis.judge(block_of([replace(record, values=early[0], scalars=early[1])]))
-        judged.diagnosis.amend(*late)
+        judged.diagnosis.history.amend(*late)
     return judged
 
 

@@ -235,7 +235,7 @@ def test_rows_are_sent_on_as_a_block() -> None:
     diagnosis = opened([], [Sink()])
     rows = block(diagnosis, [{"gradients": float(step), "loss": 1.0} for step in range(8)])
     diagnosis.judge(rows)
-    diagnosis.amend({}, {"skipped": 1.0})
+    diagnosis.history.amend({}, {"skipped": 1.0})
     diagnosis.dispatcher.block(diagnosis.history.block(8))
     (sent,) = got
     np.testing.assert_array_equal(sent.values["grad_norm"], rows.values["grad_norm"])

@@ -22,7 +22,6 @@ from gradwatch.core.record import (
     NO_GRADIENT,
     OTHER_OPTIMIZER,
     UNMEASURABLE,
-    Floats,
     Layout,
     Missing,
     Run,
@@ -183,10 +182,6 @@ class Diagnosis:
                 faults = self.incidents.open_faults
                 old = [one for one in faults if one.key in self._inherited]
                 self.on_incidents([one for one in faults if one not in old], old, step)
-
-    def amend(self, values: Mapping[str, Floats], scalars: Mapping[str, float]) -> None:
-        """Complete the record with what was measured after the step."""
-        self.history.amend(values, scalars)
 
     def close(self, overhead: float) -> None:
         """The run is over: the verdict to the sinks, once."""

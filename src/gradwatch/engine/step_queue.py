@@ -220,7 +220,7 @@ class StepQueue:
             return  # and so it was not judged
         (norms,) = self._diagnosis.history.window("grad_norm", 1)
         values, scalars, unseen = self._builder.after(step, norms, self._overhead.share)
-        self._diagnosis.amend(values, scalars)
+        self._diagnosis.history.amend(values, scalars)
         if self._diagnosis.dispatcher:
             self._diagnosis.dispatcher.block(self._diagnosis.history.block(1))
         if unseen:
