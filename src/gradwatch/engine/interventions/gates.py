@@ -125,20 +125,8 @@ class Gates:
         host_copy = HostCopy(sent) if known else None
         return GateDecision(active, optimizer_number, step, run_step, skips, scaled, host_copy)
 
-    def landed(self, decisions: Sequence[GateDecision]) -> None:
-        """The decisions on a step are on the host: count them, log them, and end the training if a gate asks for it."""
-        for decision in decisions:
-            self._on_decision(decision)
-
-    def described(self) -> str:
-        """What may end the training, in words, for the start-up line."""
-        return "; ".join(f"{active}{' (dry run)' * active.dry}" for active in self._stops)
-
-    def scalars(self) -> dict[str, float]:
-        """Numbers for the record of the step that was reported last."""
-        return {"skipped_steps": float(sum(active.refused for active in self._gates))} if self._gates else {}
-
-    def _on_decision(self, decision: GateDecision) -> None:
+    def landed(self, decision: GateDecision) -> None:
+        """A decision is on the host: count it, log it, and end the training if its gate asks for that."""
         active, host_copy = decision.active, decision.host_copy
         if decision.by_scaler:
             active.by_scaler = True
@@ -156,6 +144,14 @@ class Gates:
             self._log(f"step {decision.run_step} {what}: {refusal.why}{again}")
         if refusal.end:
             self._end_training(active, refusal.end)
+
+    def described(self) -> str:
+        """What may end the training, in words, for the start-up line."""
+        return "; ".join(f"{active}{' (dry run)' * active.dry}" for active in self._stops)
+
+    def scalars(self) -> dict[str, float]:
+        """Numbers for the record of the step that was reported last."""
+        return {"skipped_steps": float(sum(active.refused for active in self._gates))} if self._gates else {}
 
     def _on_incidents(self, incidents: Sequence[Alert], inherited: Sequence[Alert], step: int) -> None:
         for active in tuple(self._stops):

@@ -270,7 +270,8 @@ class InterventionRuntime:
         """Count the factors of a step, which are on the host now."""
         for one in effect.applied:
             one.active.counts.add(layout, one.indices, effect.factors(one), signals=one.active.on_signals)
-        self.gates.landed(effect.decisions)
+        for decision in effect.decisions:
+            self.gates.landed(decision)
 
     def summaries(self) -> tuple[str, ...]:
         """What each intervention has done so far, in words, for the verdict."""
