@@ -31,6 +31,7 @@ from gradwatch.tensorboard_plugin.matrix import (
     of_names,
     pooled,
     summarised,
+    usual_of,
     window,
 )
 from gradwatch.tensorboard_plugin.record_data import RecordCache, RunRecord
@@ -290,7 +291,7 @@ def _usual(matrix: Matrix, outcome: Outcome) -> NDArray[Any]:
     """What each name's number is usually, NaN where it has none: shape [names]."""
     if not len(matrix.first):
         return np.full(len(matrix.names), np.nan, dtype=np.float32)
-    return summarised(matrix, onsets_of(outcome, matrix.names))["usual"]
+    return usual_of(matrix, onsets_of(outcome, matrix.names))
 
 
 def _places(text: str, most: int) -> list[int]:

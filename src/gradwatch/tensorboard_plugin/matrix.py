@@ -186,26 +186,33 @@ def latest(matrix: Matrix, step: int) -> tuple[Numbers, States, Steps]:
 def summarised(matrix: Matrix, onsets: Mapping[int, int] | None = None) -> dict[str, NDArray[np.float32] | States]:
     """Per name, over all steps of a matrix that is not pooled: `median` (the lower one), `min`, `max`, `last`.
 
-    `usual` is the lower median of the numbers other than 0, what a layer's number is usually; 0 where all are. Of the
-    places in `onsets` it is that of the steps before, where they have a few numbers: a fault is not what is usual.
-    `state` is that of the last number; where there never was one, of the last step.
+    `usual` is as `usual_of` has it. `state` is that of the last number; where there never was one, of the last step.
     """
     each = np.arange(len(matrix.names))
     measured = (matrix.states == MEASURED) | (matrix.states > NO_NUMBER)
     final = np.where(measured.any(axis=0), len(measured) - 1 - np.argmax(measured[::-1], axis=0), len(measured) - 1)
-    usual = _usual(matrix.low)
-    for place, onset in (onsets or {}).items():
-        before = matrix.low[: np.searchsorted(matrix.last, onset), place]
-        if np.count_nonzero(~np.isnan(before)) >= FEWEST_USUAL:
-            usual[place] = _usual(before)
     return {
         "median": lower_median(matrix.low),
-        "usual": usual,
+        "usual": usual_of(matrix, onsets or {}),
         "min": np.fmin.reduce(matrix.low),
         "max": np.fmax.reduce(matrix.low),
         "last": matrix.low[final, each],
         "state": matrix.states[final, each],
     }
+
+
+def usual_of(matrix: Matrix, onsets: Mapping[int, int]) -> Numbers:
+    """What each name's number is usually, the lower median of those other than 0; 0 where all are: shape [names].
+
+    Of the places in `onsets` it is that of the steps before, where they have a few numbers: a fault is not what is
+    usual.
+    """
+    usual = _usual(matrix.low)
+    for place, onset in onsets.items():
+        before = matrix.low[: np.searchsorted(matrix.last, onset), place]
+        if np.count_nonzero(~np.isnan(before)) >= FEWEST_USUAL:
+            usual[place] = _usual(before)
+    return usual
 
 
 def _usual(numbers: Numbers) -> Numbers:
