@@ -34,10 +34,7 @@ class _GraphWalk:
     `metadata`, and freed with the graph.
     """
 
-    graph: LayerGraph
-    traced: set[int]
-    """Sites whose incoming edges are known."""
-    nodes_left: int
+    nodes_left: int = field(default_factory=lambda: MAX_NODES)
     """Nodes that may still be visited."""
     layers_before_key: object = field(default_factory=object)
     """The key of a node's `LayersBefore` in its metadata; a new one at each step, as a graph may outlive a step."""
@@ -63,6 +60,7 @@ class DataFlow(ModuleStatistic):
     def __init__(self) -> None:
         self._graph = LayerGraph()
         self._traced: set[int] = set()
+        """Sites whose incoming edges are known."""
         self._number_traced = 0
         """How many of them there were at the last `collect`."""
         self._walks = 0
@@ -70,7 +68,7 @@ class DataFlow(ModuleStatistic):
         self._unknowable = False
         self.edges: tuple[Edge, ...] | None = None
         """Those found up to the last `collect`; None where they cannot be found, or no layer has run."""
-        self.walk = _GraphWalk(self._graph, self._traced, MAX_NODES)
+        self.walk = _GraphWalk()
 
     def on_output(self, site: int, module: nn.Module, kind: str) -> OutputCallback | None:
         if kind or self._unknowable:
@@ -85,7 +83,7 @@ class DataFlow(ModuleStatistic):
     def on_loss(self, loss: Tensor) -> None:
         # a later pass may be that of another forward, which was not walked
         if self._due and not self._unknowable and not self.walk.loss_known and loss.grad_fn is not None:
-            _add_edges_to_loss(self.walk, loss.grad_fn)
+            self._add_edges_to_loss(loss.grad_fn)
             self.walk.backward_begun = self.walk.loss_known = True
 
     def collect(self, layout: Layout) -> None:
@@ -98,22 +96,22 @@ class DataFlow(ModuleStatistic):
         self._number_traced = len(self._traced)
         if (due, unknowable, traced) != (self._due, self._unknowable, self._number_traced):
             self.version += 1
-        self.walk = _GraphWalk(self._graph, self._traced, MAX_NODES)
+        self.walk = _GraphWalk()
 
     def _trace(self, site: int, arguments: object, tensors: Iterable[Tensor]) -> None:
         """The layer `site` has run."""
         walk = self.walk
-        if walk.nodes_left <= 0 or (walk.backward_begun and site in walk.traced):
+        if walk.nodes_left <= 0 or (walk.backward_begun and site in self._traced):
             return
         nodes = list(_nodes(tensors))
         if not nodes:
             return
         if in_backward():
-            walk.ran_in_backward |= site not in walk.traced
+            walk.ran_in_backward |= site not in self._traced
         elif walk.backward_begun:
             walk.new_layer_ran = True
         else:
-            _trace_layer(walk, site, nodes)
+            self._add_edges_to_layer(site, nodes)
 
     def _notice(self, arguments: object, tensors: Iterable[Tensor]) -> None:
         """A layer has run whose edges are unknown."""
@@ -123,30 +121,46 @@ class DataFlow(ModuleStatistic):
     def _on_backward(self, gradient: Tensor) -> None:
         self.walk.backward_begun = True
 
+    def _add_edges_to_layer(self, site: int, nodes: list[Node]) -> None:
+        """Add the edges to the layer `site`, whose outputs `nodes` made."""
+        release_in_a_loop(*nodes)
+        front = above = 0
+        for node in nodes:
+            near, far = _layers_before(self.walk, node)
+            front |= near
+            above |= far
+        front &= ~above
+        for before in sites_in(front):
+            self._graph.add(before, site)
+        above |= self._graph.ancestors(site)
+        # a layer that runs again after itself is left out: its own later layers are already before the node
+        made = (front | 1 << site) & ~above, above
+        for node in nodes:
+            marks = metadata_of(node)
+            marks[self.walk.layers_before_key] = made
+            marks[self.walk.site_key] = site
+        self._traced.add(site)
+
+    def _add_edges_to_loss(self, loss: Node) -> None:
+        """Add edges to the loss, site 0, from the layers whose outputs flow into it through no other layer."""
+        release_in_a_loop(loss)
+        walk, seen, stack = self.walk, object(), [loss]
+        while stack and walk.nodes_left > 0:
+            node = stack.pop()
+            marks = metadata_of(node)
+            if seen in marks:
+                continue
+            marks[seen] = None
+            walk.nodes_left -= 1
+            owner = marks.get(walk.site_key)
+            if owner is not None:
+                self._graph.add(owner, 0)
+            else:
+                stack += [parent for parent, _ in node.next_functions if parent is not None and parent.next_functions]
+
 
 def _nodes(tensors: Iterable[Tensor]) -> Iterator[Node]:
     return (tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None)
-
-
-def _trace_layer(walk: _GraphWalk, site: int, nodes: list[Node]) -> None:
-    """Add the edges to the layer `site`, whose outputs `nodes` made."""
-    release_in_a_loop(*nodes)
-    front = above = 0
-    for node in nodes:
-        near, far = _layers_before(walk, node)
-        front |= near
-        above |= far
-    front &= ~above
-    for before in sites_in(front):
-        walk.graph.add(before, site)
-    above |= walk.graph.ancestors(site)
-    # a layer that runs again after itself is left out: its own later layers are already before the node
-    made = (front | 1 << site) & ~above, above
-    for node in nodes:
-        marks = metadata_of(node)
-        marks[walk.layers_before_key] = made
-        marks[walk.site_key] = site
-    walk.traced.add(site)
 
 
 def _layers_before(walk: _GraphWalk, node: Node) -> LayersBefore:
@@ -177,21 +191,3 @@ def _layers_before(walk: _GraphWalk, node: Node) -> LayersBefore:
             stack.pop()
     front: LayersBefore = metadata_of(node).get(key, NO_LAYERS)
     return front
-
-
-def _add_edges_to_loss(walk: _GraphWalk, loss: Node) -> None:
-    """Add edges to the loss, site 0, from the layers whose outputs flow into it through no other layer."""
-    release_in_a_loop(loss)
-    seen, stack = object(), [loss]
-    while stack and walk.nodes_left > 0:
-        node = stack.pop()
-        marks = metadata_of(node)
-        if seen in marks:
-            continue
-        marks[seen] = None
-        walk.nodes_left -= 1
-        owner = marks.get(walk.site_key)
-        if owner is not None:
-            walk.graph.add(owner, 0)
-        else:
-            stack += [parent for parent, _ in node.next_functions if parent is not None and parent.next_functions]
