@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradwatch.core.arguments import cut
 from gradwatch.core.history import NonfiniteOrigin
 from gradwatch.engine.nan_trace.backward_pass import first_nonfinite_node
 from gradwatch.engine.nan_trace.call_recorder import CallRecorder, NonfiniteOutput, TorchCall
@@ -19,9 +20,6 @@ from gradwatch.measure.batch import tensors_of
 
 MAX_EXAMPLES = 4
 """Examples that are listed by index; more are only counted. Judgement."""
-
-CODE_WIDTH = 80
-"""Characters of a line of code in a message. Judgement."""
 
 CHECK_DATA = "a look at these examples in the data, or torch.nan_to_num(batch) before the model."
 
@@ -234,9 +232,7 @@ def _where(recorder: CallRecorder, call: TorchCall) -> str:
         where += " in the loss"
     file, number = call.line
     if file:
-        text = linecache.getline(file, number).strip()
-        text = text if len(text) <= CODE_WIDTH else text[: CODE_WIDTH - 3] + "..."
-        where += f" ({Path(file).name}:{number}: `{text}`)"
+        where += f" ({Path(file).name}:{number}: `{cut(linecache.getline(file, number).strip())}`)"
     return where
 
 
