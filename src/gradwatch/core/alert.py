@@ -344,16 +344,20 @@ class Verdict:
 
 def _incident_lines(alert: Alert, number: str) -> list[str]:
     end = "still open" if alert.closed_step is None else f"over after step {alert.closed_step}"
-    back = f", came back {alert.times - 1} time{'s' * (alert.times > 2)}" if alert.times > 1 else ""
     found = f"noticed at {alert.noticed}, " if alert.noticed != alert.step else ""
     return [
         f"{number}{alert.severity}: {alert.rule} in {alert.where}",
-        f"   since step {alert.step} ({found}{end}{back})",
+        f"   since step {alert.step} ({found}{end}{returns_text(alert.times)})",
         f"   {alert.message}",
         *([f"   What follows: {'; '.join(map(str, alert.effects))}."] if alert.effects else ()),
         f"   Try: {alert.remedy}",
         *(f"   {saved}" for saved in alert.saved_files),
     ]
+
+
+def returns_text(times: int) -> str:
+    """', came back 2 times', of `Alert.times`; empty where the fault did not return."""
+    return f", came back {times - 1} time{'s' * (times > 2)}" if times > 1 else ""
 
 
 def step_word(verdict: Verdict) -> str:

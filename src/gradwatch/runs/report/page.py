@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from gradwatch.core.alert import Alert, Severity, Verdict, short_list, step_word
+from gradwatch.core.alert import Alert, Severity, Verdict, returns_text, short_list, step_word
 from gradwatch.core.record import Missing
 from gradwatch.core.statistics import CATALOGUE
 from gradwatch.runs.names import time_text, with_short_names
@@ -90,14 +90,13 @@ def page(data: RunData, *, source: str = "") -> str:
 def _described(number: int, alert: Alert) -> dict[str, Any]:
     """An alert as the page shows it. `number`: its place in the verdict, from 1."""
     sites = ", ".join(alert.sites)
-    returns = f", came back {alert.times - 1} time{'s' * (alert.times > 2)}" if alert.times > 1 else ""
     return {
         "number": number,
         "severity": str(alert.severity),
         "rule": alert.rule,
         "place": with_short_names(alert).where,
         "since": _since(alert),
-        "returns": returns,
+        "returns": returns_text(alert.times),
         "message": alert.message,
         "effects": "; ".join(map(str, alert.effects)),
         "remedy": alert.remedy,

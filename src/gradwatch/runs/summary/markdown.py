@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gradwatch.core.alert import whole_model
+from gradwatch.core.alert import returns_text, whole_model
 from gradwatch.core.number_text import number_text
 from gradwatch.core.printable import printable
 from gradwatch.core.record import TOTAL
@@ -48,12 +48,11 @@ def _text(found: Mapping[str, Any], rows: Sequence[Sequence[Any]]) -> str:
         more = f" and {one['layers']['count'] - 4} more" if one["layers"]["count"] > 4 else ""
         until = "still open" if one["last_seen"] is None else f"last seen at step {one['last_seen']}"
         noticed = f" (noticed at {one['noticed']})" if one["noticed"] != one["onset"] else ""
-        returns = f", came back {counted(one['times'] - 1, 'time')}" * (one["times"] > 1)
         origin = f" Origin: `{_code(one['origin'])}`." * (one["origin"] != TOTAL)
         lines += [
             f"## {place}. {one['severity']}: {_plain(one['rule'])} in {_plain(names)}{more}",
             "",
-            f"Since step {one['onset']}{noticed}, {until}{returns}.{origin}",
+            f"Since step {one['onset']}{noticed}, {until}{returns_text(one['times'])}.{origin}",
             "",
             _plain(one["evidence"]),
             "",
