@@ -198,7 +198,7 @@ def clipping_limit(history: History, *, of: int = 1) -> float | None:
     it left every gradient as it was.
     """
     norms, used = (history.window(name, CLIPPED_RECORDS, sites=0) for name in ("grad_norm", "grad_norm_clipped"))
-    own = is_own(history, max(CLIPPED_RECORDS, of), of=of)[-CLIPPED_RECORDS:]
+    own = is_own(history, CLIPPED_RECORDS, of=of)
     clipped = own & np.isfinite(norms) & (used > 0) & (used < CLIPPED_SHARE * norms)
     for row in np.flatnonzero(clipped):
         clipped[row] = not removed_scale(history, back=len(own) - int(row))
@@ -252,7 +252,7 @@ def summed_passes(history: History, *, of: int = 1) -> int | None:
     stale = history.scalar("stale", CLIPPED_RECORDS)
     if history.number("accumulate") > 1 or (stale > 0).any():
         return None
-    own = is_own(history, max(CLIPPED_RECORDS, of), of=of)[-CLIPPED_RECORDS:]
+    own = is_own(history, CLIPPED_RECORDS, of=of)
     with np.errstate(divide="ignore", invalid="ignore"):
         least = (norms[own] / arrived[own]) ** 2
     least = least[np.isfinite(least)]

@@ -15,8 +15,8 @@ def is_own(history: History, n: int, *, of: int = 1) -> Mask:
     """Which of the last `n` records are of the optimizer of the record `of` from the end, by default the latest: shape
     [records].
     """
-    optimizers = history.optimizers(n)
-    return np.asarray(optimizers == optimizers[-min(of, len(optimizers))])
+    optimizers = history.optimizers(max(n, of))
+    return np.asarray(optimizers[-n:] == optimizers[-min(of, len(optimizers))])
 
 
 def is_alone(history: History) -> bool:
