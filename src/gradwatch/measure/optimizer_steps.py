@@ -78,8 +78,7 @@ class OptimizerSteps:
 
         None where a closure is evaluated again inside the same step (LBFGS).
         """
-        known = self._known.get(id(optimizer))
-        if known is None or known[0]() is not optimizer:
+        if optimizer not in self:
             if isinstance(optimizer, LBFGS):
                 self.inside = optimizer  # it was not known when it went in
             self.add(optimizer)
