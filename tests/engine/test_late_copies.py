@@ -41,7 +41,7 @@ def test_numbers_that_land_out_of_order(seed: int, monkeypatch: pytest.MonkeyPat
 def test_a_block_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     LateCopies(monkeypatch)
     buffer = DeviceBuffer(CPU, 2, ("row",))
-    block = RowBlock(buffer, "row")
+    block = RowBlock(buffer["row"])
     for number in range(5):
         buffer["row"].fill_(number)
         block.add(torch.tensor(float(10 * number)))

@@ -169,7 +169,7 @@ def test_which_devices_have_float64(monkeypatch: pytest.MonkeyPatch) -> None:
         lambda t: joined([t.sum(), torch.zeros((), dtype=torch.float64)]),
         lambda t: moved(torch.zeros(3, dtype=torch.float64), t.device),
         lambda t: DeviceBuffer(t.device, 3, ("row",), doubles=True),
-        lambda t: RowBlock(DeviceBuffer(t.device, 3, ("row",)), "row"),
+        lambda t: RowBlock(DeviceBuffer(t.device, 3, ("row",))["row"]),
         lambda t: norm(t.expand(10**5, 3)),
         lambda t: reductions._norm_many([t, t], torch.zeros(2, device="mps")),
     ],
@@ -384,7 +384,7 @@ def test_a_stream_waits_for_the_one_that_wrote(monkeypatch: pytest.MonkeyPatch) 
     landing_at_once(monkeypatch)
     monkeypatch.setattr(devices, "current_stream", current_stream)
     one, two, three = Stream(), Stream(), Stream()
-    block = RowBlock(DeviceBuffer(HERE, 2, ("row",)), "row")
+    block = RowBlock(DeviceBuffer(HERE, 2, ("row",))["row"])
     for stream in (one, one, two):
         monkeypatch.setattr(torch.accelerator, "current_stream", lambda device, stream=stream: stream)
         block.add(torch.zeros((), device=HERE))

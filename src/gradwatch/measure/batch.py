@@ -31,7 +31,7 @@ class Batch:
     data: Any
     rng: RngState
     """The states before the step."""
-    versions: tuple[int, ...] = ()
+    versions: tuple[int, ...]
     """The version counters of its tensors before the step."""
 
     @property

@@ -82,9 +82,8 @@ class BlockNumbers(NamedTuple):
 class RowBlock:
     """The norms and losses of up to `ROWS` steps on the device, a row for each; one copy brings them to the host."""
 
-    def __init__(self, buffer: DeviceBuffer, row: str) -> None:
-        """`row`: of `buffer`, whose present numbers `add` takes."""
-        source = buffer[row]
+    def __init__(self, source: Tensor) -> None:
+        """`source`: a row of a buffer, whose present numbers `add` takes."""
         self._source = source
         self._norms = torch.empty((ROWS, len(source)), dtype=source.dtype, device=source.device)
         self._losses = torch.full((ROWS,), torch.nan, dtype=widest_type(source.device), device=source.device)

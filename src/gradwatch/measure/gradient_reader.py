@@ -220,7 +220,7 @@ class GradientReader:
             index |= self._arrived(held, info.scale)
             host_copy = self.buffer.send([row for row in index if row != BEFORE[0]])
         if self._block is None or not self._block.open:
-            self._block = RowBlock(self.buffer, BEFORE[0])
+            self._block = RowBlock(self.buffer[BEFORE[0]])
         assert held.coverage is not None, "they were reduced"
         row, finite = self._block.add(loss)
         unusual = held.unusual or not finite
@@ -256,9 +256,7 @@ class GradientReader:
             norm_into(gradient.detach(), slot)
         return members
 
-    def measure_after(
-        self, held: OptimizerParameters, *, sampled: bool = False, clipped: bool = False
-    ) -> Reading | None:
+    def measure_after(self, held: OptimizerParameters, *, sampled: bool, clipped: bool = False) -> Reading | None:
         """Right after the step: the gradients that `remeasure` read, and the update, if there is anything.
 
         `clipped`: of shards, whether all ranks have done so.

@@ -68,6 +68,8 @@ class NonfiniteOutput:
     sources: tuple[tuple[Finiteness, NonfiniteOutput | str | None], ...]
     """For each argument that is not finite, its source: a call, the name of a parameter or a path in the batch; None
     where it is not known."""
+    outputs: tuple[Tensor, ...]
+    """The outputs, held so that no other tensor gets their address in memory."""
     facts: tuple[InputSummary, ...] = ()
     """Summaries of the arguments, where the value arose in this call."""
     literal: bool = False
@@ -76,8 +78,6 @@ class NonfiniteOutput:
     """Indices in the first dimension of the output at which it is not finite."""
     length: int = 0
     """Size of that dimension."""
-    outputs: tuple[Tensor, ...] = ()
-    """The outputs, held so that no other tensor gets their address in memory."""
 
 
 class CallRecorder(TorchFunctionMode):
@@ -187,9 +187,7 @@ class CallRecorder(TorchFunctionMode):
         ]
         sources = tuple((bad, source) for bad, source in found if bad)
         most = max((bad for bad, _ in sources), default=Finiteness.FINITE)
-        event = NonfiniteOutput(
-            len(self.nonfinite_outputs), call, state, dtype_of(outputs), sources, outputs=tuple(outputs)
-        )
+        event = NonfiniteOutput(len(self.nonfinite_outputs), call, state, dtype_of(outputs), sources, tuple(outputs))
         event.literal = any(isinstance(a, float) and not np.isfinite(a) for a in args) or not known
         if most < state or not sources:
             event.facts = tuple(filter(None, (input_summary(arg) for arg in arguments)))

@@ -37,7 +37,7 @@ class ModuleHooksReading:
     layout: Layout
     host_copy: HostCopy
     readings: Sequence[ModuleReading]
-    order: tuple[int, ...] = ()
+    order: tuple[int, ...]
     """Sites of layers and activations in the order in which they first ran in the step."""
 
     def values(self) -> dict[str, Floats]:
