@@ -192,7 +192,7 @@ class OptimizerParameters:
 
     @torch.no_grad()
     def copy_weights(self, buffer: DeviceBuffer) -> None:
-        """Keep the weights for `moved`."""
+        """Keep the weights for `update_norms`."""
         if self._updates is None:
             # by the largest part that any rank has, so that all ranks copy the same parameters
             sizes = [(largest_part(p), p.element_size()) if _has_norm(p) else (0, 1) for p in self.parameters]

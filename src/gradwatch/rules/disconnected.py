@@ -36,7 +36,8 @@ from gradwatch.rules.evidence.wording import capitalized, percent_text, steps_te
 from gradwatch.rules.rule import CheckedRule
 
 FLAT_SHARE = 0.9
-"""Share of the outputs of an activation in its flat part from which that is named. As in `Saturation`."""
+"""Share of the outputs of an activation in its flat part from which that is named. As in the prototype of
+`Saturation`."""
 
 DEADENING_BIAS = 1.0
 """Root mean square of the biases of a layer from which they may leave all its units dead or in a flat part. Judgement:

@@ -16,7 +16,7 @@ OVERFLOW_RECORDS = 10
 """Records from a jump to an overflow of the weights, at most. Judgement."""
 
 BASELINE_RECORDS = 20
-"""Records before a jump with which the gradient is compared. As in `Spike`."""
+"""Records before a jump with which the gradient is compared: as many as `Spike` needs for a judgement."""
 
 JUMP_RATIO = 10.0
 """Ratio to the highest gradient before from which a gradient is a jump. As in `Spike`."""
@@ -157,7 +157,7 @@ def last_jump(
 
 
 def began_text(history: History, onset: int) -> str:
-    """' It is so from the first step on.', or what else is known of the time before the record `back` from the end."""
+    """' It is so from the first step on.', or what else is known of the time before the record `onset` from the end."""
     if is_first_record(history, onset):
         return " It is so from the first step on."
     known = (own_records(history) > onset).any()
@@ -180,7 +180,7 @@ class Beginning:
 
 
 def beginning(history: History, onset: int) -> Beginning:
-    """How a fault began that is there since the record `back` from the end: of what came before, the `EFFECT_RECORDS`
+    """How a fault began that is there since the record `onset` from the end: of what came before, the `EFFECT_RECORDS`
     records that are nearest count.
     """
     began, own = began_text(history, onset), own_records(history)

@@ -27,7 +27,7 @@ NAMES_MAX, PARAMETERS_MAX = 2**16, 2**17
 """Layers and taps of a run, and its parameters."""
 
 STATISTICS_MAX = 128
-"""Statistics of a run, and numbers of a whole step. The catalogue has 33."""
+"""Statistics of a run, and numbers of a whole step. The catalogue has fewer than 40."""
 
 ROWS_MAX = 4096
 """Rows of an event. GradWatch writes 64 at most."""
