@@ -37,7 +37,9 @@ class Rule(Protocol):
 
     @property
     def needs(self) -> frozenset[str]:
-        """The statistics that the rule cannot do without. Where all are sampled, it is called at samples only."""
+        """The statistics that the rule judges by. Where all are sampled, it is called at samples of them only; what is
+        measured does not depend on it.
+        """
 
     def __call__(self, history: History) -> Sequence[Finding] | None:
         """Findings at the latest record, the worst first.
