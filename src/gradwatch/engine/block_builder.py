@@ -125,13 +125,12 @@ class BlockBuilder:
             still = not np.nan_to_num(values.get("update_ratio", np.nan)).any()
             return values if still else {}, {"skipped": 1.0} if sure else {}, False
         scalars, unseen = {"overhead": overhead}, False
-        used = step.effect.used if step.effect is not None else None
-        before = _without_taps(step, grad_norm.copy() if used is None else used)
+        before = _without_taps(step, grad_norm.copy() if step.used is None else step.used)
         if step.evaluations > 1:
             scalars["closures"] = float(step.evaluations)
         elif "grad_norm_clipped" in values:
             after = values["grad_norm_clipped"]
-            by_norm = self._mode.clip_norm is not None and used is None and step.info.scale is None
+            by_norm = self._mode.clip_norm is not None and step.used is None and step.info.scale is None
             if not step.changed or (by_norm and step.held.clip_checks()):
                 with np.errstate(invalid="ignore"):
                     expected = before * self._clip_factors(before[0]) if step.changed else before

@@ -59,6 +59,8 @@ class StepState:
     """Whether every backward pass since the optimizer's last step was for this one."""
     effect: StepEffect | None = None
     """What interventions have done to the gradients."""
+    used: Floats | None = None
+    """The norms that they have left, shape [sites]; None without any, and before `other_values`."""
     used_as_measured: bool = False
     """Whether its optimizer has used the very gradients that were measured, and nothing more is known of it."""
     clip_checked: tuple[int, ...] = ()
@@ -113,7 +115,8 @@ class StepState:
         if self.tapped is not None:
             values |= self.tapped.into(grad_norm)
         if self.effect is not None:
-            values |= self.effect.values(self.reading, grad_norm.copy())
+            changed, self.used = self.effect.values(self.reading, grad_norm.copy())
+            values |= changed
             if (before := values.pop("grad_norm", None)) is not None:
                 grad_norm[:] = before
         return values

@@ -26,7 +26,7 @@ class AppliedFactors:
     """The factor of all of them if the host knows it; None if the factors are in `StepEffect.host_copy`."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class StepEffect:
     """What all interventions did at one step; the factors are available when `host_copy` is done."""
 
@@ -37,8 +37,6 @@ class StepEffect:
     """
     decisions: Sequence[GateDecision]
     """The decisions of the gates on the step."""
-    used: Floats | None = None
-    """The norms of the gradients after the interventions, shape [sites]; set by `values`."""
 
     @property
     def skips(self) -> bool:
@@ -61,13 +59,14 @@ class StepEffect:
             return np.full(len(one.indices), one.factor)
         return self.host_copy.wait()[str(one.active.number)]
 
-    def values(self, reading: Reading, read: Floats) -> dict[str, Floats]:
-        """`clip_factor` and `clip_rate`, one number per site, NaN for layers on which nothing acts; and the `grad_norm`
-        from before, if hooks have changed it. Signals of a layer count like its gradients.
+    def values(self, reading: Reading, read: Floats) -> tuple[dict[str, Floats], Floats]:
+        """`clip_factor` and `clip_rate`, one number per site, NaN for layers on which nothing acts, and the `grad_norm`
+        from before, if hooks have changed it; and the norms after the interventions, shape [sites]. Signals of a layer
+        count like its gradients.
 
         `read`: the norms of `reading`, shape [sites].
         """
-        values = self._gradients(reading, read)
+        values, used = self._gradients(reading, read)
         rate, factor, layers = values["clip_rate"], values["clip_factor"], reading.layout.layers
         for one in self.applied:
             if one.active.on_signals:
@@ -76,9 +75,9 @@ class StepEffect:
                 size = np.abs(factors_of_sites)
                 factor[sites] = np.where(np.isnan(factor[sites]), size, factor[sites] * size)
                 rate[0] = float(np.mean(rate[layers][~np.isnan(rate[layers])] > 0))
-        return values
+        return values, used
 
-    def _gradients(self, reading: Reading, read: Floats) -> dict[str, Floats]:
+    def _gradients(self, reading: Reading, read: Floats) -> tuple[dict[str, Floats], Floats]:
         layout, coverage = reading.layout, reading.coverage
         count = len(layout.parameters)
         counted, applied, acted_on = np.ones(count), np.ones(count), np.zeros(count, dtype=bool)
@@ -93,18 +92,17 @@ class StepEffect:
         acted_on &= coverage.measured
         touched, covered = acted_on & (counted != 1.0), sums(layout, acted_on) > 0
         rate, factor = np.where(covered, 0.0, np.nan), np.where(covered, 1.0, np.nan)
-        self.used = read
-        values = {"clip_rate": rate, "clip_factor": factor}
+        values, used = {"clip_rate": rate, "clip_factor": factor}, read
         if not touched.any():
-            return values
+            return values, used
         norm, before, numbers = reading.per_parameter("grad_norm"), read, self.host_copy.wait()
         if (applied != 1.0).any():
-            self.used = _after(layout, coverage, norm, applied, numbers.get("after", np.nan))
+            used = _after(layout, coverage, norm, applied, numbers.get("after", np.nan))
         if "before" in numbers:
             norm = np.where(np.isnan(numbers["before"]), norm, numbers["before"])
             values["grad_norm"] = before = norms(layout, norm, coverage)
         with np.errstate(invalid="ignore", divide="ignore"):
-            after = self.used if before is read and np.array_equal(applied, counted, equal_nan=True) else None
+            after = used if before is read and np.array_equal(applied, counted, equal_nan=True) else None
             ratio = (_after(layout, coverage, norm, counted) if after is None else after) / before
             ratio[np.isinf(before)] = np.nan
             ratio[layout.parameters] = size = np.abs(counted)
@@ -114,7 +112,7 @@ class StepEffect:
         changed = sums(layout, touched) > 0
         rate[covered & changed] = 1.0
         rate[0] = np.count_nonzero(changed[layout.layers]) / np.count_nonzero(covered[layout.layers])
-        return values
+        return values, used
 
 
 def _after(
