@@ -49,10 +49,6 @@ class DeviceBuffer:
     def __getitem__(self, row: str) -> Tensor:
         return self._rows[row]
 
-    def view(self, row: str) -> NDArray[np.float32 | np.float64] | None:
-        """A row's slots as they are now, to read and to mend; None where the host would have to wait for a device."""
-        return host_view(self._rows[row])
-
     def send(self, rows: Iterable[str]) -> HostCopy:
         """Start the copy of `rows` to the host; they may be written again as soon as this returns."""
         return HostCopy({row: self._rows[row] for row in rows})

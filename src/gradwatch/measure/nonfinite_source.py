@@ -91,7 +91,7 @@ class NonfiniteSource:
 
     def send(self) -> HostCopy | None:
         """The sums of the norms since this was last asked, on their way to the host; None where it has seen them."""
-        if self._buffer is None or self._buffer.view("norms") is not None:
+        if self._buffer is None or host_view(self._buffer["norms"]) is not None:
             return None
         host_copy = self._buffer.send(("norms",))
         self._buffer["norms"].zero_()
