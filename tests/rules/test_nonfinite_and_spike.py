@@ -59,6 +59,18 @@ def test_nonfinite_everywhere_came_with_the_loss(loss: dict[str, float], words: 
     assert len(found.sites) == 3
 
 
+def test_a_loss_that_is_not_finite_was_so_before_the_backward_pass() -> None:
+    """Whatever that pass does not reach keeps a finite gradient."""
+    history = net(3)
+    rows = [*noise(3, layers=3), {"gradients": [1, NAN, NAN], "loss": NAN, "loss_nan": 1.0}]
+    found = only(judge_rows(Nonfinite(), history, rows)[-1])
+    assert (found.layer, found.sites) == ("total", ("fc1", "fc2"))
+    assert found.message.startswith(
+        "The gradient of layers fc1, fc2 is not finite; the loss is NaN already, most often by a batch that is not "
+    )
+    assert found.message.endswith(" Outputs were not sampled at this step, and so do not tell where.")
+
+
 @pytest.mark.parametrize("known", [False, True], ids=["loss unknown", "loss known"])
 def test_clipping_before_the_measurement_does_not_hide_where_it_was_made(known: bool) -> None:
     """It makes every gradient NaN where one is."""

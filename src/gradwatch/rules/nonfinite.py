@@ -241,7 +241,7 @@ def _origin(
         by_gradients = again is not None and again.source == "gradients" and len(healthy)
         origin = history.layout.sites[unhealthy[0]].name if by_gradients else forward.site
         return origin, forward.cause, forward.remedy
-    if len(healthy):
+    if len(healthy) and not bad_loss:
         return _backward(history, unhealthy, healthy)
     if np.isfinite(loss):
         cause = (
