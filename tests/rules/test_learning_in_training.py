@@ -49,18 +49,26 @@ def incidents_of(
     loss_of: Callable[[Tensor, Tensor], Tensor] = nn.functional.mse_loss,
     schedule: Any = None,
     clip: float | None = None,
+    clips_first: bool = False,
+    divides: float | None = None,
     rules: Sequence[Rule] = (Frozen(), Stalled(), Divergence(), Collapse()),
 ) -> dict[str, Alert]:
-    """What the four rules say of a training: rule name -> its incident."""
+    """What the four rules say of a training: rule name -> its incident. `clips_first`: before the measurement; `divides`:
+    by the loss scale that it has put into the loss by hand.
+    """
     dtype = next(model.parameters()).dtype
     # without a budget every 25th step is sampled, on any machine
     with Watch(model, rules=rules, sinks=(), budget=None) as watch:
         for inputs, targets in points(steps):
             optimizer.zero_grad()
             loss = loss_of(model(inputs.to(dtype)).float(), targets)
-            loss.backward()
+            (loss * (divides or 1.0)).backward()
+            for parameter in model.parameters() if divides else ():
+                parameter.grad /= divides
+            if clip is not None and clips_first:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
             watch.step(optimizer, loss=loss.detach())
-            if clip is not None:
+            if clip is not None and not clips_first:
                 nn.utils.clip_grad_norm_(model.parameters(), clip)
             optimizer.step()
             if schedule is not None:
@@ -255,6 +263,12 @@ def test_the_wrong_sign_where_the_loss_falls_slowly() -> None:
     [
         (adam(1e-9), {}, "The learning rate is 1e-9."),
         (sgd(), {"clip": 1e-6}, "Clipping leaves 1e-6"),
+        (
+            sgd(),
+            {"clip": 1e-6, "clips_first": True},
+            "Clipping before the measurement, or other code after the backward pass, leaves 1e-6 of a gradient of norm",
+        ),
+        (sgd(1e-9), {"divides": 2.0**16}, "The learning rate is 1e-9."),
         (sgd(), {"loss_of": lambda x, y: 1e-6 * nn.functional.mse_loss(x, y)}, "The gradient is small"),
     ],
 )

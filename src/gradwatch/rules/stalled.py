@@ -14,6 +14,7 @@ from gradwatch.core.history import OPENING, History
 from gradwatch.core.median import median
 from gradwatch.core.number_text import number_text
 from gradwatch.core.record import MEASURED, TOTAL, Floats, Layout, Mask, Sites
+from gradwatch.core.remaining_scale import remaining_scale
 from gradwatch.rules.evidence.baseline import LEVEL_RECORDS, is_stuck
 from gradwatch.rules.evidence.learning_rates import removed_scale
 from gradwatch.rules.evidence.recent_rows import RecentRows
@@ -39,6 +40,9 @@ USUAL_UPDATE = 1e-3
 RELIABLE_UPDATE = 1e-7
 """The same from which it tells the rate to try: rounding of float32 swallows a part of smaller ones."""
 
+CLIPPED_SHARE = 1e-2
+"""Share of a gradient's norm below which what has shortened it is the cause. Judgement."""
+
 USUAL_CLIPPING = 1.0
 """A norm to which gradients are often clipped, as in Lightning's documentation."""
 
@@ -61,7 +65,7 @@ class Stalled(CheckedRule):
 
     name: ClassVar[str] = "stalled"
     needs: ClassVar[frozenset[str]] = frozenset(
-        {"grad_norm", "grad_norm_clipped", "clip_factor", "weight_norm", "update_ratio"}
+        {"grad_norm", "arrived_norm", "grad_norm_clipped", "clip_factor", "weight_norm", "update_ratio"}
     )
 
     update: float = 1e-5
@@ -230,7 +234,10 @@ def _why(history: History, own: Sites, back: int, most: float) -> tuple[str, str
     """Why the steps are so short, and what to change. `most`: the largest update over the size of the weights."""
     rates = history.scalar("lr", RECENT_RECORDS)
     rate, highest = float(rates[-back]), float(np.fmax.reduce(rates[-own]))
-    norm, left = (float(history.row(name, back=back)[0]) for name in ("grad_norm", "grad_norm_clipped"))
+    arrived, norms, left = (
+        history.row(name, back=back) for name in ("arrived_norm", "grad_norm", "grad_norm_clipped")
+    )
+    norm = float(norms[0])
     usual = "a usual lr in configure_optimizers: 1e-3 for Adam, or 0.1 for SGD."
     if most >= RELIABLE_UPDATE and rate > 0:
         better = rate * USUAL_UPDATE / most
@@ -247,18 +254,13 @@ def _why(history: History, own: Sites, back: int, most: float) -> tuple[str, str
     if rate == 0:
         return "The learning rate is 0.", usual
     if removed_scale(history, back=back):
-        norm = left
-    elif left < 1e-2 * norm:
-        scaled = history.number("scaled", back=back) == 1
-        said, unscaled = " without the loss scale" * scaled, ", without the loss scale" * scaled
-        limit = f"Trainer(gradient_clip_val={USUAL_CLIPPING}), which is above the norm of the gradient"
-        if norm >= USUAL_CLIPPING:
-            limit = f"Trainer(gradient_clip_val={number_text(norm, 1)}), the norm of the gradient"
-        return (
-            f"Clipping leaves {number_text(left)} of a gradient of norm {number_text(norm)}{said}.",
-            f"{limit}{unscaled}.",
-        )
-    unused = np.isnan(left) and np.isnan(history.number("closures", back=back))
+        norm = float(left[0])
+    elif left[0] < CLIPPED_SHARE * norm:
+        return _clipping(history, back, "Clipping", norm, float(left[0]))
+    elif norm < CLIPPED_SHARE * arrived[0] and not remaining_scale(arrived, norms):
+        what = "Clipping before the measurement, or other code after the backward pass,"
+        return _clipping(history, back, what, float(arrived[0]), norm)
+    unused = np.isnan(left[0]) and np.isnan(history.number("closures", back=back))
     if unused and not most and not rate < LOW_RATE:
         return "No optimizer step was seen that uses these gradients.", "no zero_grad() in on_before_optimizer_step."
     if _grids(history.layout).all():
@@ -283,6 +285,19 @@ def _why(history: History, own: Sites, back: int, most: float) -> tuple[str, str
             "a loss that is averaged once, over the batch; or torch.optim.Adam(self.parameters()), whatever its scale.",
         )
     return "The learning rate is too low for these gradients.", usual if most >= RELIABLE_UPDATE else HIGHER_RATE
+
+
+def _clipping(history: History, back: int, what: str, norm: float, left: float) -> tuple[str, str]:
+    """Where `what` leaves `left` of the gradient's `norm`: the cause, and what to change."""
+    scaled = history.number("scaled", back=back) == 1
+    said, unscaled = " without the loss scale" * scaled, ", without the loss scale" * scaled
+    limit = f"Trainer(gradient_clip_val={USUAL_CLIPPING}), which is above the norm of the gradient"
+    if norm >= USUAL_CLIPPING:
+        limit = f"Trainer(gradient_clip_val={number_text(norm, 1)}), the norm of the gradient"
+    return (
+        f"{what} leaves {number_text(left)} of a gradient of norm {number_text(norm)}{said}.",
+        f"{limit}{unscaled}.",
+    )
 
 
 def _records_of(history: History, sample: int) -> Sites:
