@@ -51,7 +51,8 @@ def test_an_unused_layer(order: tuple[str, ...], words: str) -> None:
     assert silent(outcome[:19])
     found = only(outcome[19])
     assert found.message == words
-    assert found.remedy == "call layer fc1 in forward, or leave its parameters out in configure_optimizers."
+    out = "leave its parameters out of the optimizer in configure_optimizers."
+    assert found.remedy == f"call layer fc1 in forward, or {out}"
 
 
 def test_parameters_of_a_module_of_which_another_method_than_forward_is_called() -> None:

@@ -56,7 +56,7 @@ FACTORS = (
 )
 """Of a layer of several parameters whose weights are all 0: a cause, and what to change."""
 
-CALL_IT = "call layer {last} in forward, or leave its parameters out in configure_optimizers."
+CALL_IT = "call layer {last} in forward, or leave its parameters out of the optimizer in configure_optimizers."
 
 TEXTS = {
     "cleared": (
