@@ -697,6 +697,16 @@ def test_an_optimizer_beside_one_that_moves_its_weights_far(
     assert bool(findings(judge_steps(Stalled(), net(2), rows)[6:])) is found
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_an_optimizer_of_a_part_of_a_layer_that_another_one_moves(shared: bool) -> None:
+    """As of the biases of keys, which have no effect, where each parameter has an optimizer of its own."""
+    other = Missing.OTHER_OPTIMIZER
+    ours = {**steps(1)[0], "codes": {"fc1.bias": other}, "updates": [0.1, 0.1 if shared else NAN], "optimizer": 0}
+    theirs = {**steps(1)[0], "codes": {"fc0": other, "fc1.weight": other}, "updates": [NAN, 2e-5], "optimizer": 1}
+    found = findings(judge_steps(Stalled(), net(2), [ours, theirs] * 25))
+    assert bool(found) is not shared
+
+
 def narrow(dtype: str, *, depth: int = 2) -> History:
     shape = layout([f"fc{i}" for i in range(depth)])
     sites = [Site(s.name, s.kind, s.module, s.layer, s.numel, dtype and s.dtype and dtype) for s in shape.sites]

@@ -125,6 +125,22 @@ def test_a_compiled_part_is_in_no_optimizer() -> None:
     assert [(alert.severity, alert.sites) for alert in watch.alerts] == [(Severity.WARNING, ("part.0",))]
 
 
+@pytest.mark.parametrize("held", [12, 11])
+def test_many_optimizers_that_take_turns(held: int) -> None:
+    """In a loop of the user's own each is known from its first step on."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), *(nn.Linear(16, 16) for _ in range(10)), nn.Linear(16, 1))
+    optimizers = [torch.optim.Adam(layer.parameters(), lr=1e-3) for layer in model[:held]]
+    with Watch(model, rules=[Frozen()], sinks=()) as watch:
+        for inputs, targets in points(5):
+            model.zero_grad()
+            nn.functional.mse_loss(model(inputs), targets).backward()
+            for optimizer in optimizers:
+                watch.step(optimizer)
+                optimizer.step()
+    assert [(alert.sites, alert.noticed) for alert in watch.alerts] == [(("11",), 11)] * (held == 11)
+
+
 class ByHand(L.LightningModule):
     """Two optimizers, of which the second steps where `steps` of the global step says so."""
 

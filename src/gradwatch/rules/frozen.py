@@ -29,6 +29,7 @@ from gradwatch.core.record import (
 )
 from gradwatch.rules.evidence.paths import paths, reaching_loss
 from gradwatch.rules.evidence.recent_rows import RecentRows
+from gradwatch.rules.evidence.records import is_first_record
 from gradwatch.rules.evidence.samples import RECENT_RECORDS, forward_order, in_a_row, present_layers, sample_backs
 from gradwatch.rules.evidence.weights import update_samples, zeroed_by_interventions
 from gradwatch.rules.evidence.wording import capitalized, steps_text
@@ -133,8 +134,12 @@ class Frozen(CheckedRule):
         limit = float(self.records)
         return [Finding(self.name, Severity.WARNING, names[0], names, limit, limit, message, remedy, onset, headline)]
 
-    def _no_optimizer(self, history: History) -> Sequence[Finding]:
-        """Trainable, reached by the backward pass, and in no optimizer."""
+    def _no_optimizer(self, history: History) -> Sequence[Finding] | None:
+        """Trainable, reached by the backward pass, and in no optimizer. None while optimizers step for the first time:
+        in a loop of the user's own the next one may be new, too.
+        """
+        if is_first_record(history, 1):
+            return None
         outside = history.codes(self.records)[:, history.layout.parameters] == NO_OPTIMIZER
         # a target network or a teacher is in no optimizer on purpose: nothing flows back to it
         parameters, known = _reached(history, outside.all(axis=0))

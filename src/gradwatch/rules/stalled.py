@@ -175,6 +175,10 @@ class Stalled(CheckedRule):
         own, rates = _records_of(history, backs[-1]), history.scalar("lr", RECENT_RECORDS)
         if history.has("lr") and rates[-own[-1]] != rates[-own[0]]:
             return []
+        # a layer of which another optimizer moves a part does not stand still
+        pulled = pulled & ~(relative_updates(history, known[optimizers != mine]) >= self.starved_update).any(axis=0)
+        if not pulled.any():
+            return []
         # NaN where a sample has none of these layers, or no finite weights
         most = float(np.fmax.reduce(median(relative_updates(history, backs)[:, pulled].T), initial=np.nan))
         others = [
