@@ -1,6 +1,7 @@
 """Divergence and stalled: a faulty run raises the right alert, a healthy one none."""
 
 import re
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -338,10 +339,10 @@ def test_remedies_go_by_what_was_measured(rows: list[dict[str, Any]], remedy: st
 def test_backward_passes_that_are_summed() -> None:
     """Each of 32 passes is small, their sum is not; the loss may have been divided. Of two nothing is said."""
 
-    def watched(passes: int, *, mean: bool, every_n_steps: int = 1) -> str:
+    def watched(passes: int, *, mean: bool, kind: Any = torch.optim.SGD) -> str:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
-        optimizer = torch.optim.SGD(model.parameters(), lr=2.0 if mean else 0.2)
+        optimizer = kind(model.parameters(), lr=2.0 if mean else 0.2)
         with Watch(model, sinks=(), rules=[Divergence()]) as watch:
             for _ in range(12):
                 optimizer.zero_grad()
@@ -362,6 +363,10 @@ def test_backward_passes_that_are_summed() -> None:
     )
     assert "backward passes" not in watched(2, mean=False)
     assert "backward passes" not in watched(1, mean=True)
+    for kind in (torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop):  # to them a sum is a mean
+        assert "backward passes" not in watched(32, mean=True, kind=kind)
+    momentum = watched(32, mean=False, kind=partial(torch.optim.SGD, momentum=0.9))
+    assert "backward passes or more" in momentum
 
 
 @pytest.mark.parametrize("seed", cases(range(5), range(2)))

@@ -23,11 +23,11 @@ from gradwatch.rules.evidence.learning_rates import (
     RateJump,
     maximizes,
     may_be_large,
+    passes_in_steps,
     rate_jump,
     rate_remedy,
     rate_text,
     scale_in_use,
-    summed_passes,
 )
 from gradwatch.rules.evidence.recent_rows import ROUNDING, RecentRows
 from gradwatch.rules.evidence.records import is_alone, is_own, own_losses, own_records
@@ -355,7 +355,7 @@ def _why_long(history: History, back: int, *, records: int) -> _Why:
     if jump is not None:
         onset = back - 1 if jump.back == back > 1 else back  # that batch itself is a spike
         return _Why(capitalized(jump.cause), jump.remedy, jump.text, onset)
-    passes = summed_passes(history, of=back)
+    passes = passes_in_steps(history, of=back)
     why = f"the learning rate is too high for this model and loss{rate_text(history, back=back)}"
     cause = f"{capitalized(why if passes is None else _passes_text(passes))}{overwritten}."
     return _Why(cause, rate_remedy(history, back=back), "", back)
@@ -437,7 +437,7 @@ def _why_high(history: History, onset: int) -> _Why | None:
     """Why the loss is far over its first level since the record `onset` from the end, the cause without a capital; None
     where that is no divergence.
     """
-    passes, jump = summed_passes(history), last_jump(history, rate=onset, gradient=1)
+    passes, jump = passes_in_steps(history), last_jump(history, rate=onset, gradient=1)
     if not maximizes(history):
         if not isinstance(jump, RateJump) and (shift := _shift(history, onset)):
             if _learns_anew(history, onset):

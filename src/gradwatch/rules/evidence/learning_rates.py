@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from gradwatch.core.history import History
+from gradwatch.core.median import median
 from gradwatch.core.number_text import number_text
-from gradwatch.core.record import Floats
+from gradwatch.core.record import Floats, Mask
 from gradwatch.core.remaining_scale import remaining_scale
 from gradwatch.rules.evidence.records import is_own, own_records
 from gradwatch.rules.evidence.samples import RECENT_RECORDS
@@ -50,6 +51,10 @@ LEAST_PASSES = 3
 
 MOST_PASSES = 4096
 """Backward passes from which a gradient was multiplied, and is no sum. Judgement."""
+
+SGD_TOLERANCE = 2.0
+"""Times as long, or as short, as the rate times the gradient a step of SGD without momentum may be. Judgement: weight
+decay adds to it."""
 
 MAXIMIZES = "the optimizer goes up the loss, not down (maximize=True)."
 """The cause where the loss rises and `maximizes`."""
@@ -149,7 +154,7 @@ def measured_remedy(history: History, back: int) -> str:
     """What makes the steps too large, passes that are added up or long momentum; or else the rate at which they were
     sane, or at which the first would have been; empty where nothing is known.
     """
-    if (passes := summed_passes(history, of=back)) is not None:
+    if (passes := passes_in_steps(history, of=back)) is not None:
         return (
             f"loss / N before each of a step's N backward passes, which are added up: N is {passes} at least. Where it "
             "is divided already, a smaller lr."
@@ -258,3 +263,30 @@ def summed_passes(history: History, *, of: int = 1) -> int | None:
     least = least[np.isfinite(least)]
     # the step before may have been the only one that was sampled
     return int(np.ceil(least.max() - 1e-6)) if len(least) and LEAST_PASSES <= least.max() <= MOST_PASSES else None
+
+
+def passes_in_steps(history: History, *, of: int = 1) -> int | None:
+    """The same; None, too, where a sum makes no longer steps than a mean."""
+    passes = summed_passes(history, of=of)
+    return passes if passes is not None and _steps_as_sgd(history, of) else None
+
+
+def _steps_as_sgd(history: History, of: int) -> bool:
+    """Whether steps are as long as those of SGD, the rate times the gradient, in all layers, as far as is known lately
+    of the optimizer of the record `of` from the end. Adam divides by the size of the gradient.
+    """
+    own = is_own(history, max(CLIPPED_RECORDS, of), of=of)[-CLIPPED_RECORDS:]
+    layers, n = history.layout.layers, len(own)
+    norms, used, weights, updates = (
+        history.window(name, n)[own][:, layers]
+        for name in ("grad_norm", "grad_norm_clipped", "weight_norm", "update_ratio")
+    )
+    rates = history.scalar("lr", n)[own, None]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        longer = updates * weights / (rates * np.where(np.isnan(used), norms, used))
+    known = np.isfinite(longer) & (longer > 0)
+    if not known.any() or np.isfinite(history.scalar("lr_highest", n)[own]).any():
+        return True
+    most = SGD_TOLERANCE / max(1e-3, 1 - np.nan_to_num(history.number("momentum")))
+    longer = median(np.where(known, longer, np.nan))
+    return bool(((longer >= 1 / most) & (longer <= most))[~np.isnan(longer)].all())
