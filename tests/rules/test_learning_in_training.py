@@ -53,8 +53,8 @@ def incidents_of(
     divides: float | None = None,
     rules: Sequence[Rule] = (Frozen(), Stalled(), Divergence(), Collapse()),
 ) -> dict[str, Alert]:
-    """What the four rules say of a training: rule name -> its incident. `clips_first`: before the measurement; `divides`:
-    by the loss scale that it has put into the loss by hand.
+    """What the four rules say of a training: rule name -> its incident. `clips_first`: before the measurement.
+    `divides`: by the loss scale that it has put into the loss by hand.
     """
     dtype = next(model.parameters()).dtype
     # without a budget every 25th step is sampled, on any machine

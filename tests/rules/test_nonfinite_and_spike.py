@@ -71,6 +71,28 @@ def test_a_loss_that_is_not_finite_was_so_before_the_backward_pass() -> None:
     assert found.message.endswith(" Outputs were not sampled at this step, and so do not tell where.")
 
 
+def test_of_passes_that_add_up_the_loss_may_be_anothers() -> None:
+    """A loop of the user's own gives the loss of the last of its micro-batches."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with Watch(model, rules=[Nonfinite()], sinks=(), signals="off") as watch:
+        for step in range(7):
+            optimizer.zero_grad()
+            for part in range(4):
+                scale = NAN if (step, part) == (6, 1) else 1.0
+                loss = (model(scale * torch.ones(2, 4)) - 1).square().mean()
+                loss.backward()
+            watch.step(optimizer, loss=loss)
+            optimizer.step()
+    message = only(watch.alerts).message
+    assert message.startswith("No layer has a finite gradient; the loss is finite (0.")
+    assert message.endswith(
+        "), so that NaN or infinity was made in its backward pass, with another of the 4 losses or more whose "
+        "gradients a step adds up, or by code that changes gradients after it."
+    )
+
+
 @pytest.mark.parametrize("known", [False, True], ids=["loss unknown", "loss known"])
 def test_clipping_before_the_measurement_does_not_hide_where_it_was_made(known: bool) -> None:
     """It makes every gradient NaN where one is."""

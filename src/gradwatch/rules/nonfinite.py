@@ -15,7 +15,7 @@ from gradwatch.core.record import MEASURED, TOTAL, Mask, Sites
 from gradwatch.rules.evidence.baseline import first_steps_text
 from gradwatch.rules.evidence.depth import profile
 from gradwatch.rules.evidence.jumps import last_jump
-from gradwatch.rules.evidence.learning_rates import RateJump, rate_remedy
+from gradwatch.rules.evidence.learning_rates import RateJump, rate_remedy, summed_passes
 from gradwatch.rules.evidence.nonfinite_forward import NonfiniteForward, first_nonfinite_output, from_replay
 from gradwatch.rules.evidence.paths import paths
 from gradwatch.rules.evidence.recent_rows import RecentRows
@@ -244,9 +244,11 @@ def _origin(
     if len(healthy) and not bad_loss:
         return _backward(history, unhealthy, healthy)
     if np.isfinite(loss):
+        passes = summed_passes(history)  # the loss that is known may be that of the last of them
+        others = f"with another of the {passes} losses or more whose gradients a step adds up, " * (passes is not None)
         cause = (
             f"the loss is finite ({number_text(loss, 3)}), so that NaN or infinity was made in its backward pass, "
-            "or by code that changes gradients after it."
+            f"{others}or by code that changes gradients after it."
         )
         remedy = "Trainer(detect_anomaly=True) for this batch: it names the operation, if one made it."
         return _border(history, unhealthy, healthy)[0], cause, remedy

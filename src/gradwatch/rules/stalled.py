@@ -238,9 +238,7 @@ def _why(history: History, own: Sites, back: int, most: float) -> tuple[str, str
     """Why the steps are so short, and what to change. `most`: the largest update over the size of the weights."""
     rates = history.scalar("lr", RECENT_RECORDS)
     rate, highest = float(rates[-back]), float(np.fmax.reduce(rates[-own]))
-    arrived, norms, left = (
-        history.row(name, back=back) for name in ("arrived_norm", "grad_norm", "grad_norm_clipped")
-    )
+    arrived, norms, left = (history.row(name, back=back) for name in ("arrived_norm", "grad_norm", "grad_norm_clipped"))
     norm = float(norms[0])
     usual = "a usual lr in configure_optimizers: 1e-3 for Adam, or 0.1 for SGD."
     if most >= RELIABLE_UPDATE and rate > 0:

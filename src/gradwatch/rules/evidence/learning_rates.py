@@ -9,7 +9,7 @@ import numpy as np
 from gradwatch.core.history import History
 from gradwatch.core.median import median
 from gradwatch.core.number_text import number_text
-from gradwatch.core.record import Floats, Mask
+from gradwatch.core.record import Floats
 from gradwatch.core.remaining_scale import remaining_scale
 from gradwatch.rules.evidence.records import is_own, own_records
 from gradwatch.rules.evidence.samples import RECENT_RECORDS
