@@ -137,12 +137,13 @@ def judge_steps(rule: Rule, history: History, rows: list[dict[str, Any]]) -> Out
     outcome = []
     for row in rows:
         more = dict(row)
-        updates, clipped = more.pop("updates", None), more.pop("clipped", None)
+        updates, clipped, arrived = (more.pop(name, None) for name in ("updates", "clipped", "arrived"))
         record(history, **({"weights": USUAL} if updates is not None else {}) | more)
         found = rule(history)
         outcome.append(found if found is None else list(found))
         shape, late = history.layout, {}
-        for name, numbers in (("update_ratio", updates), ("grad_norm_clipped", clipped)):
+        given = (("update_ratio", updates), ("grad_norm_clipped", clipped), ("arrived_norm", arrived))
+        for name, numbers in given:
             if numbers is not None:
                 line = np.full(len(shape), NAN)
                 line[shape.layers] = numbers

@@ -446,6 +446,13 @@ def test_a_gradient_of_zero_from_the_start_or_since() -> None:
         (steps(40, updates=0.0, lr=1e-9), "The learning rate is 1e-9."),
         (steps(40, updates=1e-7, lr=0.1, clipped=1e-4), "Clipping leaves"),
         (steps(40, updates=1e-7, lr=0.1, gradients=1e-5), "The gradient is small"),
+        (  # what arrives is not measured at each sample
+            [
+                *steps(9, updates=1e-7, lr=0.1, gradients=1e-5, arrived=1.0),
+                *steps(31, updates=1e-9, lr=0.1, gradients=1e-5),
+            ],
+            "Clipping before the measurement, or other code after the backward pass, leaves 1.4e-5 of a gradient",
+        ),
         (steps(40, updates=1e-7, lr=0.1), "The learning rate is too low for these gradients."),
         (
             [*steps(5, updates=1e-6), *steps(60, updates=1e-9, lr=1e-5)],

@@ -153,7 +153,7 @@ class Stalled(CheckedRule):
         elif movers := layout.names(layout.layers[pulled][~stand]):
             no_layer, no_weights = f"any layer but {name_text(movers)}", f"no weights but those of {name_text(movers)}"
         what = f"by more than {number_text(largest, 1)} of their size" if largest > 0 else "at all"
-        cause, remedy = _why(history, own, int(still[-1]), largest)
+        cause, remedy = _why(history, own, still, largest)
         for_long = steps_text(history, steps)
         none = "none" if len(still) >= steps else f"none of the {len(still)} that were sampled"
         message = (
@@ -234,12 +234,14 @@ class Stalled(CheckedRule):
         return bool(loss[1] < self.loss_share * loss[0])
 
 
-def _why(history: History, own: Sites, back: int, most: float) -> tuple[str, str]:
-    """Why the steps are so short, and what to change. `most`: the largest update over the size of the weights."""
+def _why(history: History, own: Sites, still: Sites, most: float) -> tuple[str, str]:
+    """Why the steps are so short, at the samples `still`, and what to change. `most`: the largest update over the size
+    of the weights.
+    """
+    back = int(still[-1])
     rates = history.scalar("lr", RECENT_RECORDS)
     rate, highest = float(rates[-back]), float(np.fmax.reduce(rates[-own]))
-    arrived, norms, left = (history.row(name, back=back) for name in ("arrived_norm", "grad_norm", "grad_norm_clipped"))
-    norm = float(norms[0])
+    norm, left = (float(history.row(name, back=back)[0]) for name in ("grad_norm", "grad_norm_clipped"))
     usual = "a usual lr in configure_optimizers: 1e-3 for Adam, or 0.1 for SGD."
     if most >= RELIABLE_UPDATE and rate > 0:
         better = rate * USUAL_UPDATE / most
@@ -256,13 +258,15 @@ def _why(history: History, own: Sites, back: int, most: float) -> tuple[str, str
     if rate == 0:
         return "The learning rate is 0.", usual
     if removed_scale(history, back=back):
-        norm = float(left[0])
-    elif left[0] < CLIPPED_SHARE * norm:
-        return _clipping(history, back, "Clipping", norm, float(left[0]))
-    elif norm < CLIPPED_SHARE * arrived[0] and not remaining_scale(arrived, norms):
-        what = "Clipping before the measurement, or other code after the backward pass,"
-        return _clipping(history, back, what, float(arrived[0]), norm)
-    unused = np.isnan(left[0]) and np.isnan(history.number("closures", back=back))
+        norm = left
+    elif left < CLIPPED_SHARE * norm:
+        return _clipping(history, back, "Clipping", norm, left)
+    elif len(known := still[np.isfinite(history.at("arrived_norm", still)[:, 0])]):  # not at each sample
+        arrived, norms = (history.row(name, back=int(known[-1])) for name in ("arrived_norm", "grad_norm"))
+        if norms[0] < CLIPPED_SHARE * arrived[0] and not remaining_scale(arrived, norms):
+            what = "Clipping before the measurement, or other code after the backward pass,"
+            return _clipping(history, int(known[-1]), what, float(arrived[0]), float(norms[0]))
+    unused = np.isnan(left) and np.isnan(history.number("closures", back=back))
     if unused and not most and not rate < LOW_RATE:
         return "No optimizer step was seen that uses these gradients.", "no zero_grad() in on_before_optimizer_step."
     if _grids(history.layout).all():
