@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 import lightning as L
 import quick
-from gradwatch import GradWatch, Scale
+from gradwatch import Clip, GradWatch, Scale
 from gradwatch.core.alert import Alert, Severity
 from gradwatch.interventions import Intervention
 from gradwatch.rules import Collapse, Divergence, Exploding, Frozen, Rule, Spike, Stalled
@@ -52,13 +52,14 @@ def incidents_of(
     clips_first: bool = False,
     divides: float | None = None,
     rules: Sequence[Rule] = (Frozen(), Stalled(), Divergence(), Collapse()),
+    interventions: Sequence[Intervention] = (),
 ) -> dict[str, Alert]:
     """What the four rules say of a training: rule name -> its incident. `clips_first`: before the measurement.
     `divides`: by the loss scale that it has put into the loss by hand.
     """
     dtype = next(model.parameters()).dtype
     # without a budget every 25th step is sampled, on any machine
-    with Watch(model, rules=rules, sinks=(), budget=None) as watch:
+    with Watch(model, rules=rules, sinks=(), budget=None, interventions=interventions) as watch:
         for inputs, targets in points(steps):
             optimizer.zero_grad()
             loss = loss_of(model(inputs.to(dtype)).float(), targets)
@@ -284,6 +285,9 @@ def test_the_wrong_sign_where_the_loss_falls_slowly() -> None:
             {"clip": 1e-6, "clips_first": True},
             "Clipping before the measurement, or other code after the backward pass, leaves 1e-6 of a gradient of norm",
         ),
+        (sgd(), {"interventions": [Scale(1e-5)]}, "The interventions leave"),
+        (sgd(), {"interventions": [Clip(1e-5)]}, "The interventions leave"),
+        (sgd(), {"interventions": [Scale(0.5)], "clip": 1e-6}, "Clipping leaves 1e-6"),
         (sgd(1e-9), {"divides": 2.0**16}, "The learning rate is 1e-9."),
         (sgd(), {"loss_of": lambda x, y: 1e-6 * nn.functional.mse_loss(x, y)}, "The gradient is small"),
     ],

@@ -260,6 +260,10 @@ def _why(history: History, own: Sites, still: Sites, most: float) -> tuple[str, 
     if removed_scale(history, back=back):
         norm = left
     elif left < CLIPPED_SHARE * norm:
+        factors = history.row("clip_factor", back=back)[history.layout.layers]
+        if np.fmin.reduce(factors) < CLIPPED_SHARE:
+            cause = f"The interventions leave {number_text(left)} of a gradient of norm {number_text(norm)}."
+            return cause, "a larger limit or factor of what is in interventions."
         return _clipping(history, back, "Clipping", norm, left)
     elif len(known := still[np.isfinite(history.at("arrived_norm", still)[:, 0])]):  # not at each sample
         arrived, norms = (history.row(name, back=int(known[-1])) for name in ("arrived_norm", "grad_norm"))

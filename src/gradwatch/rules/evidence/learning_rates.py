@@ -275,7 +275,7 @@ def _steps_as_sgd(history: History, of: int) -> bool:
     """Whether steps are as long as those of SGD, the rate times the gradient, in all layers, as far as is known lately
     of the optimizer of the record `of` from the end. Adam divides by the size of the gradient.
     """
-    own = is_own(history, max(CLIPPED_RECORDS, of), of=of)[-CLIPPED_RECORDS:]
+    own = is_own(history, CLIPPED_RECORDS, of=of)
     layers, n = history.layout.layers, len(own)
     norms, used, weights, updates = (
         history.window(name, n)[own][:, layers]
