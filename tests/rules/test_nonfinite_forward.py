@@ -204,6 +204,42 @@ def test_the_step_of_an_optimizer(half: bool, at: int) -> None:
     assert alert.remedy == (scaled if half else anew)
 
 
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("scale", [2.0**22, float("inf")])
+def test_a_scaler_that_the_watch_does_not_know(scale: float, given: bool) -> None:
+    """Overflows until it has found its scale are no error; a gradient that stays infinite is."""
+    model, scaler = mlp(), torch.amp.GradScaler("cpu", init_scale=min(scale, 2.0**22))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with Watch(model, rules=(Nonfinite(),), sinks=(), scaler=scaler if given else None) as watch:
+        for _ in range(60):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.float16):
+                outputs = model(torch.randn(16, 4))
+            loss = (outputs.float() - 1).square().mean()
+            scaler.scale(loss).backward()
+            if np.isinf(scale):
+                model[2].weight.grad[0] = INF
+            watch.step(optimizer, loss=loss)
+            scaler.step(optimizer)
+            scaler.update()
+    assert scaler.get_scale() < 2.0**22
+    if given and np.isfinite(scale):
+        assert watch.alerts == ()
+        return
+    (alert,) = watch.alerts
+    if given:
+        assert alert.noticed == 49
+    elif np.isfinite(scale):
+        assert alert.severity is Severity.WARNING
+        assert (
+            "backward signals are in float16, which ends at 65,504: most often a loss scale has made them overflow. A "
+            "scaler then skips the step, and lowers its scale." in alert.message
+        )
+        assert alert.remedy.startswith("Watch(model, scaler=scaler), which leaves such steps to the scaler, or ")
+    else:
+        assert alert.severity is Severity.ERROR
+
+
 def test_weights_that_never_were() -> None:
     model = mlp()
     model[2].weight.data.fill_(NAN)

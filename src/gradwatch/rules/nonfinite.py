@@ -21,6 +21,7 @@ from gradwatch.rules.evidence.paths import paths
 from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.records import has_others_layers, held_text, is_own, own_records
 from gradwatch.rules.evidence.samples import forward_order, in_a_row, own_onset
+from gradwatch.rules.evidence.weights import has_float16
 from gradwatch.rules.evidence.wording import batch_text, capitalized, ratio_text, uncapitalized
 from gradwatch.rules.rule import CheckedRule
 
@@ -37,6 +38,7 @@ class Nonfinite(CheckedRule):
         {
             "grad_norm",
             "arrived_norm",
+            "half_zeros",
             "signal_norm",
             "weight_norm",
             "output_max",
@@ -106,6 +108,13 @@ class Nonfinite(CheckedRule):
         before = skipped[own][-self.skipped_steps : -1]
         return len(before) < self.skipped_steps - 1 or not bool((before == 1).all())
 
+    def _may_be_scaled(self, history: History) -> bool:
+        """Whether a loss scaler that is not known may skip this step: backward signals are in float16, weights not."""
+        lost = ~np.isfinite(history.window("grad_norm", self.skipped_steps, sites=0))
+        searches = len(lost) < self.skipped_steps or not lost.all()
+        in_half = history.has("half_zeros") and not has_float16(history.layout)
+        return searches and in_half and history.number("scaled") != 1
+
     def _forward(self, history: History, loss: float, bad_loss: bool, some_healthy: bool) -> NonfiniteForward | None:
         """What a forward pass made that is not finite; None where none is known to have. `some_healthy`: whether there
         are layers with a finite gradient.
@@ -154,7 +163,11 @@ class Nonfinite(CheckedRule):
             what = f"The gradient of {name_text(names)}, {held_text(history)}, is not finite"
         else:
             what = "No layer has a finite gradient"
-        origin, cause, remedy = _origin(history, unhealthy, healthy, loss, bad_loss, forward)
+        severity = Severity.ERROR
+        if forward is None and not bad_loss and self._may_be_scaled(history):
+            severity, (origin, cause, remedy) = Severity.WARNING, _overflow(history, unhealthy, healthy, loss)
+        else:
+            origin, cause, remedy = _origin(history, unhealthy, healthy, loss, bad_loss, forward)
         cause, remedy = self._or_exploded(history, forward, cause, remedy)
         message = (
             f"{what}{batch_text(history)}; {uncapitalized(cause)}{_taps_text(taps)}{_arrival_text(history, healthy)}"
@@ -166,7 +179,7 @@ class Nonfinite(CheckedRule):
         headline += batch_text(history, back=onset)
         alone = forward is not None and forward.in_batch
         return Finding(
-            self.name, Severity.ERROR, origin, sites, value, 0.0, message, remedy, onset, headline, independent=alone
+            self.name, severity, origin, sites, value, 0.0, message, remedy, onset, headline, independent=alone
         )
 
     def _or_exploded(
@@ -265,6 +278,17 @@ def _origin(
         "an operation that makes a NaN."
     )
     return TOTAL, cause, remedy
+
+
+def _overflow(history: History, unhealthy: Sites, healthy: Sites, loss: float) -> tuple[str, str, str]:
+    """The same where a loss scaler that is not known may have made the backward pass overflow."""
+    finite = f"the loss is finite ({number_text(loss, 3)}), and " if np.isfinite(loss) else ""
+    cause = (
+        f"{finite}backward signals are in float16, which ends at 65,504: most often a loss scale has made them "
+        "overflow. A scaler then skips the step, and lowers its scale."
+    )
+    remedy = 'Trainer(precision="16-mixed"), whose scaler is known, or Trainer(precision="bf16-mixed").'
+    return _border(history, unhealthy, healthy)[0], cause, remedy
 
 
 def _backward(history: History, unhealthy: Sites, healthy: Sites) -> tuple[str, str, str]:
