@@ -27,8 +27,8 @@ def is_hookable(tensor: object) -> bool:
 def view_with_hook(tensor: Tensor, on_gradient: Callable[[Tensor], None], leaf: Tensor) -> Tensor:
     """A view of the whole of `tensor` for one consumer; `on_gradient` gets the gradient from that consumer alone.
 
-    The view requires a gradient even if `tensor` does not: `leaf` is any leaf that does, and gets no gradient. The
-    backward pass hands on the very tensor that it got. The graph keeps `on_gradient` while it lives.
+    The view requires a gradient even if `tensor` does not: `leaf` is any empty leaf that does. The backward pass hands
+    on the very tensor that it got. The graph keeps `on_gradient` while it lives.
     """
     view: Tensor = _ViewWithHook.apply(tensor, leaf, on_gradient)  # type: ignore[no-untyped-call]
     return view
@@ -53,11 +53,13 @@ class _ViewWithHook(torch.autograd.Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, Tensor | None, None]:
         (gradient,) = gradients
         if gradient is not None:
             ctx.on_gradient(gradient.detach())
-        return gradient if ctx.needs_input_grad[0] else None, None, None
+        # compiled autograd of torch 2.6 raises where a leaf gets None
+        for_leaf = torch.empty(0, device="cpu") if torch.compiler.is_compiling() else None
+        return gradient if ctx.needs_input_grad[0] else None, for_leaf, None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor | None:
