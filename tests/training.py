@@ -5,17 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from importlib import import_module
+from importlib.metadata import version
+from inspect import signature
 from io import BytesIO
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 from torch.utils.data import DataLoader
 
 from clipping_reference import Gradients, taken
 from gradwatch import Watch
 from gradwatch.interventions import Editing, Intervention, InterventionSettings, ParameterScope, Scaling
 from models import wide_inputs, wide_net_of_three
+
+BATCHES_AGAIN = 1 if TorchVersion(version("lightning")) < "2.5" else 0
+"""How many batches lightning trains a second time where it resumes from a checkpoint of `on_train_batch_end`."""
 
 
 def quiet_trainer(*callbacks: Any, package: str = "lightning.pytorch", **options: Any) -> Any:
@@ -37,9 +43,14 @@ def fit(
 ) -> Any:
     """The Trainer after it has fitted `module`, from the checkpoint `ckpt` on if there is one."""
     trainer = quiet_trainer(*callbacks, package=package, **options)
-    resume = {} if ckpt is None else {"ckpt_path": ckpt, "weights_only": True}
-    trainer.fit(module, data, validation, **resume)
+    trainer.fit(module, data, validation, **({} if ckpt is None else from_checkpoint(trainer, ckpt)))
     return trainer
+
+
+def from_checkpoint(trainer: Any, path: Any) -> dict[str, Any]:
+    """The arguments by which `trainer.fit` resumes from the checkpoint at `path`, which loads as `weights_only`."""
+    known = signature(trainer.fit).parameters  # lightning 2.4 has no such option
+    return {"ckpt_path": path} | ({"weights_only": True} if "weights_only" in known else {})
 
 
 def numbers(count: int) -> Any:

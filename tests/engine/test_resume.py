@@ -24,7 +24,7 @@ from gradwatch.sinks.log import Log
 from gradwatch.sinks.memory import Memory
 from models import mlp, module_of
 from reference import bits, hooks_on
-from training import fit, numbers
+from training import BATCHES_AGAIN, fit, numbers
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 EPOCH = 10
@@ -105,10 +105,11 @@ def saves(package: str, folder: Path, stops: tuple[int, ...]) -> Any:
     """A callback that saves a checkpoint before each of the steps `stops`."""
 
     class Saves(import_module(package).Callback):  # type: ignore[misc]
-        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        def save(self, trainer: Any, *_: Any) -> None:
             if trainer.global_step in stops:
                 trainer.save_checkpoint(folder / f"{trainer.global_step}.ckpt")
 
+    setattr(Saves, "on_train_batch_start" if BATCHES_AGAIN else "on_train_batch_end", Saves.save)
     return Saves()
 
 
