@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from gradwatch import Clip, GradWatch, SkipNonFinite, Stop, Watch, Zero
 from gradwatch.engine.interventions import gates
 from gradwatch.interventions import Intervention
+from gradwatch.measure.loss_scale import unscales_inside
 
 BAD = (3, 4, 9)
 """Steps whose batch is poisoned."""
@@ -126,8 +127,11 @@ def test_as_on_an_accelerator(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
         return optimizer
 
     watch, states = train_with_bad_batches(make, [SkipNonFinite(limit=2)])
+    notified = "fused" in name
+    if name == "Adagrad, fused":  # that of torch 2.6 has no `found_inf`
+        notified = unscales_inside(OPTIMIZERS[name]([nn.Parameter(torch.ones(1))]))
     # the momentum of the first step of SGD is not there yet
-    assert seen == ["fused" in name and name != "SGD, fused"] + ["fused" in name] * 4
+    assert seen == [notified and name != "SGD, fused"] + [notified] * 4
     assert watch.should_stop
     _, clean = train_with_bad_batches(OPTIMIZERS[name], None, bad=(), without=BAD)
     assert all(map(same, states, clean))

@@ -162,6 +162,8 @@ def test_a_nan_is_one_alert_that_names_the_rank(how: str, layer: str, accumulate
 @pytest.mark.parametrize("how", ["DDP", "inside DDP", "inside DDP, made early", "FSDP2"])
 def test_in_a_loop_of_ones_own_the_alert_names_the_rank_too(how: str, bad_rank: int) -> None:
     """On every rank, which knows only its own loss and outputs."""
+    if how == "FSDP2" and not hasattr(torch.cpu.Stream, "record_event"):
+        pytest.skip("the fully_shard of this torch does not run on a CPU")
     for rank, found in enumerate(ranks.run(in_a_loop, bad_rank, how)):
         (alert,) = found["alerts"]
         assert f"No layer has a finite gradient on rank {bad_rank}; " in alert
