@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 import torch
+from lightning.pytorch import callbacks
 
 import quick
 import usages_of_steps
@@ -35,6 +36,9 @@ MEANT = {
     "device_statistics": "" if find_spec("psutil") else "ModuleNotFoundError",
 }
 """Usages that end with an error of the user's or of Lightning's."""
+YOUNG = {"exponential_moving_average": "EMAWeightAveraging", "weight_averaging": "WeightAveraging"}
+"""Usages of callbacks that lightning 2.4 does not have."""
+MEANT |= {name: "AttributeError" for name, callback in YOUNG.items() if not hasattr(callbacks, callback)}
 
 
 @cache
