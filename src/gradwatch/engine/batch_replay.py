@@ -105,7 +105,7 @@ class BatchReplay:
         `scaled`: there is a loss scale, under which such gradients are expected.
         """
         if alarmed and not scaled and self._early is None and self.batch is not None:
-            self._early = self._origin_on_copy(self.batch, 1.0) or self._origin_in(self.batch)
+            self._early = self._origin_of(self.batch, 1.0, None)
         if self.batch is not None and not self.keeps_data:
             self.batch.data = None
         self.batch = self.loss = None
@@ -116,18 +116,24 @@ class BatchReplay:
         early, self._early = self._early, None
         if early is not None or step is None or step.stepped or step.evaluations > 1:
             return early
-        if batch is None:  # a loop of the user's own
-            return _origin_in_weights(step)
+        lost = _origin_in_weights(step)
+        if batch is None:  # as in a loop of the user's own
+            return lost
         if step.info.scalars.get("batch") != batch.index:
             return None  # its numbers arrived late, and the batch is another one
         scale = step.info.scale
-        found = self._origin_on_copy(batch, 1.0 if scale is None else float(on_host(scale)))
-        return found or _origin_in_weights(step) or self._origin_in(batch)
+        return self._origin_of(batch, 1.0 if scale is None else float(on_host(scale)), lost)
+
+    def _origin_of(self, batch: Batch, factor: float, lost: NonfiniteOrigin | None) -> NonfiniteOrigin | None:
+        """`lost`: what there is in the weights."""
+        if self._runs >= MOST_REPLAYS or not batch.unchanged:
+            return lost
+        self._runs += 1
+        return self._origin_on_copy(batch, factor) or lost or self._origin_in(batch)
 
     def _origin_on_copy(self, batch: Batch, factor: float) -> NonfiniteOrigin | None:
-        if self._copy is None or self._runs >= MOST_REPLAYS or not batch.unchanged:
+        if self._copy is None:
             return None
-        self._runs += 1
         try:
             with (
                 warnings.catch_warnings(),
@@ -149,17 +155,24 @@ class BatchReplay:
     def _origin_in(self, batch: Batch) -> NonfiniteOrigin | None:
         try:
             lost = self.loss is not None and not np.isfinite(on_host(self.loss)).all()
-            return origin_in_batch(batch.data) if lost and batch.unchanged else None
+            return origin_in_batch(batch.data) if lost else None
         except Exception as error:  # a batch may be any object of the user
             logger.debug("the batch cannot be looked at: %s", error, exc_info=error)
             return None
 
 
 def _origin_in_weights(step: StepState) -> NonfiniteOrigin | None:
-    """None also where this rank has a part of the weights only."""
+    """In those that have a gradient; None also where this rank has a part of them only."""
     held, layout = step.held, step.reading.layout
+    if held.sharded:
+        return None
     names = layout.names(layout.parameters[held.indices])
-    return None if held.sharded else origin_in_weights(dict(zip(names, held.parameters, strict=True)))
+    weights = zip(names, held.parameters, strict=True)
+    try:
+        return origin_in_weights({name: weight for name, weight in weights if weight.grad is not None})
+    except Exception as error:  # torch cannot tell of every type
+        logger.debug("the weights cannot be looked at: %s", error, exc_info=error)
+        return None
 
 
 def run_again(model: ReplayModel, batch: Batch, factor: float, seen: Tensor | None) -> NonfiniteOrigin | None:
