@@ -260,12 +260,11 @@ def _why(history: History, own: Sites, still: Sites, most: float) -> tuple[str, 
     if removed_scale(history, back=back):
         norm = left
     elif left < CLIPPED_SHARE * norm:
-        factors = history.row("clip_factor", back=back)[history.layout.layers]
-        if np.fmin.reduce(factors) < CLIPPED_SHARE:
+        if np.isclose(left, norm * history.row("clip_factor", back=back)[0], rtol=0.01, atol=0.0):
             cause = f"The interventions leave {number_text(left)} of a gradient of norm {number_text(norm)}."
             return cause, "a larger limit or factor of what is in interventions."
         return _clipping(history, back, "Clipping", norm, left)
-    elif len(known := still[np.isfinite(history.at("arrived_norm", still)[:, 0])]):  # not at each sample
+    elif norm < LOW_GRADIENT and len(known := still[np.isfinite(history.at("arrived_norm", still)[:, 0])]):
         arrived, norms = (history.row(name, back=int(known[-1])) for name in ("arrived_norm", "grad_norm"))
         if norms[0] < CLIPPED_SHARE * arrived[0] and not remaining_scale(arrived, norms):
             what = "Clipping before the measurement, or other code after the backward pass,"
