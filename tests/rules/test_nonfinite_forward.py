@@ -204,6 +204,18 @@ def test_the_step_of_an_optimizer(half: bool, at: int) -> None:
     assert alert.remedy == (scaled if half else anew)
 
 
+@pytest.mark.parametrize("odd", ["uninitialized", "mask"])
+def test_parameters_that_no_gradient_comes_to_are_not_blamed(odd: str) -> None:
+    model = mlp()
+    model.odd = nn.LazyLinear(2) if odd == "uninitialized" else nn.Linear(1, 1)
+    if odd == "mask":
+        model.odd.weight = nn.Parameter(torch.full((1, 1), -INF), requires_grad=False)
+    model.forward = lambda x: nn.Sequential.forward(model[:5], x)  # type: ignore[method-assign]
+    alert = alert_of_training(model, bad=20, steps=30)
+    assert alert.layer == "total"
+    assert "the loss is NaN already, most often by a batch that is not finite" in alert.message
+
+
 @pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("scale", [2.0**22, float("inf")])
 def test_a_scaler_that_the_watch_does_not_know(scale: float, given: bool) -> None:
@@ -233,7 +245,7 @@ def test_a_scaler_that_the_watch_does_not_know(scale: float, given: bool) -> Non
         assert alert.severity is Severity.WARNING
         assert (
             "backward signals are in float16, which ends at 65,504: most often a loss scale has made them overflow. A "
-            "scaler then skips the step, and lowers its scale." in alert.message
+            "scaler skips such steps while it looks for its scale; without one the weights are lost." in alert.message
         )
         assert alert.remedy.startswith("Watch(model, scaler=scaler), which leaves such steps to the scaler, or ")
     else:

@@ -110,7 +110,8 @@ class Nonfinite(CheckedRule):
 
     def _may_be_scaled(self, history: History) -> bool:
         """Whether a loss scaler that is not known may skip this step: backward signals are in float16, weights not."""
-        lost = ~np.isfinite(history.window("grad_norm", self.skipped_steps, sites=0))
+        lost = ~np.isfinite(history.window("grad_norm", SKIPPED_STEP_LOOKBACK, sites=0))
+        lost = lost[is_own(history, SKIPPED_STEP_LOOKBACK)][-self.skipped_steps :]
         searches = len(lost) < self.skipped_steps or not lost.all()
         in_half = history.has("half_zeros") and not has_float16(history.layout)
         return searches and in_half and history.number("scaled") != 1
@@ -285,7 +286,7 @@ def _overflow(history: History, unhealthy: Sites, healthy: Sites, loss: float) -
     finite = f"the loss is finite ({number_text(loss, 3)}), and " if np.isfinite(loss) else ""
     cause = (
         f"{finite}backward signals are in float16, which ends at 65,504: most often a loss scale has made them "
-        "overflow. A scaler then skips the step, and lowers its scale."
+        "overflow. A scaler skips such steps while it looks for its scale; without one the weights are lost."
     )
     remedy = 'Trainer(precision="16-mixed"), whose scaler is known, or Trainer(precision="bf16-mixed").'
     return _border(history, unhealthy, healthy)[0], cause, remedy
