@@ -339,10 +339,12 @@ def test_remedies_go_by_what_was_measured(rows: list[dict[str, Any]], remedy: st
 def test_backward_passes_that_are_summed() -> None:
     """Each of 32 passes is small, their sum is not; the loss may have been divided. Of two nothing is said."""
 
-    def watched(passes: int, *, mean: bool, kind: Any = torch.optim.SGD) -> str:
+    def watched(passes: int, *, mean: bool, kind: Any = torch.optim.SGD, slower: float = 1.0) -> str:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
-        optimizer = kind(model.parameters(), lr=2.0 if mean else 0.2)
+        rate = 2.0 if mean else 0.2
+        groups = [{"params": model[0].parameters(), "lr": slower * rate}, {"params": model[2].parameters()}]
+        optimizer = kind(groups, lr=rate)
         with Watch(model, sinks=(), rules=[Divergence()]) as watch:
             for _ in range(12):
                 optimizer.zero_grad()
@@ -365,6 +367,8 @@ def test_backward_passes_that_are_summed() -> None:
     assert "backward passes" not in watched(1, mean=True)
     for kind in (torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop):  # to them a sum is a mean
         assert "backward passes" not in watched(32, mean=True, kind=kind)
+    assert "backward passes" not in watched(32, mean=True, kind=torch.optim.Adam, slower=0.95)
+    assert "backward passes or more" in watched(32, mean=False, slower=0.95)
     momentum = watched(32, mean=False, kind=partial(torch.optim.SGD, momentum=0.9))
     assert "backward passes or more" in momentum
 

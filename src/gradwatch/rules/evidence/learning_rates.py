@@ -281,12 +281,13 @@ def _steps_as_sgd(history: History, of: int) -> bool:
         history.window(name, n)[own][:, layers]
         for name in ("grad_norm", "grad_norm_clipped", "weight_norm", "update_ratio")
     )
-    rates = history.scalar("lr", n)[own, None]
+    rates, highest = (history.scalar(name, n)[own, None] for name in ("lr", "lr_highest"))
     with np.errstate(divide="ignore", invalid="ignore"):
         longer = updates * weights / (rates * np.where(np.isnan(used), norms, used))
     known = np.isfinite(longer) & (longer > 0)
-    if not known.any() or np.isfinite(history.scalar("lr_highest", n)[own]).any():
+    if not known.any():
         return True
-    most = SGD_TOLERANCE / max(1e-3, 1 - np.nan_to_num(history.number("momentum")))
+    most = SGD_TOLERANCE / max(1e-3, 1 - np.nan_to_num(history.number("momentum", back=of)))
+    spread = float(np.fmax.reduce(highest / rates, axis=None, initial=1.0))
     longer = median(np.where(known, longer, np.nan))
-    return bool(((longer >= 1 / most) & (longer <= most))[~np.isnan(longer)].all())
+    return bool(((longer >= 1 / most) & (longer <= most * spread))[~np.isnan(longer)].all())
