@@ -621,7 +621,9 @@ def test_a_run_is_not_healthy_where_gradwatch_failed_before_its_end() -> None:
     verdict = Verdict((), 5, 2, 0.0, {}, loss=(231.0, 40.0), failed=True)
     assert str(verdict).startswith("GradWatch: nothing found before it failed. 2 layers over 5 steps, loss 231 -> 40, ")
     assert str(replace(verdict, loss=(2.0, 2.0))).startswith("GradWatch: nothing found before it failed. 2 layers over")
-    assert str(replace(verdict, incidents=(ALERT,))).startswith("GradWatch: 1 incident before it failed in 2 layers")
+    assert str(replace(verdict, incidents=(ALERT,))).startswith(
+        "GradWatch: 1 incident in 2 layers over 5 steps, before it failed, "
+    )
 
 
 def test_a_number_and_its_percent_stay_in_a_line() -> None:

@@ -272,7 +272,7 @@ class Verdict:
     run_steps: int | None = None
     """Number of optimizer steps of the run, where some were not measured; None where all were, or it is not known."""
     failed: bool = False
-    """Whether GradWatch failed and watched no more before the run ended; the last of `notes` says why."""
+    """Whether GradWatch failed and watched no more before the run ended; one of `notes` says why."""
 
     @property
     def healthy(self) -> bool:
@@ -330,10 +330,10 @@ class Verdict:
         watched += f", {self.steps} of them measured" * (self.run_steps is not None)
         if self.healthy and self.loss is not None and not self.stuck:
             watched += f", {loss_text(self.loss)}"
-        what = f"{watched}, overhead {100 * self.overhead:.1f} %"
         count = len(serious(self.incidents))
-        found = f"{count} incident{'s' * (count > 1)}" + " before it failed" * self.failed
-        lines = [f"GradWatch: {found} in {what}"] if count else [self._clean_line(what)]
+        watched += ", before it failed" * (self.failed and count > 0)
+        what = f"{watched}, overhead {100 * self.overhead:.1f} %"
+        lines = [f"GradWatch: {count} incident{'s' * (count > 1)} in {what}"] if count else [self._clean_line(what)]
         numbers = iter(range(1, count + 1))
         for alert in incidents:
             lines += _incident_lines(alert, f"{next(numbers)}. " if alert.severity is not Severity.NOTICE else "   ")

@@ -9,7 +9,7 @@ from math import isfinite
 from pathlib import Path
 from urllib.parse import quote
 
-from gradwatch.core.alert import health_of
+from gradwatch.core.alert import Verdict, health_of
 from gradwatch.runs.names import counted, shortened, time_text
 from gradwatch.runs.pages import figure, render
 from gradwatch.runs.report.heatmap import small_map
@@ -73,7 +73,7 @@ def line_of(data: RunData, path: Path, name: str) -> RunLine:
         path,
         name,
         health_of(verdict),
-        data.status.partition(": ")[2] if serious else verdict.stuck or "none",
+        data.status.partition(": ")[2] if serious else _nothing_found(verdict),
         _steps(data),
         data.meta["started"],
         loss,
@@ -82,6 +82,10 @@ def line_of(data: RunData, path: Path, name: str) -> RunLine:
         {**data.meta.get("about", {}), **data.meta.get("environment", {})},
         picture,
     )
+
+
+def _nothing_found(verdict: Verdict) -> str:
+    return "none before GradWatch failed" if verdict.failed else verdict.stuck or "none"
 
 
 def page_of_many(lines: Sequence[RunLine], *, out: Path, source: str, notes: Iterable[str]) -> str:
@@ -97,7 +101,7 @@ def page_of_many(lines: Sequence[RunLine], *, out: Path, source: str, notes: Ite
         else f"No incident in {counted(len(ordered), 'run')}",
         made_from="the records of the runs",
         source=source,
-        kind=worst if worst in ("error", "warning") else "ok",
+        kind=worst if worst in ("error", "warning") else "" if worst == "gradwatch failed" else "ok",
         facts={"runs": f"{len(ordered):,}", "with incidents": f"{unhealthy:,}"},
         notes=list(notes),
         settings=settings,

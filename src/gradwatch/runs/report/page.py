@@ -71,7 +71,7 @@ def page(data: RunData, *, source: str = "") -> str:
         source=source,
         card=base64.b64encode(card(data, source=Path(source).name).encode()).decode(),
         started=time_text(data.meta["started"]),
-        kind=serious[0]["severity"] if serious else "ok",
+        kind=serious[0]["severity"] if serious else "" if verdict.failed else "ok",
         headline=f"{serious[0]['rule']} in {serious[0]['place']}" if len(serious) == 1 else headline,
         serious=serious,
         advised=MAX_REMEDIES,

@@ -204,6 +204,7 @@ function foundIn(line) {
   if (line.failed) return el("span", { class: "error" }, line.failed);
   if (line.alerts === undefined) return el("span", { class: "quiet" }, "…");
   if (line.worst) return [el("span", { class: line.worst.severity }, lineOf(line.worst, 40)), line.more > 0 && el("span", { class: "quiet" }, ` and ${line.more} more`)];
+  if (line.health === "gradwatch failed") return "none before GradWatch failed";
   if (line.stuck) return line.stuck;
   return el("span", { class: "quiet" }, line.ended ? "none" : "none so far; under way, or cut off");
 }
