@@ -211,7 +211,7 @@ def test_in_hooks_a_gradient_that_is_not_there() -> None:
 
 def test_what_needs_several_gradients_cannot_be_in_a_hook() -> None:
     why = "it needs the gradients of several parameters at once, and a hook has one"
-    with pytest.raises(ValueError, match=f"at='hook': {why}; expected at='step' or 'auto', or per='parameter'$"):
+    with pytest.raises(ValueError, match=f"at='hook': {why}; expected at='step' or 'auto', or one parameter at a time"):
         train_with([Clip(1.0, at="hook")])
 
 

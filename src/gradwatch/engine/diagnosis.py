@@ -66,8 +66,8 @@ class Diagnosis:
         """Whether what feeds it has failed: no more records will come, though the run goes on."""
         self.intervention_summaries: Callable[[], tuple[str, ...]] = tuple
         """The lines about interventions in the verdict."""
-        self.changes_of_signals: Callable[[], tuple[str, ...]] = tuple
-        """The interventions that have changed backward signals, in words."""
+        self.changes_of_signals: Callable[[], Mapping[str, bool]] = dict
+        """The interventions that change backward signals, in words -> whether they make them 0."""
         self.run_steps: Callable[[], int] = int
         """The number of optimizer steps so far, where some are not measured; 0 where all are."""
         self.on_incidents: Callable[[Sequence[Alert], Sequence[Alert], int], None] | None = None

@@ -371,6 +371,7 @@ class Engine:
             self.interventions.act_unrecorded(
                 optimizer, index, info, self.source.passes, reader=self._reader, pending_actions=self.queue.pending
             )
+            self.overhead.seconds += self.interventions.hook_costs.take_seconds()
 
     def _close_after_training(self) -> None:
         """Have the first backward pass that comes after the end of the training close the watch, and one while it is

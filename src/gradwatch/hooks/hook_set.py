@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial, wraps
+from functools import partial
 from time import perf_counter
 from typing import Any, ParamSpec, Protocol, TypeVar
 
@@ -70,7 +70,6 @@ def recorded(hook: Callable[P, R], costs: HookCosts) -> Callable[P, R | None]:
     it returns None.
     """
 
-    @wraps(hook)  # `defined_in` tells by its module what a hook is
     def recording(*args: P.args, **kwargs: P.kwargs) -> R | None:
         if is_tracing():
             return None
@@ -83,6 +82,7 @@ def recorded(hook: Callable[P, R], costs: HookCosts) -> Callable[P, R | None]:
         finally:
             costs.seconds += perf_counter() - begun
 
+    recording.__module__ = defined_in(hook)
     return recording
 
 

@@ -4,7 +4,7 @@ interventions on signals.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 from gradwatch.core.alert import Finding
@@ -50,10 +50,8 @@ _TERMS: dict[LoopKind, dict[str, str]] = {
 }
 """Of each kind of loop: a phrase of the rules, and what stands in its place."""
 
-_FAULTS_OF_SIGNALS = frozenset(
-    {"dead", "disconnected", "divergence", "exploding", "frozen", "stalled", "underflow", "vanishing"}
-)
-"""Rules whose faults come of backward signals that are too small or too large."""
+_SIZES, _ZEROS = frozenset({"exploding", "underflow", "vanishing"}), frozenset({"dead", "disconnected"})
+"""Rules whose faults are backward signals that are too small or too large, and zeros."""
 
 
 def in_loop_terms(text: str, loop: LoopKind) -> str:
@@ -63,13 +61,20 @@ def in_loop_terms(text: str, loop: LoopKind) -> str:
     return text
 
 
-def worded(finding: Finding, loop: LoopKind, interventions: Sequence[str] = ()) -> Finding:
-    """`finding` with its texts in the terms of `loop`. `interventions`: those that have changed backward signals."""
+def worded(finding: Finding, loop: LoopKind, interventions: Mapping[str, bool] | None = None) -> Finding:
+    """`finding` with its texts in the terms of `loop`. `interventions`: those that change backward signals, in words ->
+    whether they make them 0.
+    """
     if not (_TERMS[loop] or interventions):
         return finding
     message, remedy = in_loop_terms(finding.message, loop), in_loop_terms(finding.remedy, loop)
-    if interventions and finding.rule in _FAULTS_OF_SIGNALS:
-        names, many = " and ".join(interventions), len(interventions) > 1
+    found = [
+        name
+        for name, zeroes in (interventions or {}).items()
+        if finding.rule in _SIZES or (zeroes and finding.rule in _ZEROS)
+    ]
+    if found:
+        names, many = " and ".join(found), len(found) > 1
         message += f" {names} change{'' if many else 's'} the backward signals, and may be the cause."
         remedy = f"a run without {names}; where the fault stays, {remedy}"
     return replace(finding, message=message, remedy=remedy)

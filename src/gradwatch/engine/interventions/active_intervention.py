@@ -109,7 +109,7 @@ class ActiveIntervention:
         why, expected = "", "at='step' or 'auto'"
         if isinstance(action, Scaling) and not action.constant and len(set(action.groups)) < len(action.groups):
             why = "needs the gradients of several parameters at once, and a hook has one"
-            expected += ", or per='parameter'" * hasattr(self.intervention, "per")
+            expected += ", or one parameter at a time, such as per='parameter'"
         elif isinstance(action, Gate):
             why = "decides whether a step happens"
         elif action is not None and action.memory is not None:
@@ -124,8 +124,7 @@ class ChangeCounts:
 
     def __init__(self, what: str, *, dry: bool) -> None:
         self._what, self._dry = what, dry
-        self._steps = self.changed = 0
-        """All steps, and those at which it changed something."""
+        self._steps = self._changed = 0
         self._layers: dict[str, int] = {}
         """Name -> row of what follows."""
         self._counts: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
@@ -144,21 +143,31 @@ class ChangeCounts:
         touched = factors != 1.0
         if not touched.any():
             return
-        self.changed += 1
+        self._changed += 1
         least = np.full(len(self._counts), np.nan)
         np.fmin.at(least, self._rows[1][touched], factors[touched])
         changed = np.unique(self._rows[1][touched])
         self._factors[changed, self._counts[changed] % RECENT] = least[changed]
         self._counts[changed] += 1
 
+    @property
+    def mostly(self) -> bool:
+        """Whether it changed something at most steps."""
+        return 2 * self._changed > self._steps
+
+    @property
+    def zeroes(self) -> bool:
+        """Whether it has lately made something 0."""
+        return bool((self._factors == 0).any())
+
     def __str__(self) -> str:
         would = "would have changed" if self._dry else "changed"
-        if not self.changed:
+        if not self._changed:
             return f"{self._what} {would} nothing in {self._steps} steps"
         row = int(np.argmax(self._counts))
         most, known = list(self._layers)[row], self._factors[row][~np.isnan(self._factors[row])]
         median = f", factor median {number_text(np.median(known), 3)}" if len(known) else ""
-        hit, often = np.count_nonzero(self._counts), 100 * self.changed / self._steps
+        hit, often = np.count_nonzero(self._counts), 100 * self._changed / self._steps
         return (
             f"{self._what} {would} {hit} of {len(self._layers)} layers in {number_text(often, 3)} % of {self._steps} "
             f"steps, most: {most} ({number_text(100 * self._counts[row] / self._steps, 3)} %{median})"
@@ -168,7 +177,7 @@ class ChangeCounts:
         return {
             "what": self._what,
             "steps": self._steps,
-            "changed": self.changed,
+            "changed": self._changed,
             "layers": list(self._layers),
             "counts": self._counts.tolist(),
             "factors": self._factors.tolist(),
@@ -183,7 +192,7 @@ class ChangeCounts:
         layers = {name: row for row, name in enumerate(names)}
         counts = np.array(counts, dtype=np.int64).reshape(len(layers))
         factors = np.array(factors, dtype=np.float64).reshape(len(layers), RECENT)
-        self._steps, self.changed, self._layers, self._counts, self._factors = steps, changed, layers, counts, factors
+        self._steps, self._changed, self._layers, self._counts, self._factors = steps, changed, layers, counts, factors
         self._rows = None
 
     def _row(self, layer: str) -> int:

@@ -152,8 +152,10 @@ class InterventionRuntime:
         reader.latest = None
         self.gates.skipped_step.begin(optimizer)
         self.pending, self._last[id(optimizer)] = False, step
-        # where a hook could not be attached to an output, all that act on signals have failed
-        failed = [(one, error) for error in self.hook_costs.errors for one in self.active if len(one.sites)]
+        # an error that is not of one of them, as where a hook could not be attached, is of all
+        of_all, in_hooks = self.hook_costs.errors, [one for one in self.active if one.hooked or len(one.sites)]
+        failed = [(one, error) for error in of_all for one in in_hooks]
+        of_all.clear()
         failed += [*(self.gradient_hooks.errors if self.gradient_hooks else ()), *self.signal_hooks.errors]
         for active, error in failed:
             self._drop(active, error)
@@ -277,9 +279,10 @@ class InterventionRuntime:
         """What each intervention has done so far, in words, for the verdict."""
         return tuple(active.summary() for active in self._all)
 
-    def changes_of_signals(self) -> tuple[str, ...]:
-        """The interventions that have changed backward signals, in words."""
-        return tuple(str(one) for one in self._all if one.on_signals and not one.dry and one.counts.changed)
+    def changes_of_signals(self) -> dict[str, bool]:
+        """The interventions that change backward signals at most steps, in words -> whether they make them 0."""
+        acting = (one for one in self.active if one.on_signals and not one.dry and one.counts.mostly)
+        return {str(one): one.counts.zeroes for one in acting}
 
     def state_dict(self) -> list[dict[str, Any]]:
         """The counts and the memories of the actions: one entry for each intervention, of tensors, numbers and text."""

@@ -128,8 +128,6 @@ class SignalHooks:
                 factors[str(active.number)] = self._factors[active.number][device_indices]
                 applied.append(AppliedFactors(active, active.sites, None))
         self.errors.clear()
-        self._costs.errors.clear()
-        self._costs.calls = 0
         self._factors.fill_(1.0)
         return applied, factors
 
