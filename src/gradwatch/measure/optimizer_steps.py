@@ -78,7 +78,8 @@ class OptimizerSteps:
 
         None where a closure is evaluated again inside the same step (LBFGS).
         """
-        if optimizer not in self:
+        known = self._known.get(id(optimizer))  # `in` takes a call more at every step
+        if known is None or known[0]() is not optimizer:
             if isinstance(optimizer, LBFGS):
                 self.inside = optimizer  # it was not known when it went in
             self.add(optimizer)
