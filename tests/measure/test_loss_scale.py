@@ -26,6 +26,7 @@ def train_in_fp16(
     fused: bool,
     reported: bool = True,
     scale: float = 2.0**10,
+    growth_interval: int = 3,
     steps: int = 8,
     halves: bool = False,
     **options: Any,
@@ -33,7 +34,7 @@ def train_in_fp16(
     """Train in fp16's way; what the optimizer has used at each step that it took, by an independent reading."""
     model, memory, used = wide_net(), Memory(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, fused=fused)
-    scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=growth_interval)
 
     def look(optimizer: Any, *_: object) -> None:
         inside = float(scaler.get_scale()) if getattr(optimizer, "grad_scale", None) is not None else 1.0
@@ -129,6 +130,12 @@ def test_a_scaler_that_was_not_given_is_noticed_once(way: str, fused: bool, capl
     assert note.startswith("all gradients were divided by 1024 after they were measured: most likely a loss scale")
     assert "Watch(model, scaler=scaler)" in note
     assert [message for message in caplog.messages if "loss scale" in message] == [f"GradWatch: {note}"]
+
+
+def test_steps_that_a_scaler_that_was_not_given_skips_are_no_calls_too_many() -> None:
+    watch, memory, *_ = train_in_fp16("never", fused=False, reported=False, scale=2.0**18, growth_interval=1, steps=40)
+    assert sum(record.scalars.get("skipped") == 1 for record in memory.records) > 12
+    assert not [note for note in watch.verdict.notes if note.startswith("many calls of watch.step")]
 
 
 def test_a_clipping_that_divides_by_a_power_of_two_once_is_no_loss_scale() -> None:

@@ -22,6 +22,15 @@ from gradwatch.measure.nonfinite_source import NonfiniteSource
 from gradwatch.measure.optimizer_parameters import DISAGREE, TINY
 from gradwatch.measure.site_values import norms
 
+MANY = 8
+"""Steps of the user's own loop that were measured and not taken, a third of all at least, before a note says so.
+Judgement."""
+
+NOT_TAKEN = (
+    "many calls of watch.step(optimizer) are followed by another one before optimizer.step(): their norms are of "
+    "gradients that no step has used. Call it once for each step, after the backward pass of its last micro-batch"
+)
+
 
 class BlockBuilder:
     """Turns steps into a block, with what is computed from several of their numbers.
@@ -46,6 +55,8 @@ class BlockBuilder:
         """The last step whose gradients were measured and finite."""
         self._suspected_scale = 0.0
         """A loss scale that the gradients of the last step seem to have had; NaN once it was reported."""
+        self._not_taken = 0
+        """Steps of the user's own loop whose gradients were finite, and which no optimizer has taken."""
         self._edited = False
         """Whether a sampled step of shards has shown that gradients change between the measurement and the step: others
         do not show it."""
@@ -120,7 +131,10 @@ class BlockBuilder:
         values: dict[str, Floats] = step.reading_after.values(step.reading) if step.reading_after else {}
         if not step.stepped:
             sure = not step.maybe_stepped or bool(step.effect and step.effect.skips)
-            sure |= step.info.scale is not None and not np.isfinite(grad_norm[0])  # the scaler has
+            finite = isfinite(grad_norm[0])
+            if self._mode.loop == "own" and step.info.scale is None and finite and sure and not step.effect:
+                self._note_not_taken(step)
+            sure |= step.info.scale is not None and not finite  # the scaler has
             # another update may be that of several steps
             still = not np.nan_to_num(values.get("update_ratio", np.nan)).any()
             return values if still else {}, {"skipped": 1.0} if sure else {}, False
@@ -144,6 +158,12 @@ class BlockBuilder:
         if refused or (step.info.scale is not None and step.unscales_inside and not np.isfinite(grad_norm[0])):
             scalars["skipped"] = 1.0  # by the optimizer itself, although it was called
         return values, scalars, unseen
+
+    def _note_not_taken(self, step: StepState) -> None:
+        """A loss scaler that is not known skips steps, too, but none with finite gradients."""
+        self._not_taken += 1
+        if self._not_taken == MANY and step.step_count < 3 * MANY:
+            self._diagnosis.note(NOT_TAKEN, log=not self._mode.rank)
 
     def _clip_factors(self, totals: Any) -> Any:
         """What `torch.nn.utils.clip_grad_norm_` multiplies gradients of these total norms with."""

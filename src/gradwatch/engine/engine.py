@@ -66,15 +66,6 @@ INTERRUPTED = (
     "its closure"
 )
 
-MANY = 8
-"""Steps of the user's own loop that were measured and not taken, a third of all at least, before a note says so.
-Judgement."""
-
-NOT_TAKEN = (
-    "many calls of watch.step(optimizer) are followed by another one before optimizer.step(): their norms are of "
-    "gradients that no step has used. Call it once for each step, after the backward pass of its last micro-batch"
-)
-
 
 class Engine:
     """Watches one model through one training.
@@ -140,8 +131,6 @@ class Engine:
         """Identities of optimizers whose gradients were measured, then another's, and that have not stepped since."""
         self._late: set[int] = set()
         """Identities of those that have stepped after another's were measured."""
-        self._not_taken = 0
-        """Steps of the user's own loop that were measured and not taken."""
         self._measuring = self._sampling = self._whole_sample = False
         """Whether the coming step is measured, whether it is sampled, and with what only some samples measure."""
         self._suspended = False
@@ -504,10 +493,6 @@ class Engine:
             if look_at_weights and unseen and self._reader.shards is None:
                 step.reading_after = self._reader.measure_after(step.held, sampled=True)
             step.held.release()
-            if self._mode.loop == "own" and step.info.scale is None and not (step.maybe_stepped or step.effect):
-                self._not_taken += 1
-                if self._not_taken == MANY and self.source.step_count <= 3 * MANY:
-                    self._note_once(NOT_TAKEN)
         self.queue.ended(step)
         if self._next in self._armed_for:
             self._reader.tensor_taps.armed = True
