@@ -350,6 +350,22 @@ def test_a_notice_explains_nothing_that_is_louder(first: str) -> None:
     assert sorted(alert.rule for alert in tracker.alerts) == ["divergence", "vanishing"]
 
 
+@pytest.mark.parametrize("severity", [Severity.WARNING, Severity.ERROR])
+@pytest.mark.parametrize("clean", [0, 1])
+def test_a_gradient_that_reaches_no_weight_explains_nothing_and_lends_no_words(severity: Severity, clean: int) -> None:
+    """As where a loss scaler skips the step. If the next gradient is not finite either, it may not have."""
+    first, worse, rules = replace(NONFINITE, severity=severity), replace(NONFINITE, message="It harms."), ("nonfinite",)
+    tracker, harmless = IncidentTracker(), severity is Severity.WARNING
+    run(tracker, range(3), first, rules=rules)
+    run(tracker, range(3, 3 + clean), rules=rules)
+    opened = run(tracker, range(4, 6), worse, rules=rules)
+    assert [(alert.message, alert.step) for alert in opened] == [(worse.message, 4)] * (harmless and clean)
+    assert tracker.alerts[-1].severity is Severity.ERROR
+    tracker = IncidentTracker()
+    run(tracker, range(3), first, rules=rules)
+    assert len(run(tracker, range(3, 6), VANISHING)) == harmless
+
+
 def test_a_spike_long_after_its_cause_is_its_own_incident() -> None:
     """Not an effect that comes back: it may have another cause each time."""
     tracker, rules = IncidentTracker(close_after=5, effects_within=50), ("divergence", "spike")

@@ -113,9 +113,9 @@ class IncidentTracker:
             self._close(self._open.pop(rule), self._last_seen[rule])
         for rule, found in findings.items():
             if found:
-                self._clean_evaluations[rule], self._last_seen[rule] = 0, step
                 if not self._grow(rule, step, found, order):
                     self._open_fault(rule, step, found, step if onset is None else onset(found[0]))
+                self._clean_evaluations[rule], self._last_seen[rule] = 0, step
         after = self._incidents()
         changed = [(place, alert) for place, alert in after.items() if place in before and alert != before[place]]
         absorbed = [self._faults[place] for place in before if place in self._cause]
@@ -167,7 +167,7 @@ class IncidentTracker:
         place = self._open.get(rule)
         if place is None:
             place = self._reopened(rule, step, found)
-        elif self._is_worse(found[0], place):
+        elif self._is_worse(found[0], place) and not self._may_follow(rule, place):
             self._close(place, step)
             return False
         if place is None:
@@ -224,10 +224,19 @@ class IncidentTracker:
 
     def _is_worse(self, finding: Finding, place: int) -> bool:
         """Whether the fault at `place` is a notice, and no effect of another, and the `finding` is not: then it is an
-        incident of its own, or its words would not be read.
+        incident of its own, or its words would not be read. So is a gradient that harms the weights after one that did
+        not.
         """
-        notice = place not in self._cause and self._faults[place].severity is Severity.NOTICE
-        return notice and finding.severity is not Severity.NOTICE
+        fault = self._faults[place]
+        notice = fault.severity is Severity.NOTICE and finding.severity is not Severity.NOTICE
+        harms = _is_harmless(fault) and finding.severity is Severity.ERROR
+        return place not in self._cause and (notice or harms)
+
+    def _may_follow(self, rule: str, place: int) -> bool:
+        """Whether what is worse now may come of the gradient at `place`: a step that was not skipped has lost the
+        weights.
+        """
+        return _is_harmless(self._faults[place]) and not self._clean_evaluations[rule]
 
     def _open_fault(self, rule: str, step: int, found: Sequence[Finding], onset: int) -> None:
         """Open an incident, or an effect where its cause is open or recent. `onset`: its step."""
@@ -302,7 +311,7 @@ class IncidentTracker:
         need some steps to be certain.
         """
         cause, effect = self._faults[place], self._faults[other]
-        if effect.rule not in CONSEQUENCES.get(cause.rule, ()):
+        if effect.rule not in CONSEQUENCES.get(cause.rule, ()) or _is_harmless(cause):
             return False
         if cause.rule in CONSEQUENCES.get(effect.rule, ()):
             return (cause.step, PRECEDENCE[cause.rule]) < (effect.step, PRECEDENCE[effect.rule])
@@ -325,6 +334,13 @@ class IncidentTracker:
             end = None if None in ends else max(step for step in ends if step is not None)
             found[cause] = replace(found[cause], effects=_merged((*found[cause].effects, *more), {}), closed_step=end)
         return found
+
+
+def _is_harmless(fault: Alert) -> bool:
+    """Whether it is a gradient or a loss that is not finite and reaches no weights, as far as is known: an intervention
+    skips the step, a loss scaler may, or the gradients are finite.
+    """
+    return fault.rule == "nonfinite" and fault.severity is Severity.WARNING
 
 
 def _apart(sites: Sequence[str], others: Sequence[str]) -> bool:
