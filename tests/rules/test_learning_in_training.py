@@ -312,10 +312,11 @@ def scaled_incidents(
     rate: float = 0.05,
     bad_batch: int = -1,
     scale: float = 2.0**16,
+    half: bool = False,
     interventions: Sequence[Intervention] = (),
 ) -> dict[str, Alert]:
     """Of a training whose loss is scaled; gradients are clipped before the scaler steps. `given`: the scaler, to the
-    watch.
+    watch. `half`: in float16.
     """
     model, scaler = mlp(), torch.amp.GradScaler("cpu", init_scale=scale)
     optimizer, rules = sgd(rate)(model), (Stalled(), Divergence(), Spike())
@@ -324,7 +325,9 @@ def scaled_incidents(
     ) as watch:
         for step, (inputs, targets) in enumerate(points(60)):
             optimizer.zero_grad()
-            loss = nn.functional.mse_loss(model(inputs), targets * (100 if step == bad_batch else 1))
+            with torch.autocast("cpu", torch.float16, enabled=half):
+                outputs = model(inputs)
+            loss = nn.functional.mse_loss(outputs.float(), targets * (100 if step == bad_batch else 1))
             scaler.scale(loss).backward()
             if unscales:
                 scaler.unscale_(optimizer)
@@ -360,7 +363,19 @@ def test_a_loss_scale_that_the_watch_does_not_have_is_no_clipping() -> None:
     alert = scaled_incidents(clip=None, given=False, rate=1e-9)["stalled"]
     assert alert.message.endswith(" The learning rate is 1e-9.")
     alert = scaled_incidents(clip=None, given=False, rate=1e-3, bad_batch=40)["spike"]
-    assert "clipped" not in alert.remedy
+    assert alert.remedy == (
+        "torch.nn.utils.clip_grad_norm_(model.parameters(), ...), with the usual norm of the gradient; a loss scale, "
+        "if there is one, is no part of it."
+    )
+
+
+@pytest.mark.parametrize(("clip", "left"), [(1.0, "6.1e-5"), (1e-6, "1e-6")])
+def test_clipping_of_gradients_whose_loss_scale_is_not_known(clip: float, left: str) -> None:
+    alert = scaled_incidents(clip=clip, unscales=clip < 1, given=False, half=True, scale=2.0**14)["stalled"]
+    assert alert.message.endswith(
+        f"The gradient is small, its norm {left}: clipping, or a loss that is averaged twice, or small in scale."
+    )
+    assert alert.remedy.startswith("a larger limit where gradients are clipped, with no loss scale in them; or ")
 
 
 def test_an_intervention_that_enlarges_gradients_is_no_loss_scale() -> None:

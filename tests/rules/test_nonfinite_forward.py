@@ -217,10 +217,13 @@ def test_parameters_that_no_gradient_comes_to_are_not_blamed(odd: str) -> None:
 
 
 @pytest.mark.parametrize("given", [False, True])
-@pytest.mark.parametrize("scale", [2.0**22, float("inf")])
+@pytest.mark.parametrize("scale", [2.0, 2.0**22, float("inf")])
 def test_a_scaler_that_the_watch_does_not_know(scale: float, given: bool) -> None:
-    """Overflows until it has found its scale are no error; a gradient that stays infinite is."""
-    model, scaler = mlp(), torch.amp.GradScaler("cpu", init_scale=min(scale, 2.0**22))
+    """Overflows until it has found its scale are no error, and no explosion; a gradient that stays infinite is one."""
+    model, scaler = (
+        mlp(),
+        torch.amp.GradScaler("cpu", init_scale=min(scale, 2.0**22), growth_interval=2 if scale == 2 else 2000),
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     with Watch(model, rules=(Nonfinite(),), sinks=(), scaler=scaler if given else None) as watch:
         for _ in range(60):
@@ -234,7 +237,7 @@ def test_a_scaler_that_the_watch_does_not_know(scale: float, given: bool) -> Non
             watch.step(optimizer, loss=loss)
             scaler.step(optimizer)
             scaler.update()
-    assert scaler.get_scale() < 2.0**22
+    assert 2.0 < scaler.get_scale() < 2.0**22 or scale == float("inf")
     if given and np.isfinite(scale):
         assert watch.alerts == ()
         return

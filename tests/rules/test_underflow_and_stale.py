@@ -102,6 +102,23 @@ def test_a_small_loss_in_float16(way: str, act: type[nn.Module]) -> None:
     )
 
 
+def test_a_small_loss_scale_that_is_not_known() -> None:
+    model, scaler = mlp(width=32), torch.amp.GradScaler("cpu", init_scale=16.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with Watch(model, rules=[Underflow()], budget=0.99, sinks=()) as watch:
+        for step in range(30):
+            x, y = data(step)
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.float16):
+                loss = MSE(model(x).float(), y) * 3e-7
+            scaler.scale(loss).backward()
+            watch.step(optimizer, loss=loss)
+            scaler.step(optimizer)
+            scaler.update()
+    alert = only(watch.alerts)
+    assert alert.message.endswith(" There is no loss scale, or one that is too small, which float16 needs.")
+
+
 def test_a_loss_of_which_nothing_is_left() -> None:
     alert = only(train_half(scale=1e-9).alerts)
     assert (alert.step, alert.noticed, alert.layer) == (0, 4, "6")

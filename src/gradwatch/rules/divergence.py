@@ -23,6 +23,7 @@ from gradwatch.rules.evidence.learning_rates import (
     RateJump,
     maximizes,
     may_be_large,
+    may_be_scaled,
     passes_in_steps,
     rate_jump,
     rate_remedy,
@@ -274,9 +275,10 @@ class Divergence(CheckedRule):
         onset = _excursion_onset(history, self.loss * first)
         far = (
             f"{number_text(now, 3)}, {'in size ' * (min(start, now) < 0)}{_times_text(value)} the largest of "
-            f"{first_steps_text(history, self.first_records)} ({number_text(start, 3)}), and the gradient is "
-            f"{_times_text(steeper)} its first level"
+            f"{first_steps_text(history, self.first_records)} ({number_text(start, 3)})"
         )
+        if not may_be_scaled(history):
+            far += f", and the gradient is {_times_text(steeper)} its first level"
         went, headline = "is", f"the loss went from {number_text(start, 3)} to {number_text(now, 3)}"
         if maximizes(history) and now > start:
             cause, remedy = MAXIMIZES, MAXIMIZES_REMEDY

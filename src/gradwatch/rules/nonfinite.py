@@ -15,13 +15,18 @@ from gradwatch.core.record import MEASURED, TOTAL, Mask, Sites
 from gradwatch.rules.evidence.baseline import first_steps_text
 from gradwatch.rules.evidence.depth import profile
 from gradwatch.rules.evidence.jumps import last_jump
-from gradwatch.rules.evidence.learning_rates import RateJump, rate_remedy, summed_passes
+from gradwatch.rules.evidence.learning_rates import (
+    RateJump,
+    has_float16_signals,
+    may_be_scaled,
+    rate_remedy,
+    summed_passes,
+)
 from gradwatch.rules.evidence.nonfinite_forward import NonfiniteForward, first_nonfinite_output, from_replay
 from gradwatch.rules.evidence.paths import paths
 from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.records import has_others_layers, held_text, is_own, own_records
 from gradwatch.rules.evidence.samples import forward_order, in_a_row, own_onset
-from gradwatch.rules.evidence.weights import has_float16
 from gradwatch.rules.evidence.wording import batch_text, capitalized, ratio_text, uncapitalized
 from gradwatch.rules.rule import CheckedRule
 
@@ -113,8 +118,7 @@ class Nonfinite(CheckedRule):
         lost = ~np.isfinite(history.window("grad_norm", SKIPPED_STEP_LOOKBACK, sites=0))
         lost = lost[is_own(history, SKIPPED_STEP_LOOKBACK)][-self.skipped_steps :]
         searches = len(lost) < self.skipped_steps or not lost.all()
-        in_half = history.has("half_zeros") and not has_float16(history.layout)
-        return searches and in_half and history.number("scaled") != 1
+        return searches and has_float16_signals(history) and history.number("scaled") != 1
 
     def _forward(self, history: History, loss: float, bad_loss: bool, some_healthy: bool) -> NonfiniteForward | None:
         """What a forward pass made that is not finite; None where none is known to have. `some_healthy`: whether there
@@ -213,7 +217,7 @@ class Nonfinite(CheckedRule):
                     )
         totals = history.series("grad_norm")[-earlier]
         totals = totals[np.isfinite(totals) & (totals > 0)]
-        if len(totals) < 2:
+        if len(totals) < 2 or may_be_scaled(history):
             return None
         lowest, last = float(totals[: self.records_before].min()), float(totals[-1])
         if np.log10(last / lowest) < self.growth_dex:

@@ -14,7 +14,13 @@ from gradwatch.core.number_text import number_text
 from gradwatch.core.record import Floats, Mask, Sites
 from gradwatch.rules.evidence.baseline import largest_first_loss, median_and_spread, per_full_accumulation
 from gradwatch.rules.evidence.jumps import LARGE_UPDATE, batch_remedy, grew_alike, jump_text, largest_update
-from gradwatch.rules.evidence.learning_rates import SANE_SHARE, clipping_limit, rate_jump
+from gradwatch.rules.evidence.learning_rates import (
+    SANE_SHARE,
+    SCALED_CLIPPING,
+    clipping_limit,
+    may_be_scaled,
+    rate_jump,
+)
 from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.records import held_text, is_alone, is_own, is_whole
 from gradwatch.rules.evidence.samples import FIRST_SAMPLES
@@ -242,6 +248,8 @@ def _clipping_remedy(history: History, window: int, back: int, of_layer: str) ->
     highest = float(normal.max(initial=0.0))
     if (limit := clipping_limit(history)) is not None and limit <= highest:
         return batch_remedy(batch_text(history, back=back), limit)
+    if may_be_scaled(history):
+        return SCALED_CLIPPING
     if not highest > 0:
         return "Trainer(gradient_clip_val=...), with the usual norm of the gradient."
     if norms[-back, 0] <= highest:

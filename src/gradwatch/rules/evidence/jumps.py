@@ -8,7 +8,14 @@ import numpy as np
 
 from gradwatch.core.history import History
 from gradwatch.core.number_text import number_text
-from gradwatch.rules.evidence.learning_rates import EFFECT_RECORDS, RateJump, clipping_limit, rate_jump
+from gradwatch.rules.evidence.learning_rates import (
+    EFFECT_RECORDS,
+    SCALED_CLIPPING,
+    RateJump,
+    clipping_limit,
+    may_be_scaled,
+    rate_jump,
+)
 from gradwatch.rules.evidence.records import is_first_record, is_own, own_records
 from gradwatch.rules.evidence.wording import batch_text, ratio_text, steps_text
 
@@ -42,7 +49,7 @@ class GradientJump:
     ratio: float
     """The norm over `highest`."""
     highest: float
-    """The highest norm before it."""
+    """The highest norm before it; NaN where it may hold a loss scale."""
     steps_before: str
     """'20 steps': how many records before it `highest` is of."""
     step: int | None
@@ -71,6 +78,8 @@ class GradientJump:
 
     @property
     def remedy(self) -> str:
+        if self.limit is None and np.isnan(self.highest):
+            return SCALED_CLIPPING
         if self.limit is None:
             value = f"Trainer(gradient_clip_val={number_text(self.highest)})"
             return f"{value}, the highest norm of the {self.steps_before} before it."
@@ -115,6 +124,7 @@ def gradient_jump(history: History, *, back: int = 1, of: int = 1) -> GradientJu
         batch, limit = batch_text(history, back=gone), clipping_limit(history, of=of)
         before = steps_text(history, len(earlier), back=gone + 1)
         step, threw = history.steps[-gone] if gone > 1 else None, moved >= LARGE_UPDATE > last
+        highest = float("nan") if may_be_scaled(history) else highest
         return GradientJump(gone, ratio, highest, before, step, batch, threw, limit)
     return None
 

@@ -13,7 +13,7 @@ from gradwatch.core.record import Floats
 from gradwatch.core.remaining_scale import remaining_scale
 from gradwatch.rules.evidence.records import is_own, own_records
 from gradwatch.rules.evidence.samples import RECENT_RECORDS
-from gradwatch.rules.evidence.weights import relative_updates, update_samples
+from gradwatch.rules.evidence.weights import has_float16, relative_updates, update_samples
 from gradwatch.rules.evidence.wording import distance_text, ratio_text
 
 EFFECT_RECORDS = 5
@@ -45,6 +45,15 @@ CLIPPED_RECORDS = 100
 
 CLIPPED_SHARE = 0.99
 """Share of its norm under which a gradient was clipped: rounding leaves more. Judgement."""
+
+SAME_LIMIT = 1e-3
+"""Share of itself by which what clipping leaves of gradients varies, at most. Judgement: rounding."""
+
+SCALED_CLIPPING = (
+    "Trainer(gradient_clip_val=...), with the usual norm of the gradient; a loss scale, if there is one, is no part of "
+    "it."
+)
+"""The remedy where the usual norm is not known, as `may_be_scaled` says."""
 
 LEAST_PASSES = 3
 """Backward passes from which they are many: losses of two parts may have one each. Judgement."""
@@ -200,20 +209,25 @@ def _smaller_rate_remedy(history: History, back: int) -> str:
 
 def clipping_limit(history: History, *, of: int = 1) -> float | None:
     """The highest total norm that clipping has left lately of the optimizer of the record `of` from the end; None where
-    it left every gradient as it was.
+    it left every gradient as it was, and where a loss scale may have been removed.
     """
     norms, used = (history.window(name, CLIPPED_RECORDS, sites=0) for name in ("grad_norm", "grad_norm_clipped"))
     own = is_own(history, CLIPPED_RECORDS, of=of)
     clipped = own & np.isfinite(norms) & (used > 0) & (used < CLIPPED_SHARE * norms)
     for row in np.flatnonzero(clipped):
         clipped[row] = not removed_scale(history, back=len(own) - int(row))
-    return float(used[clipped].max()) if clipped.any() else None
+    left = used[clipped]
+    if not len(left) or (may_be_scaled(history) and np.ptp(left) > SAME_LIMIT * left.max()):
+        return None
+    return float(left.max())
 
 
 def usual_gradient_norm(history: History, *, back: int) -> float | None:
     """The median of one optimizer's finite total norms in the `CLIPPED_RECORDS` records before the one `back` from the
-    end; None where there are none.
+    end; None where there are none, and where they may hold a loss scale.
     """
+    if may_be_scaled(history):
+        return None
     n = CLIPPED_RECORDS + back
     before = history.window("grad_norm", n, sites=0)[:-back][is_own(history, n, of=back)[:-back]]
     before = before[np.isfinite(before)]
@@ -235,6 +249,24 @@ def removed_scale(history: History, *, back: int) -> float:
     optimizer used them, because the loop did not say that it has a scaler; 0 without one.
     """
     return remaining_scale(*_gradients(history, back))
+
+
+def may_be_scaled(history: History) -> bool:
+    """Whether gradients may hold a loss scale, as they are measured, because the loop did not say that it has a scaler:
+    backward signals are in float16, or it was seen to be removed.
+    """
+    if history.number("scaled") == 1:
+        return False
+    if has_float16_signals(history):
+        return True
+    norms, used = (history.window(name, CLIPPED_RECORDS, sites=0) for name in ("grad_norm", "grad_norm_clipped"))
+    shorter = np.flatnonzero(used < CLIPPED_SHARE * norms)[-EFFECT_RECORDS:]
+    return any(removed_scale(history, back=len(norms) - row) for row in shorter.tolist())
+
+
+def has_float16_signals(history: History) -> bool:
+    """Whether backward signals are in float16, and no weights are, so that there most often is a loss scale."""
+    return history.has("half_zeros") and not has_float16(history.layout)
 
 
 def _gradients(history: History, back: int) -> tuple[Floats, Floats]:
