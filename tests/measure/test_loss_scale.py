@@ -29,6 +29,7 @@ def train_in_fp16(
     growth_interval: int = 3,
     steps: int = 8,
     halves: bool = False,
+    clips: bool = False,
     **options: Any,
 ) -> tuple[Watch, Memory, list[dict[str, float]], nn.Module]:
     """Train in fp16's way; what the optimizer has used at each step that it took, by an independent reading."""
@@ -54,6 +55,8 @@ def train_in_fp16(
                 torch._foreach_mul_([parameter.grad for parameter in model.parameters()], 0.5)
             if way == "after":
                 scaler.unscale_(optimizer)
+            if clips:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.01)
             scaler.step(optimizer)
             scaler.update()
     hooks.remove()
@@ -136,6 +139,46 @@ def test_steps_that_a_scaler_that_was_not_given_skips_are_no_calls_too_many() ->
     watch, memory, *_ = train_in_fp16("never", fused=False, reported=False, scale=2.0**18, growth_interval=1, steps=40)
     assert sum(record.scalars.get("skipped") == 1 for record in memory.records) > 12
     assert not [note for note in watch.verdict.notes if note.startswith("many calls of watch.step")]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_scaler_that_was_not_given_is_noticed_where_each_step_is_clipped(fused: bool) -> None:
+    watch, memory, *_ = train_in_fp16("after", fused=fused, reported=False, clips=True)
+    assert all(record.value("grad_norm_clipped") == pytest.approx(0.01, rel=1e-3) for record in memory.records)
+    (note,) = watch.verdict.notes
+    assert note.startswith("all gradients were made ")
+    assert " times smaller after they were measured: by clipping, or by a loss scale, which then is in every " in note
+
+
+@pytest.mark.parametrize("divisor", [1000.0, 50000.0])
+def test_a_scale_by_hand_that_is_no_power_of_two(divisor: float) -> None:
+    model = wide_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with Watch(model, sinks=()) as watch:
+        for step in range(8):
+            optimizer.zero_grad()
+            (divisor * model(wide_inputs(step)).square().mean()).backward()
+            watch.step(optimizer)
+            for parameter in model.parameters():
+                parameter.grad /= divisor
+            optimizer.step()
+    (note,) = watch.verdict.notes
+    assert note.startswith(f"all gradients were divided by {divisor:g} after they were measured: most likely a loss sc")
+
+
+def test_clipping_to_a_small_norm_is_no_loss_scale() -> None:
+    """Of other data each time, and of the same."""
+    for moves in (True, False):
+        model = wide_net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+        with Watch(model, sinks=()) as watch:
+            for step in range(8):
+                optimizer.zero_grad()
+                model(wide_inputs(step * moves)).square().mean().backward()
+                watch.step(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), 1e-6)
+                optimizer.step()
+        assert watch.verdict.notes == ()
 
 
 def test_a_clipping_that_divides_by_a_power_of_two_once_is_no_loss_scale() -> None:

@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.core.block import Block
+from gradwatch.core.number_text import number_text
 from gradwatch.core.record import MEASURED, Floats, Mask
-from gradwatch.core.remaining_scale import remaining_scale
+from gradwatch.core.remaining_scale import TOLERANCE, remaining_scale
 from gradwatch.core.training_loop import TrainingMode
 from gradwatch.engine.diagnosis import Diagnosis
 from gradwatch.engine.interventions.runtime import InterventionRuntime
@@ -21,10 +22,14 @@ from gradwatch.measure.noise_scale import NoiseScale
 from gradwatch.measure.nonfinite_source import NonfiniteSource
 from gradwatch.measure.optimizer_parameters import DISAGREE, TINY
 from gradwatch.measure.site_values import norms
+from gradwatch.rules.evidence.learning_rates import has_float16_signals
 
 MANY = 8
 """Steps of the user's own loop that were measured and not taken, a third of all at least, before a note says so.
 Judgement."""
+
+CHANGED = 1e-3
+"""Share of itself by which a norm differs from another one. Judgement: rounding leaves less."""
 
 NOT_TAKEN = (
     "many calls of watch.step(optimizer) are followed by another one before optimizer.step(): their norms are of "
@@ -53,8 +58,9 @@ class BlockBuilder:
         self._mode = mode
         self._finite_until = -1
         """The last step whose gradients were measured and finite."""
-        self._suspected_scale = 0.0
-        """A loss scale that the gradients of the last step seem to have had; NaN once it was reported."""
+        self._last_factor: tuple[float, float] | None = (0.0, 0.0)
+        """What all gradients of the last step were divided by after they were measured, 0 where it was little or not
+        the same for all, and their total norm before; None once that was reported."""
         self._not_taken = 0
         """Steps of the user's own loop whose gradients were finite, and which no optimizer has taken."""
         self._edited = False
@@ -222,17 +228,29 @@ class BlockBuilder:
 
     def _doubt(self, before: Floats, after: Floats) -> None:
         """Note, once, that gradients were measured with a loss scale that GradWatch was not given."""
-        if np.isnan(self._suspected_scale):
+        if self._last_factor is None:
             return
-        # a single step may be chance: clipping sometimes divides by a power of two
-        scale, self._suspected_scale = self._suspected_scale, remaining_scale(before, after)
-        if self._suspected_scale and scale == self._suspected_scale:
-            self._suspected_scale = np.nan
-            self._diagnosis.note(
-                f"all gradients were divided by {scale:g} after they were measured: most likely a loss scale, which is "
-                "in every grad_norm, and in what interventions compared with their limits. In a plain loop: "
-                "Watch(model, scaler=scaler)"
+        factor, total = remaining_scale(before, after, has_scaler=True), float(before[0])
+        (last, last_total), self._last_factor = self._last_factor, (factor, total)
+        if not (factor and last):
+            return  # a single step may be chance: clipping sometimes divides by a power of two
+        powers = np.isclose(2.0 ** np.round(np.log2([factor, last])), [factor, last], rtol=TOLERANCE, atol=0.0).all()
+        # clipping divides by the same number where the norm is the same
+        constant = np.isclose(factor, last, rtol=TOLERANCE) and not np.isclose(total, last_total, rtol=CHANGED)
+        if powers or constant:
+            what = f"divided by {last:g} after they were measured: most likely a loss scale, which is"
+        elif has_float16_signals(self._diagnosis.history):
+            times = number_text(factor)
+            what = (
+                f"made {times} times smaller after they were measured: by clipping, or by a loss scale, which then is"
             )
+        else:
+            return
+        self._last_factor = None
+        self._diagnosis.note(
+            f"all gradients were {what} in every grad_norm, and in what interventions compared with their limits. In a "
+            "plain loop: Watch(model, scaler=scaler)"
+        )
 
     def _noise_scale(self, step: StepState, total: float) -> dict[str, float]:
         """The gradient noise scale and its standard error, examples; see `noise`."""
