@@ -278,7 +278,9 @@ def test_between_samples_it_names_no_layer(bad: int) -> None:
     )
 
 
-def test_a_sample_among_steps_that_the_scaler_skipped_tells() -> None:
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_sample_among_steps_that_the_scaler_skipped_tells(lost: bool) -> None:
+    """`lost`: the first of them was not skipped, and its gradient is in the weights of fc1."""
     layers = [Site(f"fc{i}", "layer", "Linear", 1 + i, 4, "") for i in range(3)]
     weights = [Site(f"fc{i}.weight", "parameter", "Linear", 1 + i, 4, "float32") for i in range(3)]
     shape = Layout((Site("total", "total", "", 0, 0, ""), *layers, *weights), (1, 2, 3))
@@ -286,7 +288,7 @@ def test_a_sample_among_steps_that_the_scaler_skipped_tells() -> None:
     sampled: dict[str, Any] = {
         "output_max": np.array([INF, 1.0, INF, INF, NAN, NAN, NAN]),
         "run_order": np.array([NAN, 0, 1, 2, NAN, NAN, NAN]),
-        "weight_norm": np.ones(7),
+        "weight_norm": np.array([1, 1, NAN, 1, 1, NAN, 1]) if lost else np.ones(7),
     }
     for step in range(60):
         values = {"grad_norm": np.full(7, 1.0 if step < 9 else NAN), **(sampled if step == 20 else {})}
@@ -297,4 +299,7 @@ def test_a_sample_among_steps_that_the_scaler_skipped_tells() -> None:
         assert bool(found) is (step >= 58)
     assert found
     assert (found[0].layer, found[0].independent) == ("fc1", False)
-    assert "layer fc0, the last to run before it, gives 1 at most" in found[0].message
+    seen = "layer fc0, the last to run before it, gives 1 at most"
+    past = "the weights of layer fc1 are not finite any more: an earlier step with a gradient that was not finite went"
+    assert (past if lost else seen) in found[0].message
+    assert (found[0].remedy == "a checkpoint from before that step.") == lost

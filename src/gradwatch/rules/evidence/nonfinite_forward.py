@@ -97,7 +97,7 @@ def _of_weights(history: History, lost: Sites, back: int) -> NonfiniteForward:
         remedy = f"nn.init.kaiming_normal_ for the weights of layer {names[0]}."
     elif not np.isfinite(history.row("grad_norm", back=int(own[-1]))[lost]).all():
         cause = f"{whose} any more: an earlier step with a gradient that was not finite went into them."
-        remedy = "a checkpoint from before that step; its cause is reported where it happened."
+        remedy = "a checkpoint from before that step."
     elif steps[-back] - steps[-int(own[-1])] > len(np.unique(history.optimizers(len(history)))):
         cause = f"{whose} any more, since one of the steps before, which were not measured."
         remedy = "GradWatch(every_n_steps=1) for one run: it names the operation."
