@@ -338,6 +338,39 @@ def test_what_an_optimizer_does_is_not_laid_to_another_step(loop: Any) -> None:
     assert note.startswith("a backward pass came between watch.step(optimizer) and the optimizer's step")
 
 
+def test_steps_in_the_backward_pass_are_measured() -> None:
+    """An optimizer for each parameter steps in a hook as soon as its gradient is there, which is then let go."""
+
+    def trained(watch: Watch | None, model: nn.Module) -> list[tuple[nn.Parameter, float]]:
+        optimizers = {p: torch.optim.Adam([p], lr=1e-3) for p in model.parameters()}
+        norms: list[tuple[nn.Parameter, float]] = []
+
+        def step(parameter: nn.Parameter) -> None:
+            norms.append((parameter, float(parameter.grad.double().norm())))
+            if watch is not None:
+                watch.step(optimizers[parameter])
+            optimizers[parameter].step()
+            parameter.grad = None
+
+        with watch or ExitStack():
+            for parameter in optimizers:
+                parameter.register_post_accumulate_grad_hook(step)
+            for number in range(30):
+                inputs = torch.randn(8, 6, generator=torch.Generator().manual_seed(number))
+                (model(inputs) - inputs.sum(1, keepdim=True)).square().mean().backward()
+        return norms
+
+    alone, model = net(), net()
+    watch = Watch(model, sinks=())
+    expected = trained(None, alone)
+    norms, names = trained(watch, model), {p: name for name, p in model.named_parameters()}
+    assert [norm for _, norm in norms] == [norm for _, norm in expected]
+    assert (watch.alerts, watch.verdict.notes) == ((), ())
+    for record, (parameter, norm) in zip(watch.history, norms, strict=True):
+        assert record.value("grad_norm", names[parameter]) == pytest.approx(norm, rel=1e-5)
+    assert all(map(torch.equal, model.parameters(), alone.parameters()))
+
+
 def test_derivatives_that_go_nowhere_are_no_backward_pass() -> None:
     def loop(watch: Watch, model: nn.Module, optimizer: Any, step: int) -> None:
         backward(model, optimizer, step)
