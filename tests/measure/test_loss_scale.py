@@ -163,7 +163,8 @@ def test_a_scale_by_hand_that_is_no_power_of_two(divisor: float) -> None:
                 parameter.grad /= divisor
             optimizer.step()
     (note,) = watch.verdict.notes
-    assert note.startswith(f"all gradients were divided by {divisor:g} after they were measured: most likely a loss sc")
+    what = f"all gradients were divided by {divisor:g} after they were measured: a mean taken late, or a loss scale, "
+    assert note.startswith(f"{what}which is in every grad_norm")
 
 
 def test_clipping_to_a_small_norm_is_no_loss_scale() -> None:

@@ -204,6 +204,24 @@ def test_the_step_of_an_optimizer(half: bool, at: int) -> None:
     assert alert.remedy == (scaled if half else anew)
 
 
+@pytest.mark.parametrize("gap", [1, 2])
+def test_a_gradient_after_a_loss_that_alone_was_not_finite_is_an_incident_of_its_own(gap: int) -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with Watch(model, rules=(Nonfinite(),), sinks=()) as watch:
+        for step in range(20 + gap + 1):
+            optimizer.zero_grad()
+            loss = model(torch.randn(16, 4)).square().mean()
+            loss.backward()
+            if step == 20 + gap:
+                model[2].weight.grad[0, 0] = NAN
+            watch.step(optimizer, loss=loss.detach() * (NAN if step == 20 else 1.0))
+            optimizer.step()
+    alone, spoiled = sorted(watch.alerts, key=lambda alert: alert.step)
+    assert (alone.severity, alone.sites, alone.step) == (Severity.WARNING, (), 20)
+    assert (spoiled.severity, spoiled.sites, spoiled.step) == (Severity.ERROR, ("2",), 20 + gap)
+
+
 @pytest.mark.parametrize("odd", ["uninitialized", "mask"])
 def test_parameters_that_no_gradient_comes_to_are_not_blamed(odd: str) -> None:
     model = mlp()
@@ -250,7 +268,9 @@ def test_a_scaler_that_the_watch_does_not_know(scale: float, given: bool) -> Non
             "backward signals are in float16, which ends at 65,504: most often a loss scale has made them overflow. A "
             "scaler skips such steps while it looks for its scale; without one the weights are lost." in alert.message
         )
-        assert alert.remedy.startswith("Watch(model, scaler=scaler), which leaves such steps to the scaler, or ")
+        assert alert.remedy.startswith(
+            "Watch(model, scaler=scaler) with a torch.amp.GradScaler, to which it leaves such steps, or "
+        )
     else:
         assert alert.severity is Severity.ERROR
 

@@ -13,10 +13,10 @@ TOLERANCE = 1e-5
 """Relative tolerance of the norms, which are float32."""
 
 
-def remaining_scale(before: Floats, after: Floats, *, has_scaler: bool = False) -> float:
+def remaining_scale(before: Floats, after: Floats, *, any_factor: bool = False) -> float:
     """The loss scale that norms have `before` and not `after`: the same number for all; 0 where there is none.
 
-    A power of two, as a GradScaler has by default, unless the loop is known to have one.
+    A power of two, as a GradScaler has by default, unless `any_factor`.
     """
     if before[0] < MIN_LOSS_SCALE / 2 * after[0]:  # the totals: with clipping this runs at every step
         return 0.0
@@ -24,5 +24,5 @@ def remaining_scale(before: Floats, after: Floats, *, has_scaler: bool = False) 
     if not known.any():
         return 0.0
     factors = before[known] / after[known]
-    scale = float(factors[0] if has_scaler else 2.0 ** np.round(np.log2(factors[0])))
+    scale = float(factors[0] if any_factor else 2.0 ** np.round(np.log2(factors[0])))
     return scale if scale >= MIN_LOSS_SCALE and np.allclose(factors, scale, rtol=TOLERANCE, atol=0.0) else 0.0

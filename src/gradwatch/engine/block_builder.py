@@ -230,16 +230,18 @@ class BlockBuilder:
         """Note, once, that gradients were measured with a loss scale that GradWatch was not given."""
         if self._last_factor is None:
             return
-        factor, total = remaining_scale(before, after, has_scaler=True), float(before[0])
+        factor, total = remaining_scale(before, after, any_factor=True), float(before[0])
         (last, last_total), self._last_factor = self._last_factor, (factor, total)
         if not (factor and last):
             return  # a single step may be chance: clipping sometimes divides by a power of two
         powers = np.isclose(2.0 ** np.round(np.log2([factor, last])), [factor, last], rtol=TOLERANCE, atol=0.0).all()
         # clipping divides by the same number where the norm is the same
         constant = np.isclose(factor, last, rtol=TOLERANCE) and not np.isclose(total, last_total, rtol=CHANGED)
+        in_half = has_float16_signals(self._diagnosis.history)
         if powers or constant:
-            what = f"divided by {last:g} after they were measured: most likely a loss scale, which is"
-        elif has_float16_signals(self._diagnosis.history):
+            likely = "most likely a loss scale" if powers or in_half else "a mean taken late, or a loss scale"
+            what = f"divided by {last:g} after they were measured: {likely}, which is"
+        elif in_half:
             times = number_text(factor)
             what = (
                 f"made {times} times smaller after they were measured: by clipping, or by a loss scale, which then is"
@@ -249,7 +251,8 @@ class BlockBuilder:
         self._last_factor = None
         self._diagnosis.note(
             f"all gradients were {what} in every grad_norm, and in what interventions compared with their limits. In a "
-            "plain loop: Watch(model, scaler=scaler)"
+            "plain loop: Watch(model, scaler=scaler)",
+            log=not self._mode.rank,
         )
 
     def _noise_scale(self, step: StepState, total: float) -> dict[str, float]:

@@ -23,12 +23,12 @@ from gradwatch.rules.evidence.learning_rates import (
     RateJump,
     maximizes,
     may_be_large,
-    may_be_scaled,
     passes_in_steps,
     rate_jump,
     rate_remedy,
     rate_text,
     scale_in_use,
+    scale_may_vary,
 )
 from gradwatch.rules.evidence.recent_rows import ROUNDING, RecentRows
 from gradwatch.rules.evidence.records import is_alone, is_own, own_losses, own_records
@@ -277,7 +277,7 @@ class Divergence(CheckedRule):
             f"{number_text(now, 3)}, {'in size ' * (min(start, now) < 0)}{_times_text(value)} the largest of "
             f"{first_steps_text(history, self.first_records)} ({number_text(start, 3)})"
         )
-        if not may_be_scaled(history):
+        if not scale_may_vary(history):
             far += f", and the gradient is {_times_text(steeper)} its first level"
         went, headline = "is", f"the loss went from {number_text(start, 3)} to {number_text(now, 3)}"
         if maximizes(history) and now > start:

@@ -236,7 +236,8 @@ class IncidentTracker:
         """Whether what is worse now may come of the gradient at `place`: a step that was not skipped has lost the
         weights.
         """
-        return _is_harmless(self._faults[place]) and not self._clean_evaluations[rule]
+        fault = self._faults[place]  # of a loss alone no gradient comes
+        return _is_harmless(fault) and bool(fault.sites) and not self._clean_evaluations[rule]
 
     def _open_fault(self, rule: str, step: int, found: Sequence[Finding], onset: int) -> None:
         """Open an incident, or an effect where its cause is open or recent. `onset`: its step."""

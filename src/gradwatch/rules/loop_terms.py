@@ -32,7 +32,7 @@ _TERMS: dict[LoopKind, dict[str, str]] = {
         "Trainer(gradient_clip_val=": "torch.nn.utils.clip_grad_norm_(model.parameters(), ",
         ", without the loss scale": ", after scaler.unscale_(optimizer)",
         'Trainer(precision="16-mixed"), whose scaler is known': (
-            "Watch(model, scaler=scaler), which leaves such steps to the scaler"
+            "Watch(model, scaler=scaler) with a torch.amp.GradScaler, to which it leaves such steps"
         ),
         'Trainer(precision="16-mixed")': "float32 weights, torch.autocast and torch.amp.GradScaler",
         'Trainer(precision="bf16-mixed")': "torch.autocast(device_type, torch.bfloat16)",

@@ -18,8 +18,8 @@ from gradwatch.rules.evidence.jumps import last_jump
 from gradwatch.rules.evidence.learning_rates import (
     RateJump,
     has_float16_signals,
-    may_be_scaled,
     rate_remedy,
+    scale_may_vary,
     summed_passes,
 )
 from gradwatch.rules.evidence.nonfinite_forward import NonfiniteForward, first_nonfinite_output, from_replay
@@ -113,7 +113,7 @@ class Nonfinite(CheckedRule):
         before = skipped[own][-self.skipped_steps : -1]
         return len(before) < self.skipped_steps - 1 or not bool((before == 1).all())
 
-    def _may_be_scaled(self, history: History) -> bool:
+    def _may_be_skipped(self, history: History) -> bool:
         """Whether a loss scaler that is not known may skip this step: backward signals are in float16, weights not."""
         lost = ~np.isfinite(history.window("grad_norm", SKIPPED_STEP_LOOKBACK, sites=0))
         lost = lost[is_own(history, SKIPPED_STEP_LOOKBACK)][-self.skipped_steps :]
@@ -169,7 +169,7 @@ class Nonfinite(CheckedRule):
         else:
             what = "No layer has a finite gradient"
         severity = Severity.ERROR
-        if forward is None and not bad_loss and self._may_be_scaled(history):
+        if forward is None and not bad_loss and self._may_be_skipped(history):
             severity, (origin, cause, remedy) = Severity.WARNING, _overflow(history, unhealthy, healthy, loss)
         else:
             origin, cause, remedy = _origin(history, unhealthy, healthy, loss, bad_loss, forward)
@@ -217,7 +217,7 @@ class Nonfinite(CheckedRule):
                     )
         totals = history.series("grad_norm")[-earlier]
         totals = totals[np.isfinite(totals) & (totals > 0)]
-        if len(totals) < 2 or may_be_scaled(history):
+        if len(totals) < 2 or scale_may_vary(history):
             return None
         lowest, last = float(totals[: self.records_before].min()), float(totals[-1])
         if np.log10(last / lowest) < self.growth_dex:

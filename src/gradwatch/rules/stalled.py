@@ -257,7 +257,7 @@ def _why(history: History, own: Sites, still: Sites, most: float) -> tuple[str, 
         return cause, '{"scheduler": ..., "interval": "epoch"} for lr_scheduler in configure_optimizers.'
     if rate == 0:
         return "The learning rate is 0.", usual
-    scaled = may_be_scaled(history)
+    scaled, shortened = may_be_scaled(history), False
     if removed_scale(history, back=back):
         norm = left
     elif left < CLIPPED_SHARE * norm:
@@ -266,7 +266,7 @@ def _why(history: History, own: Sites, still: Sites, most: float) -> tuple[str, 
             return cause, "a larger limit or factor of what is in interventions."
         if not scaled:
             return _clipping(history, back, "Clipping", norm, left)
-        norm = left
+        norm, shortened = left, True
     elif (
         not scaled and norm < LOW_GRADIENT and len(known := still[np.isfinite(history.at("arrived_norm", still)[:, 0])])
     ):
@@ -291,14 +291,15 @@ def _why(history: History, own: Sites, still: Sites, most: float) -> tuple[str, 
     if rate < LOW_RATE:
         return f"The learning rate is {number_text(rate)}.", usual
     if norm < LOW_GRADIENT:
+        clipped = "clipping, or " * shortened
         cause = (
-            f"The gradient is small, its norm {number_text(norm)}: {'clipping, or ' * scaled}a loss that is averaged "
-            "twice, or small in scale."
+            f"The gradient is small, its norm {number_text(norm)}: {clipped}a loss that is averaged twice, or small in "
+            "scale."
         )
         return (
             cause,
             "a larger limit where gradients are clipped, with no loss scale in them; or "
-            * scaled
+            * shortened
             + "a loss that is averaged once, over the batch; or torch.optim.Adam(self.parameters()), whatever its "
             "scale.",
         )

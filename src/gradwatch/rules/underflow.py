@@ -12,6 +12,7 @@ from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
 from gradwatch.core.number_text import number_text
 from gradwatch.core.record import Floats, Mask
+from gradwatch.core.remaining_scale import remaining_scale
 from gradwatch.rules.evidence.baseline import LEVEL_RECORDS, first_and_last_loss
 from gradwatch.rules.evidence.learning_rates import CLIPPED_SHARE
 from gradwatch.rules.evidence.recent_rows import RecentRows
@@ -132,10 +133,11 @@ class Underflow(CheckedRule):
 
 def _were_divided(history: History) -> bool:
     """Whether something made gradients smaller after the backward pass: clipping, or a scaler that is not known."""
-    arrived, norms, used = (
-        history.window(name, RECENT_RECORDS, sites=0) for name in ("arrived_norm", "grad_norm", "grad_norm_clipped")
-    )
-    return bool(((norms < CLIPPED_SHARE * arrived) | (used < CLIPPED_SHARE * norms)).any())
+    norms, used = (history.window(name, RECENT_RECORDS, sites=0) for name in ("grad_norm", "grad_norm_clipped"))
+    if (used < CLIPPED_SHARE * norms).any():
+        return True
+    back = min(history.newest("arrived_norm"), len(history))
+    return bool(remaining_scale(*(history.row(name, back=back) for name in ("arrived_norm", "grad_norm"))))
 
 
 def _loss_text(history: History) -> str:

@@ -9,11 +9,11 @@ import numpy as np
 from gradwatch.core.history import History
 from gradwatch.core.median import median
 from gradwatch.core.number_text import number_text
-from gradwatch.core.record import Floats
+from gradwatch.core.record import MEASURED, Floats
 from gradwatch.core.remaining_scale import remaining_scale
 from gradwatch.rules.evidence.records import is_own, own_records
 from gradwatch.rules.evidence.samples import RECENT_RECORDS
-from gradwatch.rules.evidence.weights import has_float16, relative_updates, update_samples
+from gradwatch.rules.evidence.weights import relative_updates, update_samples
 from gradwatch.rules.evidence.wording import distance_text, ratio_text
 
 EFFECT_RECORDS = 5
@@ -241,7 +241,7 @@ def scale_in_use(history: History, *, back: int) -> float:
     if history.number("scaled", back=back) != 1:
         return 0.0
     intended, used = _gradients(history, back)
-    return remaining_scale(used, intended, has_scaler=True)
+    return remaining_scale(used, intended, any_factor=True)
 
 
 def removed_scale(history: History, *, back: int) -> float:
@@ -257,16 +257,32 @@ def may_be_scaled(history: History) -> bool:
     """
     if history.number("scaled") == 1:
         return False
-    if has_float16_signals(history):
+    if scale_may_vary(history):
         return True
     norms, used = (history.window(name, CLIPPED_RECORDS, sites=0) for name in ("grad_norm", "grad_norm_clipped"))
     shorter = np.flatnonzero(used < CLIPPED_SHARE * norms)[-EFFECT_RECORDS:]
     return any(removed_scale(history, back=len(norms) - row) for row in shorter.tolist())
 
 
+def scale_may_vary(history: History) -> bool:
+    """Whether gradients may hold a loss scale that a scaler raises and lowers: backward signals are in float16, the
+    loop did not say that it has a scaler, and was not seen to remove a scale before the measurement.
+    """
+    if history.number("scaled") == 1 or not has_float16_signals(history):
+        return False
+    back = history.newest("arrived_norm")
+    arrived, norms = (history.row(name, back=min(back, len(history))) for name in ("arrived_norm", "grad_norm"))
+    return not remaining_scale(arrived, norms)
+
+
 def has_float16_signals(history: History) -> bool:
-    """Whether backward signals are in float16, and no weights are, so that there most often is a loss scale."""
-    return history.has("half_zeros") and not has_float16(history.layout)
+    """Whether backward signals are in float16 at the latest sample, and no weights that train are, so that there most
+    often is a loss scale.
+    """
+    if not history.has("half_zeros") or history.newest("half_zeros") > history.newest("signal_rms"):
+        return False
+    layout, codes = history.layout, history.codes(1)[0]
+    return not any(layout.sites[site].dtype == "float16" for site in layout.parameters if codes[site] == MEASURED)
 
 
 def _gradients(history: History, back: int) -> tuple[Floats, Floats]:
