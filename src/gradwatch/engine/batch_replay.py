@@ -116,12 +116,11 @@ class BatchReplay:
         early, self._early = self._early, None
         if early is not None or step is None or step.stepped or step.evaluations > 1:
             return early
-        lost = _origin_in_weights(step)
+        if batch is not None and step.info.scalars.get("batch") != batch.index:
+            return None  # its numbers arrived late, and the batch is another one
+        lost, scale = _origin_in_weights(step), step.info.scale
         if batch is None:  # as in a loop of the user's own
             return lost
-        if step.info.scalars.get("batch") != batch.index:
-            return None  # its numbers arrived late, and the batch is another one
-        scale = step.info.scale
         return self._origin_of(batch, 1.0 if scale is None else float(on_host(scale)), lost)
 
     def _origin_of(self, batch: Batch, factor: float, lost: NonfiniteOrigin | None) -> NonfiniteOrigin | None:

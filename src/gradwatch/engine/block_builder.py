@@ -138,7 +138,7 @@ class BlockBuilder:
         if not step.stepped:
             sure = not step.maybe_stepped or bool(step.effect and step.effect.skips)
             finite = isfinite(grad_norm[0])
-            if self._mode.loop == "own" and step.info.scale is None and finite and sure and not step.effect:
+            if finite and not (step.maybe_stepped or step.effect):
                 self._note_not_taken(step)
             sure |= step.info.scale is not None and not finite  # the scaler has
             # another update may be that of several steps
@@ -167,6 +167,8 @@ class BlockBuilder:
 
     def _note_not_taken(self, step: StepState) -> None:
         """A loss scaler that is not known skips steps, too, but none with finite gradients."""
+        if self._mode.loop != "own" or step.info.scale is not None:
+            return
         self._not_taken += 1
         if self._not_taken == MANY and step.step_count < 3 * MANY:
             self._diagnosis.note(NOT_TAKEN, log=not self._mode.rank)

@@ -115,10 +115,11 @@ class Nonfinite(CheckedRule):
 
     def _may_be_skipped(self, history: History) -> bool:
         """Whether a loss scaler that is not known may skip this step: backward signals are in float16, weights not."""
+        if history.number("scaled") == 1 or not has_float16_signals(history):
+            return False
         lost = ~np.isfinite(history.window("grad_norm", SKIPPED_STEP_LOOKBACK, sites=0))
         lost = lost[is_own(history, SKIPPED_STEP_LOOKBACK)][-self.skipped_steps :]
-        searches = len(lost) < self.skipped_steps or not lost.all()
-        return searches and has_float16_signals(history) and history.number("scaled") != 1
+        return len(lost) < self.skipped_steps or not lost.all()
 
     def _forward(self, history: History, loss: float, bad_loss: bool, some_healthy: bool) -> NonfiniteForward | None:
         """What a forward pass made that is not finite; None where none is known to have. `some_healthy`: whether there

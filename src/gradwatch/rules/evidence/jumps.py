@@ -48,8 +48,8 @@ class GradientJump:
     """Records from the end; 1 is the latest."""
     ratio: float
     """The norm over `highest`."""
-    highest: float
-    """The highest norm before it; NaN where it may hold a loss scale."""
+    highest: float | None
+    """The highest norm before it; None where it may hold a loss scale."""
     steps_before: str
     """'20 steps': how many records before it `highest` is of."""
     step: int | None
@@ -78,12 +78,12 @@ class GradientJump:
 
     @property
     def remedy(self) -> str:
-        if self.limit is None and np.isnan(self.highest):
+        if self.limit is not None:
+            return batch_remedy(self.batch, self.limit)
+        if self.highest is None:
             return SCALED_CLIPPING
-        if self.limit is None:
-            value = f"Trainer(gradient_clip_val={number_text(self.highest)})"
-            return f"{value}, the highest norm of the {self.steps_before} before it."
-        return batch_remedy(self.batch, self.limit)
+        value = f"Trainer(gradient_clip_val={number_text(self.highest)})"
+        return f"{value}, the highest norm of the {self.steps_before} before it."
 
 
 def jump_text(batch: str, dex: float, steps: str) -> str:
@@ -124,8 +124,8 @@ def gradient_jump(history: History, *, back: int = 1, of: int = 1) -> GradientJu
         batch, limit = batch_text(history, back=gone), clipping_limit(history, of=of)
         before = steps_text(history, len(earlier), back=gone + 1)
         step, threw = history.steps[-gone] if gone > 1 else None, moved >= LARGE_UPDATE > last
-        highest = float("nan") if may_be_scaled(history) else highest
-        return GradientJump(gone, ratio, highest, before, step, batch, threw, limit)
+        known = None if may_be_scaled(history) else highest
+        return GradientJump(gone, ratio, known, before, step, batch, threw, limit)
     return None
 
 
