@@ -18,7 +18,7 @@ from gradwatch.engine.engine import Engine
 from gradwatch.engine.options import OnAlert, Options
 from gradwatch.hooks.full_hook_errors import explain_in_place_error
 from gradwatch.interventions import Intervention
-from gradwatch.measure.loss_scale import check_scaler, has_unscaled, scale_for
+from gradwatch.measure.loss_scale import ScalerSearch, check_scaler, has_unscaled, scale_for
 from gradwatch.measure.optimizer_steps import inner_optimizer
 from gradwatch.measure.step_info import StepInfo
 from gradwatch.rules import Rule
@@ -42,7 +42,7 @@ class Watch:
                 optimizer.step()
         print(watch.verdict)
 
-    With a `torch.amp.GradScaler`, pass it as `scaler` and call `watch.step(optimizer)` before `scaler.step(optimizer)`.
+    With a `torch.amp.GradScaler`, call `watch.step(optimizer)` before `scaler.step(optimizer)`;
     `scaler.unscale_(optimizer)` may come before or after `watch.step`.
 
     Hooks are attached on entry and removed on exit, even after an error.
@@ -76,8 +76,9 @@ class Watch:
             on_alert: What a warning or an error does, as in `GradWatch`; with "stop", `should_stop` becomes True.
             sinks: Where records and alerts go; None for the log only.
             budget: Share of the step time that sampling may take, as in `GradWatch`.
-            scaler: The GradScaler of an fp16 training. Norms are then those of the gradients without its scale, and
-                steps that it skips are counted; they raise an alert only if they persist.
+            scaler: The GradScaler of an fp16 training; None to find it where backward signals are in float16, which
+                needs `signals` and one scaler in use. Norms are those of the gradients without its scale, and steps
+                that it skips are counted; they raise an alert only if they persist.
         """
         if not isinstance(model, nn.Module):
             raise TypeError(wrong("model", model, "a torch.nn.Module"))
@@ -96,6 +97,7 @@ class Watch:
             budget=budget,
         )
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self._search = ScalerSearch() if scaler is None else None
         chosen = (Log(),) if checked.sinks is None else checked.sinks
         self._model = weakref.ref(model)
         self._mode = _mode(model, scaled=self._scaler is not None)
@@ -175,11 +177,17 @@ class Watch:
             raise AlertRaised(alert)
 
     def _step_info(self, optimizer: Any) -> StepInfo:
-        scaler, step = self._scaler, self._steps
+        step = self._steps
+        scaler = self._scaler if self._search is None else self._found_scaler(self._search, optimizer)
         if scaler is None:
             return StepInfo(step, step, {})
         scale = scale_for(scaler, optimizer)
         return StepInfo(step, step, {"scaled": 1.0}, scale, None if has_unscaled(scaler, optimizer) else scale)
+
+    def _found_scaler(self, search: ScalerSearch, optimizer: Any) -> Any:
+        if note := search.look(optimizer, half=self._engine.samples.has_float16_signals):
+            self._engine.diagnosis.note(note, log=not self._mode.rank)
+        return search.scaler
 
 
 def _mode(model: nn.Module, *, scaled: bool) -> TrainingMode:

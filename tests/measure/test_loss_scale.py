@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -64,10 +66,11 @@ def train_in_fp16(
     return watch, memory, used, model
 
 
+@pytest.mark.parametrize("reported", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("way", WAYS)
-def test_norms_are_those_that_the_optimizer_uses(way: str, fused: bool) -> None:
-    watch, memory, used, _ = train_in_fp16(way, fused=fused)
+def test_norms_are_those_that_the_optimizer_uses(way: str, fused: bool, reported: bool) -> None:
+    watch, memory, used, _ = train_in_fp16(way, fused=fused, reported=reported)
     assert watch.verdict.notes == ()
     assert watch.alerts == ()
     assert len(memory.records) == len(used) == 8
@@ -95,10 +98,13 @@ def test_a_limit_is_one_without_the_scale(way: str, fused: bool) -> None:
     assert (watch.history.series("clip_rate", "0") == 1).all()
 
 
+@pytest.mark.parametrize("reported", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("way", WAYS)
-def test_a_search_for_the_scale_is_no_incident(way: str, fused: bool) -> None:
-    watch, memory, used, _ = train_in_fp16(way, fused=fused, scale=2.0**24, steps=40, on_alert="raise")
+def test_a_search_for_the_scale_is_no_incident(way: str, fused: bool, reported: bool) -> None:
+    watch, memory, used, _ = train_in_fp16(
+        way, fused=fused, reported=reported, scale=2.0**24, steps=40, on_alert="raise"
+    )
     skipped = [record for record in memory.records if record.scalars.get("skipped") == 1]
     assert len(skipped) > 3
     assert len(memory.records) == 40
@@ -127,8 +133,9 @@ def test_watching_changes_nothing(fused: bool) -> None:
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("way", ["never", "after"])
-def test_a_scaler_that_was_not_given_is_noticed_once(way: str, fused: bool, caplog: pytest.LogCaptureFixture) -> None:
-    watch, *_ = train_in_fp16(way, fused=fused, reported=False)
+def test_a_scaler_that_is_not_found_is_noticed_once(way: str, fused: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Without signals nothing says that the training is in float16."""
+    watch, *_ = train_in_fp16(way, fused=fused, reported=False, signals="off", activations=False)
     (note,) = watch.verdict.notes
     assert note.startswith("all gradients were divided by 1024 after they were measured: most likely a loss scale")
     assert "Watch(model, scaler=scaler)" in note
@@ -136,18 +143,89 @@ def test_a_scaler_that_was_not_given_is_noticed_once(way: str, fused: bool, capl
 
 
 def test_steps_that_a_scaler_that_was_not_given_skips_are_no_calls_too_many() -> None:
-    watch, memory, *_ = train_in_fp16("never", fused=False, reported=False, scale=2.0**18, growth_interval=1, steps=40)
+    watch, memory, *_ = train_in_fp16(
+        "never",
+        fused=False,
+        reported=False,
+        scale=2.0**18,
+        growth_interval=1,
+        steps=40,
+        signals="off",
+        activations=False,
+    )
     assert sum(record.scalars.get("skipped") == 1 for record in memory.records) > 12
     assert not [note for note in watch.verdict.notes if note.startswith("many calls of watch.step")]
 
 
+@pytest.mark.parametrize("reported", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_scaler_that_was_not_given_is_noticed_where_each_step_is_clipped(fused: bool) -> None:
-    watch, memory, *_ = train_in_fp16("after", fused=fused, reported=False, clips=True)
+def test_clipping_of_unscaled_gradients(fused: bool, reported: bool) -> None:
+    watch, memory, *_ = train_in_fp16("after", fused=fused, reported=reported, clips=True)
     assert all(record.value("grad_norm_clipped") == pytest.approx(0.01, rel=1e-3) for record in memory.records)
+    assert all(record.value("grad_norm") < 100 for record in memory.records)
+    assert watch.verdict.notes == ()
+
+
+def take_turns(scalers: Sequence[torch.amp.GradScaler | None], *, watched_from: int = 0) -> tuple[Watch, list[float]]:
+    """A training in float16, watched from a step on, with an optimizer for each of `scalers`; those of None have none.
+    What each watched step has used.
+    """
+    model, used, watch = wide_net(), [], None
+    optimizers = [torch.optim.SGD(layer.parameters(), lr=0.01) for layer in (model[0], model[2])]
+    with ExitStack() as stack:
+        for step in range(8):
+            if step == watched_from:
+                watch = stack.enter_context(Watch(model, sinks=()))
+            scaler, optimizer = scalers[step % len(scalers)], optimizers[step % len(scalers)]
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.float16):
+                loss = model(wide_inputs(step)).square().mean()
+            (loss if scaler is None else scaler.scale(loss)).backward()
+            if watch is not None:
+                watch.step(optimizer, loss=loss)
+            if scaler is not None:
+                scaler.unscale_(optimizer)
+            if watch is not None:
+                used.append(gradient_norms(model, optimizer)["total"])
+            optimizer.step()
+            if scaler is not None:
+                scaler.update()
+    assert watch is not None
+    return watch, used
+
+
+def used_scaler() -> torch.amp.GradScaler:
+    """One that is left of another training."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
+    take_turns([scaler])
+    return scaler
+
+
+@pytest.mark.parametrize("scales", [True, False])
+def test_scalers_that_this_loop_does_not_use(scales: bool) -> None:
+    others = [used_scaler(), torch.amp.GradScaler("cpu"), torch.amp.GradScaler("cpu", enabled=False)]
+    watch, used = take_turns([torch.amp.GradScaler("cpu", init_scale=2.0**10) if scales else None])
+    assert watch.history.series("grad_norm") == pytest.approx(used, rel=1e-5)
+    assert watch.verdict.notes == ()
+    assert (watch.history.number("scaled") == 1) is scales
+    del others
+
+
+def test_a_watch_that_begins_within_a_training() -> None:
+    others = [used_scaler()]
+    watch, used = take_turns([torch.amp.GradScaler("cpu", init_scale=2.0**10)], watched_from=3)
+    assert watch.history.series("grad_norm")[1:] == pytest.approx(used[1:], rel=1e-5)
     (note,) = watch.verdict.notes
-    assert note.startswith("all gradients were made ")
-    assert " times smaller after they were measured: by clipping, or by a loss scale, which then is in every " in note
+    assert note.startswith("the norms of the first step are too large or too small by a loss scale: which GradScaler")
+    del others
+
+
+def test_two_scalers_in_one_loop() -> None:
+    watch, _ = take_turns([torch.amp.GradScaler("cpu", init_scale=2.0**power) for power in (10, 12)])
+    note = watch.verdict.notes[0]
+    assert note.startswith(
+        "several GradScalers are in use, and every grad_norm may hold the loss scale of one: Watch(m"
+    )
 
 
 @pytest.mark.parametrize("divisor", [1000.0, 50000.0])

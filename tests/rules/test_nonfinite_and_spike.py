@@ -168,19 +168,6 @@ def test_the_fp16_scaler_may_search_for_its_scale(known: dict[str, float]) -> No
     assert judge_rows(rule, history, [{"gradients": NAN, **known}])[0]
 
 
-def test_each_optimizer_may_have_a_scaler_that_is_not_known() -> None:
-    """The first has lost all its steps, among those of the second: after 50 no scaler explains it."""
-    history, rule, found = net(3), Nonfinite(), []
-    sampled = {"half_zeros": np.zeros(len(history.layout))}
-    for step in range(110):
-        record(history, 1.0 if step % 2 else NAN, optimizer=step % 2, loss=1.0)
-        if not step:
-            history.amend(sampled, {})
-        found += rule(history) or []
-    severities = [one.severity for one in found]
-    assert severities == [Severity.WARNING] * 49 + [Severity.ERROR] * 6
-
-
 def test_a_scaled_run_is_judged_before_the_skip_is_known() -> None:
     history, rule = net(3), Nonfinite()
     for _ in range(49):

@@ -236,8 +236,8 @@ def test_parameters_that_no_gradient_comes_to_are_not_blamed(odd: str) -> None:
 
 @pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("scale", [2.0, 2.0**22, float("inf")])
-def test_a_scaler_that_the_watch_does_not_know(scale: float, given: bool) -> None:
-    """Overflows until it has found its scale are no error, and no explosion; a gradient that stays infinite is one."""
+def test_a_scaler_that_looks_for_its_scale(scale: float, given: bool) -> None:
+    """Overflows until it has found it are no fault; a gradient that stays infinite is one, after 50 steps."""
     model, scaler = (
         mlp(),
         torch.amp.GradScaler("cpu", init_scale=min(scale, 2.0**22), growth_interval=2 if scale == 2 else 2000),
@@ -256,23 +256,7 @@ def test_a_scaler_that_the_watch_does_not_know(scale: float, given: bool) -> Non
             scaler.step(optimizer)
             scaler.update()
     assert 2.0 < scaler.get_scale() < 2.0**22 or scale == float("inf")
-    if given and np.isfinite(scale):
-        assert watch.alerts == ()
-        return
-    (alert,) = watch.alerts
-    if given:
-        assert alert.noticed == 49
-    elif np.isfinite(scale):
-        assert alert.severity is Severity.WARNING
-        assert (
-            "backward signals are in float16, which ends at 65,504: most often a loss scale has made them overflow. A "
-            "scaler skips such steps while it looks for its scale; without one the weights are lost." in alert.message
-        )
-        assert alert.remedy.startswith(
-            "Watch(model, scaler=scaler) with a torch.amp.GradScaler, to which it leaves such steps, or "
-        )
-    else:
-        assert alert.severity is Severity.ERROR
+    assert [(alert.severity, alert.noticed) for alert in watch.alerts] == [(Severity.ERROR, 49)] * bool(np.isinf(scale))
 
 
 def test_weights_that_never_were() -> None:

@@ -68,13 +68,14 @@ def test_the_same_numbers_as_without_fabric(wrapped: bool) -> None:
     assert np.isfinite(ours.series("update_ratio")).any()
 
 
-def test_with_fabrics_scaler_norms_are_without_its_scale() -> None:
+@pytest.mark.parametrize("given", [False, True])
+def test_with_fabrics_scaler_norms_are_without_its_scale(given: bool) -> None:
     model = net()
     scaler = torch.amp.GradScaler("cpu")
     fabric = Fabric(accelerator="cpu", devices=1, plugins=MixedPrecision("16-mixed", "cpu", scaler=scaler))
     setup, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=1e-2))
     expected = []
-    with Watch(model, scaler=fabric.strategy.precision.scaler, sinks=()) as watch:
+    with Watch(model, scaler=fabric.strategy.precision.scaler if given else None, sinks=()) as watch:
         for batch in batches():
             optimizer.zero_grad()
             fabric.backward(setup(batch).square().mean())

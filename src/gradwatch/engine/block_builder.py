@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.core.block import Block
-from gradwatch.core.number_text import number_text
 from gradwatch.core.record import MEASURED, Floats, Mask
 from gradwatch.core.remaining_scale import TOLERANCE, remaining_scale
 from gradwatch.core.training_loop import TrainingMode
@@ -22,7 +21,6 @@ from gradwatch.measure.noise_scale import NoiseScale
 from gradwatch.measure.nonfinite_source import NonfiniteSource
 from gradwatch.measure.optimizer_parameters import DISAGREE, TINY
 from gradwatch.measure.site_values import norms
-from gradwatch.rules.evidence.learning_rates import has_float16_signals
 
 MANY = 8
 """Steps of the user's own loop that were measured and not taken, a third of all at least, before a note says so.
@@ -239,21 +237,13 @@ class BlockBuilder:
         powers = np.isclose(2.0 ** np.round(np.log2([factor, last])), [factor, last], rtol=TOLERANCE, atol=0.0).all()
         # clipping divides by the same number where the norm is the same
         constant = np.isclose(factor, last, rtol=TOLERANCE) and not np.isclose(total, last_total, rtol=CHANGED)
-        in_half = has_float16_signals(self._diagnosis.history)
-        if powers or constant:
-            likely = "most likely a loss scale" if powers or in_half else "a mean taken late, or a loss scale"
-            what = f"divided by {last:g} after they were measured: {likely}, which is"
-        elif in_half:
-            times = number_text(factor)
-            what = (
-                f"made {times} times smaller after they were measured: by clipping, or by a loss scale, which then is"
-            )
-        else:
+        if not (powers or constant):
             return
         self._last_factor = None
+        likely = "most likely a loss scale" if powers else "a mean taken late, or a loss scale"
         self._diagnosis.note(
-            f"all gradients were {what} in every grad_norm, and in what interventions compared with their limits. In a "
-            "plain loop: Watch(model, scaler=scaler)",
+            f"all gradients were divided by {last:g} after they were measured: {likely}, which is in every grad_norm, "
+            "and in what interventions compared with their limits. In a plain loop: Watch(model, scaler=scaler)",
             log=not self._mode.rank,
         )
 

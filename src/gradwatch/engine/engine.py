@@ -116,7 +116,7 @@ class Engine:
         self.blocks = BlockBuilder(self.diagnosis, self.interventions, self.source, mode)
         self._model: nn.Module | None = model
         self._reader: GradientReader | None = None
-        self._samples = SampledStep(options.signals, options.activations, loss_pass, self._errors)
+        self.samples = SampledStep(options.signals, options.activations, loss_pass, self._errors)
         self._optimizers = OptimizerSteps(self._before_step, self._after_step)
         if not self.schedule.every_step:
             self.diagnosis.run_steps = self._optimizers.total
@@ -184,7 +184,7 @@ class Engine:
         `keep_interventions`: let the interventions go on.
         """
         self.overhead.stop()
-        self._samples.unhook_modules()
+        self.samples.unhook_modules()
         self.source.disarm()
         self._end_hooks.remove()
         self._optimizers.clear()
@@ -314,14 +314,14 @@ class Engine:
         if self._sampling and isinstance(loss, Tensor):
             sharded = self._reader is None or self._reader.shards is not None
             divisor = self.replay.accumulate if self._mode.loop == "automatic" else 0
-            self._samples.on_loss(loss, None if sharded else self._model, divisor=divisor)
+            self.samples.on_loss(loss, None if sharded else self._model, divisor=divisor)
 
     def end(self) -> None:
         """A batch is over, whether the optimizer stepped or not."""
         if self.failed or self._reader is None:
             return
-        if self._sampling or self._samples.pause is not None:
-            self._samples.unhook_modules()
+        if self._sampling or self.samples.pause is not None:
+            self.samples.unhook_modules()
         self._reader.tensor_taps.in_batch = self._announced = False
         if self._open is not None:
             self._finish()
@@ -387,7 +387,7 @@ class Engine:
     def _suspend(self) -> None:
         """Measure nothing until the next batch begins."""
         self._suspended = True
-        self._samples.unhook_modules()
+        self.samples.unhook_modules()
         self.source.disarm()
         if self._reader is not None:
             self._reader.disarm()
@@ -425,7 +425,7 @@ class Engine:
         if rescan or held is None or reader.waiting or tapped:
             self._register((optimizer,), rescan=rescan)
             held = reader.held_by(optimizer)
-        samples = self._samples if self._sampling else None
+        samples = self.samples if self._sampling else None
         step = read(held, number, index, info, loss, reader=reader, samples=samples, source=self.source)
         self._open, step.inside = step, self._optimizers.evaluated
         if samples is not None:  # with two optimizers, a backward pass may be another's
@@ -438,9 +438,9 @@ class Engine:
         if self._errors:
             raise self._errors[0]
         if step.sampled:
-            if self._samples.costs.refused:
+            if self.samples.costs.refused:
                 self._note_once(FULL_HOOKS_REFUSED)
-            self.overhead.seconds += self._samples.costs.take_seconds()
+            self.overhead.seconds += self.samples.costs.take_seconds()
         if not step.norms_only:
             self.overhead.seconds += reader.take_seconds()
         self.queue.measured(step)
@@ -603,7 +603,7 @@ class Engine:
 
     def _hook_modules(self) -> None:
         assert self._reader is not None
-        self._samples.hook_modules(
+        self.samples.hook_modules(
             self._reader.layers, self._reader.layout, whole_sample=self._whole_sample, whole_batch=self._reports_batches
         )
 
@@ -639,7 +639,7 @@ class Engine:
         hooked = sum(layer.hookable + len(layer.activations) for layer in reader.layers)
         there = [parameter for parameter in reader.parameters if not is_lazy(parameter)]
         self.schedule.set_counts(
-            modules=hooked if self._samples.has_module_hooks else 0,
+            modules=hooked if self.samples.has_module_hooks else 0,
             tensors=len(there),
             elements=sum(parameter.numel() for parameter in there),
         )

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import gc
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp import GradScaler
 
 from gradwatch.core.arguments import attribute, wrong
+
+SEVERAL_SCALERS = (
+    "several GradScalers are in use, and every grad_norm may hold the loss scale of one: Watch(model, scaler=scaler) "
+    "tells which it is"
+)
+FIRST_STEP_SCALED = (
+    "the norms of the first step are too large or too small by a loss scale: which GradScaler this loop uses has shown "
+    "after it. Watch(model, scaler=scaler) tells it before"
+)
 
 
 def check_scaler(scaler: Any) -> None:
@@ -47,3 +58,44 @@ def has_unscaled(scaler: Any, optimizer: Any) -> bool:
     """Whether `scaler.unscale_(optimizer)` was called since its last step; private, a test fails if it moves."""
     state = getattr(scaler, "_per_optimizer_states", {}).get(id(optimizer), {})
     return getattr(state.get("stage"), "name", "READY") != "READY"
+
+
+class ScalerSearch:
+    """Finds the GradScaler of a loop that has not given it: the one that changes with each step, its scale or the
+    number of steps that it counts.
+    """
+
+    def __init__(self) -> None:
+        self.scaler: GradScaler | None = None
+        """The one in use: at the first step the only one that has scaled a loss, and not changed since."""
+        self._seen: list[tuple[GradScaler, dict[str, Any]]] | None = []
+        """Those that there are, and their state before the first step; None once it is known which is in use."""
+        self._optimizer = 0
+
+    def look(self, optimizer: Any, *, half: bool) -> str:
+        """Look before a step of `optimizer`. `half`: whether it has backward signals in float16: there the search
+        begins. Returns what to tell the user, empty where all steps are measured without the scale.
+        """
+        if self._seen is None or not (half or self._seen):
+            return ""
+        if not self._seen:
+            scalers = [one for one in gc.get_objects() if issubclass(type(one), GradScaler) and one.is_enabled()]
+            self._seen, self._optimizer = [(one, one.state_dict()) for one in scalers] or None, id(optimizer)
+            new = [one for one in scalers if _is_new(one)]
+            self.scaler = new[0] if len(new) == 1 else None
+            return ""
+        if self._optimizer != id(optimizer):
+            return ""
+        before, used = self.scaler, [one for one, state in self._seen if one.state_dict() != state]
+        self.scaler, self._seen = used[0] if len(used) == 1 else None, None
+        if len(used) > 1:
+            return SEVERAL_SCALERS
+        return "" if self.scaler is before else FIRST_STEP_SCALED
+
+
+def _is_new(scaler: GradScaler) -> bool:
+    """Whether `scaler` has scaled a loss, and its scale has not been updated since it was made or loaded."""
+    scale, count = scaler._scale, scaler._growth_tracker
+    if scale is None or count is None:
+        return False
+    return bool(scale == scaler._init_scale and count == scaler._init_growth_tracker)

@@ -28,7 +28,6 @@ from gradwatch.rules.evidence.learning_rates import (
     rate_remedy,
     rate_text,
     scale_in_use,
-    scale_may_vary,
 )
 from gradwatch.rules.evidence.recent_rows import ROUNDING, RecentRows
 from gradwatch.rules.evidence.records import is_alone, is_own, own_losses, own_records
@@ -275,10 +274,9 @@ class Divergence(CheckedRule):
         onset = _excursion_onset(history, self.loss * first)
         far = (
             f"{number_text(now, 3)}, {'in size ' * (min(start, now) < 0)}{_times_text(value)} the largest of "
-            f"{first_steps_text(history, self.first_records)} ({number_text(start, 3)})"
+            f"{first_steps_text(history, self.first_records)} ({number_text(start, 3)}), and the gradient is "
+            f"{_times_text(steeper)} its first level"
         )
-        if not scale_may_vary(history):
-            far += f", and the gradient is {_times_text(steeper)} its first level"
         went, headline = "is", f"the loss went from {number_text(start, 3)} to {number_text(now, 3)}"
         if maximizes(history) and now > start:
             cause, remedy = MAXIMIZES, MAXIMIZES_REMEDY

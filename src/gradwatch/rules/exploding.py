@@ -38,7 +38,6 @@ from gradwatch.rules.evidence.learning_rates import (
     maximizes,
     may_be_large,
     rate_remedy,
-    scale_may_vary,
 )
 from gradwatch.rules.evidence.paths import NO_LAYER, Paths, paths
 from gradwatch.rules.evidence.recent_rows import RecentRows
@@ -183,7 +182,7 @@ class Exploding(CheckedRule):
     def _grew(self, history: History) -> Finding | None:
         """The whole gradient grew, and the loss with it."""
         now, over = history.total, 10.0**self.total_dex
-        if not now >= over * history.opening[0] or scale_may_vary(history):
+        if not now >= over * history.opening[0]:
             return None
         levels = first_and_last(
             history, per_full_accumulation(history, len(history))[:, 0], self.first_records, self.records

@@ -339,7 +339,7 @@ class IncidentTracker:
 
 def _is_harmless(fault: Alert) -> bool:
     """Whether it is a gradient or a loss that is not finite and reaches no weights, as far as is known: an intervention
-    skips the step, a loss scaler may, or the gradients are finite.
+    skips the step, or the gradients are finite.
     """
     return fault.rule == "nonfinite" and fault.severity is Severity.WARNING
 

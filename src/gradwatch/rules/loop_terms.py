@@ -31,9 +31,6 @@ _TERMS: dict[LoopKind, dict[str, str]] = {
         **_WITHOUT_AUTOMATIC,
         "Trainer(gradient_clip_val=": "torch.nn.utils.clip_grad_norm_(model.parameters(), ",
         ", without the loss scale": ", after scaler.unscale_(optimizer)",
-        'Trainer(precision="16-mixed"), whose scaler is known': (
-            "Watch(model, scaler=scaler) with a torch.amp.GradScaler, to which it leaves such steps"
-        ),
         'Trainer(precision="16-mixed")': "float32 weights, torch.autocast and torch.amp.GradScaler",
         'Trainer(precision="bf16-mixed")': "torch.autocast(device_type, torch.bfloat16)",
         "Trainer(detect_anomaly=True)": "torch.autograd.set_detect_anomaly(True)",

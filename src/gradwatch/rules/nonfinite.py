@@ -17,9 +17,7 @@ from gradwatch.rules.evidence.depth import profile
 from gradwatch.rules.evidence.jumps import last_jump
 from gradwatch.rules.evidence.learning_rates import (
     RateJump,
-    has_float16_signals,
     rate_remedy,
-    scale_may_vary,
     summed_passes,
 )
 from gradwatch.rules.evidence.nonfinite_forward import NonfiniteForward, first_nonfinite_output, from_replay
@@ -43,7 +41,6 @@ class Nonfinite(CheckedRule):
         {
             "grad_norm",
             "arrived_norm",
-            "half_zeros",
             "signal_norm",
             "weight_norm",
             "output_max",
@@ -113,14 +110,6 @@ class Nonfinite(CheckedRule):
         before = skipped[own][-self.skipped_steps : -1]
         return len(before) < self.skipped_steps - 1 or not bool((before == 1).all())
 
-    def _may_be_skipped(self, history: History) -> bool:
-        """Whether a loss scaler that is not known may skip this step: backward signals are in float16, weights not."""
-        if history.number("scaled") == 1 or not has_float16_signals(history):
-            return False
-        lost = ~np.isfinite(history.window("grad_norm", SKIPPED_STEP_LOOKBACK, sites=0))
-        lost = lost[is_own(history, SKIPPED_STEP_LOOKBACK)][-self.skipped_steps :]
-        return len(lost) < self.skipped_steps or not lost.all()
-
     def _forward(self, history: History, loss: float, bad_loss: bool, some_healthy: bool) -> NonfiniteForward | None:
         """What a forward pass made that is not finite; None where none is known to have. `some_healthy`: whether there
         are layers with a finite gradient.
@@ -169,11 +158,7 @@ class Nonfinite(CheckedRule):
             what = f"The gradient of {name_text(names)}, {held_text(history)}, is not finite"
         else:
             what = "No layer has a finite gradient"
-        severity = Severity.ERROR
-        if forward is None and not bad_loss and self._may_be_skipped(history):
-            severity, (origin, cause, remedy) = Severity.WARNING, _overflow(history, unhealthy, healthy, loss)
-        else:
-            origin, cause, remedy = _origin(history, unhealthy, healthy, loss, bad_loss, forward)
+        origin, cause, remedy = _origin(history, unhealthy, healthy, loss, bad_loss, forward)
         cause, remedy = self._or_exploded(history, forward, cause, remedy)
         message = (
             f"{what}{batch_text(history)}; {uncapitalized(cause)}{_taps_text(taps)}{_arrival_text(history, healthy)}"
@@ -185,7 +170,7 @@ class Nonfinite(CheckedRule):
         headline += batch_text(history, back=onset)
         alone = forward is not None and forward.in_batch
         return Finding(
-            self.name, severity, origin, sites, value, 0.0, message, remedy, onset, headline, independent=alone
+            self.name, Severity.ERROR, origin, sites, value, 0.0, message, remedy, onset, headline, independent=alone
         )
 
     def _or_exploded(
@@ -218,7 +203,7 @@ class Nonfinite(CheckedRule):
                     )
         totals = history.series("grad_norm")[-earlier]
         totals = totals[np.isfinite(totals) & (totals > 0)]
-        if len(totals) < 2 or scale_may_vary(history):
+        if len(totals) < 2:
             return None
         lowest, last = float(totals[: self.records_before].min()), float(totals[-1])
         if np.log10(last / lowest) < self.growth_dex:
@@ -284,17 +269,6 @@ def _origin(
         "an operation that makes a NaN."
     )
     return TOTAL, cause, remedy
-
-
-def _overflow(history: History, unhealthy: Sites, healthy: Sites, loss: float) -> tuple[str, str, str]:
-    """The same where a loss scaler that is not known may have made the backward pass overflow."""
-    finite = f"the loss is finite ({number_text(loss, 3)}), and " if np.isfinite(loss) else ""
-    cause = (
-        f"{finite}backward signals are in float16, which ends at 65,504: most often a loss scale has made them "
-        "overflow. A scaler skips such steps while it looks for its scale; without one the weights are lost."
-    )
-    remedy = 'Trainer(precision="16-mixed"), whose scaler is known, or Trainer(precision="bf16-mixed").'
-    return _border(history, unhealthy, healthy)[0], cause, remedy
 
 
 def _backward(history: History, unhealthy: Sites, healthy: Sites) -> tuple[str, str, str]:

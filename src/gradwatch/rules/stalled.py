@@ -16,7 +16,7 @@ from gradwatch.core.number_text import number_text
 from gradwatch.core.record import MEASURED, TOTAL, Floats, Layout, Mask, Sites
 from gradwatch.core.remaining_scale import remaining_scale
 from gradwatch.rules.evidence.baseline import LEVEL_RECORDS, is_stuck
-from gradwatch.rules.evidence.learning_rates import may_be_scaled, removed_scale
+from gradwatch.rules.evidence.learning_rates import removed_scale
 from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.records import is_own
 from gradwatch.rules.evidence.samples import RECENT_RECORDS, in_a_row, sample_backs
@@ -257,19 +257,14 @@ def _why(history: History, own: Sites, still: Sites, most: float) -> tuple[str, 
         return cause, '{"scheduler": ..., "interval": "epoch"} for lr_scheduler in configure_optimizers.'
     if rate == 0:
         return "The learning rate is 0.", usual
-    scaled, shortened = may_be_scaled(history), False
     if removed_scale(history, back=back):
         norm = left
     elif left < CLIPPED_SHARE * norm:
         if np.isclose(left, norm * history.row("clip_factor", back=back)[0], rtol=0.01, atol=0.0):
             cause = f"The interventions leave {number_text(left)} of a gradient of norm {number_text(norm)}."
             return cause, "a larger limit or factor of what is in interventions."
-        if not scaled:
-            return _clipping(history, back, "Clipping", norm, left)
-        norm, shortened = left, True
-    elif (
-        not scaled and norm < LOW_GRADIENT and len(known := still[np.isfinite(history.at("arrived_norm", still)[:, 0])])
-    ):
+        return _clipping(history, back, "Clipping", norm, left)
+    elif norm < LOW_GRADIENT and len(known := still[np.isfinite(history.at("arrived_norm", still)[:, 0])]):
         arrived, norms = (history.row(name, back=int(known[-1])) for name in ("arrived_norm", "grad_norm"))
         if norms[0] < CLIPPED_SHARE * arrived[0] and not remaining_scale(arrived, norms):
             what = "Clipping before the measurement, or other code after the backward pass,"
@@ -291,17 +286,12 @@ def _why(history: History, own: Sites, still: Sites, most: float) -> tuple[str, 
     if rate < LOW_RATE:
         return f"The learning rate is {number_text(rate)}.", usual
     if norm < LOW_GRADIENT:
-        clipped = "clipping, or " * shortened
         cause = (
-            f"The gradient is small, its norm {number_text(norm)}: {clipped}a loss that is averaged twice, or small in "
-            "scale."
+            f"The gradient is small, its norm {number_text(norm)}: a loss that is averaged twice, or small in scale."
         )
         return (
             cause,
-            "a larger limit where gradients are clipped, with no loss scale in them; or "
-            * shortened
-            + "a loss that is averaged once, over the batch; or torch.optim.Adam(self.parameters()), whatever its "
-            "scale.",
+            "a loss that is averaged once, over the batch; or torch.optim.Adam(self.parameters()), whatever its scale.",
         )
     return "The learning rate is too low for these gradients.", usual if most >= RELIABLE_UPDATE else HIGHER_RATE
 

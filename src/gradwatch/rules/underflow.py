@@ -12,9 +12,7 @@ from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
 from gradwatch.core.number_text import number_text
 from gradwatch.core.record import Floats, Mask
-from gradwatch.core.remaining_scale import remaining_scale
 from gradwatch.rules.evidence.baseline import LEVEL_RECORDS, first_and_last_loss
-from gradwatch.rules.evidence.learning_rates import CLIPPED_SHARE
 from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.records import is_first_record
 from gradwatch.rules.evidence.samples import RECENT_RECORDS, in_a_row, onset_of, own_samples
@@ -119,25 +117,12 @@ class Underflow(CheckedRule):
             usual = 0.0
             when = "since the first step" if is_first_record(history, onset) else f"at the last {len(zeros)} samples"
             message = f"{what}, all of dL/d(output) has been exactly zero {when}{_loss_text(history)}."
-        if under_scaler:
-            message += " The loss scale is too small."
-        else:
-            none = "no loss scale, or one that is too small" if _were_divided(history) else "no loss scale"
-            message += f" There is {none}, which float16 needs."
+        message += " The loss scale is too small." if under_scaler else " There is no loss scale, which float16 needs."
         severity = Severity.WARNING if under_scaler else Severity.ERROR
         limit = self.grid_steps * SMALLEST_FLOAT16
         remedy = _remedy(history, under_scaler=under_scaler)
         headline = f"{_share_text(share)} of its signals is rounded to zero in float16"
         return Finding(self.name, severity, sites[-1], sites, usual, limit, message, remedy, onset, headline)
-
-
-def _were_divided(history: History) -> bool:
-    """Whether something made gradients smaller after the backward pass: clipping, or a scaler that is not known."""
-    norms, used = (history.window(name, RECENT_RECORDS, sites=0) for name in ("grad_norm", "grad_norm_clipped"))
-    if (used < CLIPPED_SHARE * norms).any():
-        return True
-    back = min(history.newest("arrived_norm"), len(history))
-    return bool(remaining_scale(*(history.row(name, back=back) for name in ("arrived_norm", "grad_norm"))))
 
 
 def _loss_text(history: History) -> str:

@@ -42,7 +42,6 @@ from gradwatch.rules.evidence.layer_levels import (
     median_weight_change,
     normalises_two_numbers,
 )
-from gradwatch.rules.evidence.learning_rates import scale_may_vary
 from gradwatch.rules.evidence.paths import NO_LAYER, paths
 from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.records import held_layers, held_text, is_alone
@@ -169,7 +168,7 @@ class Vanishing(CheckedRule):
     def _died(self, history: History) -> Finding | None:
         """The whole gradient fell, and the loss did not."""
         now, under = history.total, 10.0**-self.total_dex
-        if not now <= under * history.opening[1] or scale_may_vary(history):
+        if not now <= under * history.opening[1]:
             return None
         levels = first_and_last(
             history, per_full_accumulation(history, len(history))[:, 0], self.first_records, self.first_records

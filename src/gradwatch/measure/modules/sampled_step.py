@@ -60,10 +60,11 @@ class SampledStep:
         self.costs = HookCosts(errors=errors)
         self._head = LossHead()
         self._recomputed = RecomputedGradients(self.costs, loss_pass)
+        self._signals = SignalStatistics(loss_pass)
         forward = signals != "off" if activations == "auto" else bool(activations)
         statistics: list[ModuleStatistic] = [OutputStatistics(), FrozenWeights()] if forward else []
         if signals != "off":
-            statistics += [SignalStatistics(loss_pass), self._head, TimeStepGradients(self.costs, loss_pass)]
+            statistics += [self._signals, self._head, TimeStepGradients(self.costs, loss_pass)]
             statistics += [LogitMisfit(self.costs, loss_pass), self._recomputed]
         self._data_flow = DataFlow()
         if statistics:
@@ -77,6 +78,11 @@ class SampledStep:
     def has_module_hooks(self) -> bool:
         """Whether a sampled step has hooks on modules."""
         return len(self._module_hooks.statistics) > 0
+
+    @property
+    def has_float16_signals(self) -> bool:
+        """Whether backward signals in float16 have come since the last `collect`."""
+        return len(self._signals.step.nonzero) > 0
 
     def hook_modules(self, layers: Sequence[Layer], layout: Layout, *, whole_sample: bool, whole_batch: bool) -> None:
         """Hook the modules until `unhook_modules` or `collect`; a second call does nothing.

@@ -9,7 +9,7 @@ import numpy as np
 from gradwatch.core.history import History
 from gradwatch.core.median import median
 from gradwatch.core.number_text import number_text
-from gradwatch.core.record import MEASURED, Floats
+from gradwatch.core.record import Floats
 from gradwatch.core.remaining_scale import remaining_scale
 from gradwatch.rules.evidence.records import is_own, own_records
 from gradwatch.rules.evidence.samples import RECENT_RECORDS
@@ -252,37 +252,12 @@ def removed_scale(history: History, *, back: int) -> float:
 
 
 def may_be_scaled(history: History) -> bool:
-    """Whether gradients may hold a loss scale, as they are measured, because the loop did not say that it has a scaler:
-    backward signals are in float16, or it was seen to be removed.
-    """
+    """Whether gradients may hold a loss scale, as they are measured, that is not known: lately it was removed."""
     if history.number("scaled") == 1:
         return False
-    if scale_may_vary(history):
-        return True
     norms, used = (history.window(name, CLIPPED_RECORDS, sites=0) for name in ("grad_norm", "grad_norm_clipped"))
     shorter = np.flatnonzero(used < CLIPPED_SHARE * norms)[-EFFECT_RECORDS:]
     return any(removed_scale(history, back=len(norms) - row) for row in shorter.tolist())
-
-
-def scale_may_vary(history: History) -> bool:
-    """Whether gradients may hold a loss scale that a scaler raises and lowers: backward signals are in float16, the
-    loop did not say that it has a scaler, and was not seen to remove a scale before the measurement.
-    """
-    if history.number("scaled") == 1 or not has_float16_signals(history):
-        return False
-    back = history.newest("arrived_norm")
-    arrived, norms = (history.row(name, back=min(back, len(history))) for name in ("arrived_norm", "grad_norm"))
-    return not remaining_scale(arrived, norms)
-
-
-def has_float16_signals(history: History) -> bool:
-    """Whether backward signals are in float16 at the latest sample, and no weights that train are, so that there most
-    often is a loss scale.
-    """
-    if not history.has("half_zeros") or history.newest("half_zeros") > history.newest("signal_rms"):
-        return False
-    layout, codes = history.layout, history.codes(1)[0]
-    return not any(layout.sites[site].dtype == "float16" for site in layout.parameters if codes[site] == MEASURED)
 
 
 def _gradients(history: History, back: int) -> tuple[Floats, Floats]:
