@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from gradwatch import GradWatch, Watch
 from gradwatch.core.schedule import EARLY_STEPS, FIRST_STEPS
-from gradwatch.measure.optimizer_steps import OptimizerSteps
+from gradwatch.measure.optimizer_steps import OptimizerSteps, WatchedOptimizer
 from gradwatch.sinks.memory import Memory
 from training import quiet_trainer
 
@@ -108,14 +108,15 @@ def test_the_second_in_a_batch_has_signals_too(every: int) -> None:
 
 def own_steps(optimizers: Sequence[torch.optim.Optimizer], state: dict[str, Any] | None = None) -> OptimizerSteps:
     steps = OptimizerSteps(Ignores().step, Ignores().step)
-    steps.add(*optimizers)
+    for optimizer in optimizers:
+        steps.enlist(optimizer)
     if state is not None:
         steps.load_state_dict(json.loads(json.dumps(state)))
     return steps
 
 
 class Ignores:
-    def step(self, optimizer: torch.optim.Optimizer) -> None:
+    def step(self, watched: WatchedOptimizer) -> None:
         pass
 
 
@@ -128,7 +129,8 @@ def test_a_resumed_run_goes_on_with_the_same_turns(turns: list[int], stop: int) 
     resumed = own_steps(optimizers, whole.state_dict())
     for turn in turns[stop:]:
         assert resumed.next_index == whole.next_index
-        assert resumed.begin(optimizers[turn]) == whole.begin(optimizers[turn])
+        (ours, index), (theirs, expected) = resumed.begin(optimizers[turn]), whole.begin(optimizers[turn])
+        assert (ours.number, index) == (theirs.number, expected)
     assert resumed.next_index == whole.next_index
 
 

@@ -20,6 +20,7 @@ from gradwatch.engine.interventions.multiply import multiply_each
 from gradwatch.engine.interventions.runtime import InterventionRuntime
 from gradwatch.measure.gradient_reader import GradientReader
 from gradwatch.measure.loss_pass import LossPass
+from gradwatch.measure.optimizer_steps import WatchedOptimizer
 from gradwatch.measure.step_info import StepInfo
 
 
@@ -36,7 +37,9 @@ def kernels_of(intervention: Any, model: nn.Module, *, without: int | None = Non
         parameter.grad = None if place == without else torch.zeros_like(parameter)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=False)
     reader = GradientReader(model, ("*",), LossPass(nn.Module()), [])
-    reader.register((optimizer,))
+    watched = WatchedOptimizer(optimizer, 0)
+    reader.register((watched,))
+    held = reader.held_by(watched)
     diagnosis = Diagnosis((), (), on_alert=lambda alert: None)
     layers = [layer.name for layer in reader.layers]
     runtime = InterventionRuntime(
@@ -51,9 +54,9 @@ def kernels_of(intervention: Any, model: nn.Module, *, without: int | None = Non
     runtime.open(reader)
     for step in range(2):
         info = StepInfo(step, step, {})
-        reading = reader.measure(reader.held_by(optimizer), info)
+        reading = reader.measure(held, info)
         with Kernels() as kernels:
-            runtime.act(optimizer, step, info, 0, reading, reader=reader)
+            runtime.act(held, step, info, 0, reading, reader=reader)
         assert runtime.active, "none has failed"
     return kernels.names
 

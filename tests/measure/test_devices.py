@@ -34,6 +34,7 @@ from gradwatch.measure.devices import has_float64, is_asynchronous, moved
 from gradwatch.measure.gradient_reader import GradientReader
 from gradwatch.measure.loss_pass import LossPass
 from gradwatch.measure.loss_scale import scale_for
+from gradwatch.measure.optimizer_steps import WatchedOptimizer
 from gradwatch.measure.reductions import exact_norm, joined, norm, norm_into, zeros_into
 from gradwatch.measure.step_info import StepInfo
 from gradwatch.measure.tensor_taps import TensorTaps
@@ -199,11 +200,12 @@ def test_a_loss_scale_on_another_device_than_the_numbers(scale: torch.device) ->
         parameter.grad = torch.zeros_like(parameter)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     reader = GradientReader(model, ("*",), LossPass(nn.Module()), [])
-    reader.register((optimizer,))
+    watched = WatchedOptimizer(optimizer, 0)
+    reader.register((watched,))
     loss_scale = torch.ones((), device=scale)
     info = StepInfo(0, 0, {}, loss_scale, loss_scale)
-    assert reader.measure(reader.held_by(optimizer), info).index.keys() == {"grad_norm"}
-    reader.remeasure(reader.held_by(optimizer), scale=loss_scale)
+    assert reader.measure(reader.held_by(watched), info).index.keys() == {"grad_norm"}
+    reader.remeasure(reader.held_by(watched), scale=loss_scale)
 
 
 @pytest.mark.usefixtures("fake")
@@ -302,7 +304,8 @@ def test_a_fused_optimizer_is_not_told_on_the_cpu_what_has_not_come_there(
     skip.begin(ParameterScope(("0", "1"), ("0.weight", "1.weight"), (0, 1), HERE), sharded=False)
     gates.open(model, [skip], log=False)
     norms, present = torch.zeros(2, device=HERE), torch.ones(2, dtype=torch.bool, device=HERE)
-    decision = gates.decide(skip, norms, present, 0, run_step=0, optimizer=optimizer, scaled=False, intact=None)
+    watched = WatchedOptimizer(optimizer, 0)
+    decision = gates.decide(skip, norms, present, 0, run_step=0, watched=watched, scaled=False, intact=None)
     assert (getattr(optimizer, "found_inf", None) is not None) is by_found_inf
     assert (decision.host_copy is not None) is by_found_inf
     gates.detach()

@@ -15,6 +15,7 @@ from fake_models import deep, gpt
 from gradwatch.measure import reductions
 from gradwatch.measure.gradient_reader import GradientReader
 from gradwatch.measure.loss_pass import LossPass
+from gradwatch.measure.optimizer_steps import WatchedOptimizer
 from gradwatch.measure.reductions import zeros_by_signs
 from gradwatch.measure.step_info import StepInfo
 
@@ -36,8 +37,9 @@ def test_a_step(build: Any, most: int, dtype: torch.dtype) -> None:
         parameter.grad = torch.zeros_like(parameter)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     reader = GradientReader(model, ("*",), LossPass(model), [])
-    reader.register((optimizer,))
-    held, arrivals = reader.held_by(optimizer), reader.parameter_hooks._arrivals
+    watched = WatchedOptimizer(optimizer, 0)
+    reader.register((watched,))
+    held, arrivals = reader.held_by(watched), reader.parameter_hooks._arrivals
     for _ in range(2):
         for sampled in (False, True):
             with Kernels() as kernels:

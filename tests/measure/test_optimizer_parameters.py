@@ -10,13 +10,19 @@ import gradwatch.measure.optimizer_parameters
 from gradwatch import Watch
 from gradwatch.measure.device_buffer import DeviceBuffer
 from gradwatch.measure.optimizer_parameters import CHANGE_CHECKS, OptimizerParameters
+from gradwatch.measure.optimizer_steps import WatchedOptimizer
 from gradwatch.measure.stale_gradients import StaleGradientCheck
+
+
+def holding(parameters: list[nn.Parameter]) -> OptimizerParameters:
+    watched = WatchedOptimizer(torch.optim.SGD(parameters), 0)
+    return OptimizerParameters([parameters], list(range(len(parameters))), parameters, watched, StaleGradientCheck([]))
 
 
 @pytest.fixture
 def held() -> tuple[OptimizerParameters, DeviceBuffer]:
     parameters = [nn.Parameter(torch.randn(8)) for _ in range(3)]
-    of_optimizer = OptimizerParameters([parameters], [0, 1, 2], parameters, lambda: None, StaleGradientCheck([]))
+    of_optimizer = holding(parameters)
     return of_optimizer, DeviceBuffer(torch.device("cpu"), 3, ("grad_norm", "weights"))
 
 
@@ -65,7 +71,7 @@ def test_a_plan_that_no_longer_fits_leaves_the_grad_mode_alone(held: tuple[Optim
 def test_weights_that_are_zero_and_stay_so(size: int) -> None:
     """As biases are while a rate warms up from 0: their norm is taken again, of tensors that need a gradient."""
     parameters = [nn.Parameter(torch.zeros(size)) for _ in range(9)]
-    of_optimizer = OptimizerParameters([parameters], list(range(9)), parameters, lambda: None, StaleGradientCheck([]))
+    of_optimizer = holding(parameters)
     buffer = DeviceBuffer(torch.device("cpu"), 9, ("weights",))
     for _ in range(3):
         of_optimizer.reduce(buffer, "weights", of_optimizer.weights())
@@ -75,7 +81,7 @@ def test_weights_that_are_zero_and_stay_so(size: int) -> None:
 @pytest.mark.parametrize("size", [8, 2**17], ids=["stacked", "one by one"])
 def test_gradients_whose_squares_float32_cannot_hold(size: int) -> None:
     parameters = [nn.Parameter(torch.zeros(size)) for _ in range(9)]
-    of_optimizer = OptimizerParameters([parameters], list(range(9)), parameters, lambda: None, StaleGradientCheck([]))
+    of_optimizer = holding(parameters)
     buffer = DeviceBuffer(torch.device("cpu"), 9, ("grad_norm",))
     for scale in (1.0, 1e-30, 1e25):
         of_optimizer.reduce(buffer, "grad_norm", [torch.full((size,), scale)] * 9)
@@ -108,9 +114,7 @@ def test_weights_of_types_without_a_norm(dtype: torch.dtype) -> None:
 def test_a_change_of_a_part_of_the_gradients_is_seen() -> None:
     """As of one layer of many, whichever it is."""
     parameters = [nn.Parameter(torch.ones(2)) for _ in range(4 * CHANGE_CHECKS)]
-    of_optimizer = OptimizerParameters(
-        [parameters], list(range(len(parameters))), parameters, lambda: None, StaleGradientCheck([])
-    )
+    of_optimizer = holding(parameters)
     for parameter in parameters:
         parameter.grad = torch.ones(2)
     for first in range(0, len(parameters), 4):

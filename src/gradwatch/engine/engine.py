@@ -38,7 +38,7 @@ from gradwatch.measure.loss_pass import LossPass
 from gradwatch.measure.modules.sampled_step import FULL_HOOKS_REFUSED, SampledStep
 from gradwatch.measure.noise_scale import NoiseScale
 from gradwatch.measure.nonfinite_source import NonfiniteSource
-from gradwatch.measure.optimizer_steps import OptimizerSteps
+from gradwatch.measure.optimizer_steps import OptimizerSteps, WatchedOptimizer
 from gradwatch.measure.shard_exchange import ShardBlock, ShardExchange
 from gradwatch.measure.step_info import StepInfo
 from gradwatch.sinks import Sink
@@ -127,10 +127,6 @@ class Engine:
         """Of each of the steps that are being judged: `Record.step`, and its number among those of its optimizer."""
         self._open: StepState | None = None
         """The step that was measured and has not ended."""
-        self._overtaken: set[int] = set()
-        """Identities of optimizers whose gradients were measured, then another's, and that have not stepped since."""
-        self._late: set[int] = set()
-        """Identities of those that have stepped after another's were measured."""
         self._measuring = self._sampling = self._whole_sample = False
         """Whether the coming step is measured, whether it is sampled, and with what only some samples measure."""
         self._suspended = False
@@ -172,7 +168,7 @@ class Engine:
         self.queue.wait_for = "nothing" if urgent else "block" if shards is None else "ranks"
         lag = 0 if self._reader.buffer.device.type == "cpu" else STEPS_UNTIL_ON_HOST
         self.replay.open(cuda_devices_of(self._model), steps_waiting=lag if urgent else ROWS)
-        self._register(optimizers, first=True)
+        self._register(tuple(map(self._optimizers.enlist, optimizers)), first=True)
         self._arm(0)
         wait_for({parameter.device for parameter in self._reader.parameters})
         self.overhead.started = perf_counter()
@@ -187,11 +183,12 @@ class Engine:
         self.samples.unhook_modules()
         self.source.disarm()
         self._end_hooks.remove()
-        self._optimizers.clear()
+        self._optimizers.unhook()
         self.replay.close()
         self._open, stays = None, keep_interventions and bool(self.interventions.active)
         if not stays:
             self._model = None
+            self._optimizers.clear()
             self.interventions.detach()
         if self._reader is not None:
             self._reader.disarm() if stays else self._reader.detach()
@@ -348,17 +345,19 @@ class Engine:
         self.interventions.pending = self.interventions.given
         if not self._loss_pass.begun:  # a plugin of the Trainer does not call `on_before_backward`
             self._loss_pass.begun, self._loss_pass.announced = True, False
-        if not self.failed:
-            try:
-                self._read(optimizer, info, loss)
-            except UserFacingError:
-                raise
-            except Exception as error:
-                self.fail(error)
+        try:
+            begun = self._optimizers.begin(optimizer)
+            if not self.failed:
+                self._read(begun, info, loss)
+        except UserFacingError:
+            raise
+        except Exception as error:
+            self.fail(error)
         if self.interventions.pending and self._reader is not None:
-            index = None if self.failed else max(0, self._optimizers.steps_of(optimizer) - 1)
+            watched = self._optimizers.enlist(optimizer)
+            index = max(0, self._optimizers.begun[watched.number] - 1)
             self.interventions.act_unrecorded(
-                optimizer, index, info, self.source.passes, reader=self._reader, pending_actions=self.queue.pending
+                watched, index, info, self.source.passes, reader=self._reader, pending_actions=self.queue.pending
             )
             self.overhead.seconds += self.interventions.hook_costs.take_seconds()
 
@@ -392,20 +391,19 @@ class Engine:
         if self._reader is not None:
             self._reader.disarm()
 
-    def _read(self, optimizer: Any, info: StepInfo, loss: Tensor | None) -> None:
+    def _read(self, step_begun: tuple[WatchedOptimizer, int] | None, info: StepInfo, loss: Tensor | None) -> None:
         begun, reader = perf_counter(), self._reader
-        step_of_optimizer = self._optimizers.begin(optimizer)
-        if step_of_optimizer is None:
+        if step_begun is None:
             if self._open is not None:
                 self._open.evaluations += 1
             return
         assert reader is not None
-        number, index = step_of_optimizer
-        self._overtaken.discard(id(optimizer))
+        watched, index = step_begun
+        watched.overtaken = False
         if self._open is not None:
-            same = self._open.optimizer is optimizer
-            if not same:
-                self._overtaken.add(id(self._open.optimizer))
+            before = self._open.held.watched
+            same = before is watched
+            before.overtaken = not same
             with reader.deferred_errors:
                 self._finish(look_at_weights=same)
         planned, self._next = self._next, self._optimizers.next_index
@@ -415,26 +413,26 @@ class Engine:
         if self.source.may_hook:
             self.source.take_passes()
         if not (self.schedule.every_step or self.schedule.is_measured(index)):
-            if self.interventions.given and reader.current(optimizer) is None:
-                self._register((optimizer,))
+            if self.interventions.given and reader.current(watched) is None:
+                self._register((watched,))
             self._arm(self._next)
             self.overhead.seconds += perf_counter() - begun
             return
-        rescan, held = self._sampling and index >= FIRST_STEPS, reader.current(optimizer)
+        rescan, held = self._sampling and index >= FIRST_STEPS, reader.current(watched)
         tapped = reader.tensor_taps.has_new and not self.queue.waits_for_ranks
         if rescan or held is None or reader.waiting or tapped:
-            self._register((optimizer,), rescan=rescan)
-            held = reader.held_by(optimizer)
+            self._register((watched,), rescan=rescan)
+            held = reader.held_by(watched)
         samples = self.samples if self._sampling else None
-        step = read(held, number, index, info, loss, reader=reader, samples=samples, source=self.source)
+        step = read(held, index, info, loss, reader=reader, samples=samples, source=self.source)
         self._open, step.inside = step, self._optimizers.evaluated
         if samples is not None:  # with two optimizers, a backward pass may be another's
             step.own_passes = self._mode.loop == "automatic" and len(self._optimizers) == 1 and not reader.waiting
         if self.interventions.active:
             step.norms_only = False
-            step.effect = self.interventions.act(optimizer, index, info, step.passes, step.reading, reader=reader)
+            step.effect = self.interventions.act(held, index, info, step.passes, step.reading, reader=reader)
             self.overhead.seconds += self.interventions.hook_costs.take_seconds()
-        self._optimizers.awaited = None if step.effect and step.effect.skips else optimizer
+        self._optimizers.awaited = None if step.effect and step.effect.skips else watched
         if self._errors:
             raise self._errors[0]
         if step.sampled:
@@ -444,7 +442,7 @@ class Engine:
         if not step.norms_only:
             self.overhead.seconds += reader.take_seconds()
         self.queue.measured(step)
-        if not self._reports_batches and self._optimizers.ends_unseen(optimizer):
+        if not self._reports_batches and self._optimizers.ends_unseen(watched):
             self._arm(self._next)
         self.overhead.seconds += perf_counter() - begun
 
@@ -488,7 +486,8 @@ class Engine:
         if step is None or self._reader is None:
             return
         if not step.stepped:
-            step.maybe_stepped = id(step.optimizer) not in self._optimizers.calling_hooks - self._late
+            watched = step.held.watched
+            step.maybe_stepped = watched.late or not watched.calls_hooks
             unseen = step.maybe_stepped and step.sampled and step.info.scale is None
             if look_at_weights and unseen and self._reader.shards is None:
                 step.reading_after = self._reader.measure_after(step.held, sampled=True)
@@ -514,28 +513,27 @@ class Engine:
             step.held.remeasure_always = True
 
     @guard
-    def _before_step(self, optimizer: Any) -> None:
+    def _before_step(self, watched: WatchedOptimizer) -> None:
         """The optimizer is about to step; a loss scale that is in its gradients may be gone afterwards."""
         step = self._open
-        if step is not None and step.optimizer is optimizer and step.unscales_inside and self._reader is not None:
+        if step is not None and step.held.watched is watched and step.unscales_inside and self._reader is not None:
             step.remeasure_inside(self._reader)
 
-    def _after_step(self, optimizer: Any) -> None:
+    def _after_step(self, watched: WatchedOptimizer) -> None:
         """An optimizer has stepped."""
         step = self._open
-        if step is None or optimizer is not self._optimizers.awaited or self._reader is None:
-            if id(optimizer) in self._overtaken:
-                self._overtaken.discard(id(optimizer))
-                self._late.add(id(optimizer))
+        if step is None or watched is not self._optimizers.awaited or self._reader is None:
+            if watched.overtaken:
+                watched.overtaken, watched.late = False, True
                 self._note_once(INTERRUPTED.format(between="watch.step of another optimizer", more=""))
-            elif self._reader is not None and not self._optimizers.steps_of(optimizer):
-                self._reader.steps_unreported(optimizer)
+            elif self._reader is not None and not self._optimizers.begun[watched.number]:
+                self._reader.steps_unreported(watched)
             return
         if self.replay.devices and is_capturing():
             return
         if step.sampled and self._is_outdated(step):
             scaled = ", grad_norm may be too small by the loss scale" if step.info.scale is not None else ""
-            self._optimizers.ignore(optimizer)
+            watched.ignore()
             acted = ", and interventions have acted before it" if self.interventions.given else ""
             self._note_once(INTERRUPTED.format(between="a backward pass", more=scaled + acted))
             return
@@ -607,22 +605,20 @@ class Engine:
             self._reader.layers, self._reader.layout, whole_sample=self._whole_sample, whole_batch=self._reports_batches
         )
 
-    def _register(self, optimizers: Iterable[Any], *, rescan: bool = False, first: bool = False) -> None:
+    def _register(self, optimizers: tuple[WatchedOptimizer, ...], *, rescan: bool = False, first: bool = False) -> None:
         """Register the optimizers, their parameters and the tapped tensors; open the run again where that adds sites.
 
         `rescan`: search the model for new parameters, too. `first`: open the run in any case. New sites are logged, one
         line for each kind.
         """
         assert self._reader is not None
-        reader, known, optimizers = self._reader, self._optimizers, tuple(optimizers)
+        reader, known = self._reader, self._optimizers
         # one rank alone may have new ones, and rows that wait for the others keep their layout
         before, tapped = reader.layout, () if self.queue.waits_for_ranks else reader.place_taps()
         adopted: tuple[str, ...] = ()
-        new = [optimizer for optimizer in optimizers if optimizer not in known]
-        if new or rescan or reader.waiting or None in map(reader.current, optimizers):
-            known.add(*new)
+        if rescan or reader.waiting or None in map(reader.current, optimizers):
             adopted = reader.rescan() if rescan or reader.waiting else ()
-            adopted += reader.register(known if new or reader.layout is not before else optimizers)
+            adopted += reader.register(known if reader.layout is not before else optimizers)
         for what, names in (("new or replaced parameter", adopted), ("tapped tensor", tapped)):
             if names:
                 found = f"{len(names)} {what}{'s' * (len(names) > 1)}", short_list(names)

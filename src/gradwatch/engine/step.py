@@ -85,7 +85,7 @@ class StepState:
     @property
     def optimizer(self) -> Any:
         """None once it is gone."""
-        return self.held.optimizer_ref()
+        return self.held.watched.ref()
 
     @property
     def unscales_inside(self) -> bool:
@@ -142,7 +142,6 @@ class StepState:
 
 def read(
     held: OptimizerParameters,
-    optimizer_number: int,
     index: int,
     info: StepInfo,
     loss: Tensor | None,
@@ -155,14 +154,14 @@ def read(
 
     `index`: the optimizer's steps before this one; `loss`: of this rank, 0-d.
     """
-    scalars = {**optimizer_numbers(held.optimizer_ref()), **info.scalars}
+    scalars = {**optimizer_numbers(held.watched.ref()), **info.scalars}
     if source.passes and scalars.get("accumulate", 1.0) > 1:
         scalars["accumulated"] = float(source.passes)
     # collective operations come first: before them one rank alone cannot fail
     reading = reader.measure(held, info, sampled=samples is not None, loss=loss)
     step = StepState(
         held=held,
-        optimizer_number=optimizer_number,
+        optimizer_number=held.watched.number,
         index=index,
         step_count=source.step_count - 1,
         passes=source.passes,

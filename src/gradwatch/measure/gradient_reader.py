@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from operator import is_
-from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
@@ -30,7 +29,7 @@ from gradwatch.measure.layers import (
 )
 from gradwatch.measure.loss_pass import LossPass
 from gradwatch.measure.optimizer_parameters import OptimizerParameters, missing_codes
-from gradwatch.measure.optimizer_steps import weak_reference
+from gradwatch.measure.optimizer_steps import WatchedOptimizer
 from gradwatch.measure.parameter_hooks import ParameterHooks
 from gradwatch.measure.reductions import ZEROS, norm_into
 from gradwatch.measure.shard_exchange import DeferredErrors, ShardExchange, ShardReducer
@@ -71,7 +70,7 @@ class GradientReader:
         self._block: RowBlock | None = None
         """Where the norms of a step go."""
         self._place: dict[int, int] = {}
-        self._by_optimizer: dict[int, OptimizerParameters] = {}
+        self._held: dict[WatchedOptimizer, OptimizerParameters] = {}
         self.rescan()
 
     def detach(self) -> None:
@@ -135,10 +134,10 @@ class GradientReader:
         self.follow(layout)
         return names
 
-    def current(self, optimizer: Any) -> OptimizerParameters | None:
-        """The watched parameters that `optimizer` holds; None where they are others than when it was registered."""
-        known, groups = self._by_optimizer.get(id(optimizer)), optimizer.param_groups
-        if known is None or known.optimizer_ref() is not optimizer or len(groups) != len(known.param_groups):
+    def current(self, watched: WatchedOptimizer) -> OptimizerParameters | None:
+        """The watched parameters that the optimizer holds; None where they are others than when it was registered."""
+        known = self._held.get(watched)
+        if known is None or len(groups := watched.ref().param_groups) != len(known.param_groups):
             return None
         for group, before in zip(groups, known.param_groups, strict=True):
             now = group["params"]
@@ -146,24 +145,21 @@ class GradientReader:
                 return None
         return known
 
-    def register(self, optimizers: Iterable[Any]) -> tuple[str, ...]:
+    def register(self, optimizers: Iterable[WatchedOptimizer]) -> tuple[str, ...]:
         """Learn which parameters each optimizer holds now; names of parameters adopted on the way."""
         adopted: tuple[str, ...] = ()
-        for optimizer in optimizers:
-            if self.current(optimizer) is not None:
+        for watched in optimizers:
+            if self.current(watched) is not None:
                 continue
-            param_groups = [list(group["params"]) for group in optimizer.param_groups]
+            param_groups = [list(group["params"]) for group in watched.ref().param_groups]
             if any(id(parameter) not in self._place for parameter in chain(*param_groups)):
                 adopted += self.rescan()
             places = sorted({self._place[id(p)] for p in chain(*param_groups) if id(p) in self._place})
             members = [self.parameters[place] for place in places]
-            check = StaleGradientCheck(self.errors)
-            found = OptimizerParameters(
-                param_groups, places, members, weak_reference(optimizer), check, sharded=self.shards is not None
-            )
-            if (before := self._by_optimizer.get(id(optimizer))) is not None:
+            check, sharded = StaleGradientCheck(self.errors), self.shards is not None
+            if (before := self._held.get(watched)) is not None:
                 before.stale_gradients.disarm()
-            self._by_optimizer[id(optimizer)] = found
+            self._held[watched] = OptimizerParameters(param_groups, places, members, watched, check, sharded=sharded)
             self._forget_coverage()
         return adopted
 
@@ -179,8 +175,8 @@ class GradientReader:
             self.parameter_hooks.disarm()
         self.tensor_taps.armed = True
         if self.shards is None:
-            for held in self._by_optimizer.values():
-                if held.optimizer_ref() is None:
+            for watched, held in self._held.items():
+                if watched.ref() is None:
                     held.stale_gradients.disarm()
                 else:
                     held.stale_gradients.arm(held.parameters)
@@ -196,9 +192,9 @@ class GradientReader:
         tapped, self.tensor_taps.seconds = self.tensor_taps.seconds, 0.0
         return self.parameter_hooks.take_seconds() + tapped
 
-    def held_by(self, optimizer: Any) -> OptimizerParameters:
-        """The watched parameters that `optimizer` holds."""
-        return self._by_optimizer[id(optimizer)]
+    def held_by(self, watched: WatchedOptimizer) -> OptimizerParameters:
+        """The watched parameters that the optimizer holds."""
+        return self._held[watched]
 
     def measure(
         self, held: OptimizerParameters, info: StepInfo, *, sampled: bool = False, loss: Tensor | None = None
@@ -273,9 +269,9 @@ class GradientReader:
         assert held.coverage is not None, "they were reduced"
         return Reading(self.layout, held.coverage, index, self.buffer.send(index))
 
-    def steps_unreported(self, optimizer: Any) -> None:
-        """`optimizer` has stepped, and the loop has reported none of its steps."""
-        held = self._by_optimizer.get(id(optimizer))
+    def steps_unreported(self, watched: WatchedOptimizer) -> None:
+        """The optimizer has stepped, and the loop has reported none of its steps."""
+        held = self._held.get(watched)
         if held is not None and not held.steps_unreported:
             held.steps_unreported = True
             self._forget_coverage()
@@ -283,25 +279,25 @@ class GradientReader:
     @property
     def has_unreported(self) -> bool:
         """Whether there is an optimizer that has stepped, and of which no step was measured."""
-        return any(held.never_measured for held in self._by_optimizer.values())
+        return any(held.never_measured for held in self._held.values())
 
     def _disarm_stale_checks(self) -> None:
-        for held in self._by_optimizer.values():
+        for held in self._held.values():
             held.stale_gradients.disarm()
 
     def _forget_optimizers(self) -> None:
         self._disarm_stale_checks()
-        self._by_optimizer.clear()
+        self._held.clear()
 
     def _forget_coverage(self) -> None:
-        for held in self._by_optimizer.values():
+        for held in self._held.values():
             held.coverage = None
 
     def _reduce(self, held: OptimizerParameters, *, sampled: bool, scale: Tensor | None) -> dict[str, Indices]:
         """Fill the rows of the buffer that a step has before its optimizer moves: row -> the slot of each parameter."""
         buffer, gradients = self.buffer, held.read_gradients()
         if sampled or held.coverage is None:
-            found = missing_codes(self.parameters, self._by_optimizer.values(), held)
+            found = missing_codes(self.parameters, self._held.values(), held)
             if held.coverage is None or not np.array_equal(found, held.coverage.parameters):
                 held.coverage = Coverage(self.layout, found)
         index = {"grad_norm": held.reduce(buffer, "grad_norm", gradients)}

@@ -70,7 +70,7 @@ class ScalerSearch:
         """The one in use: at the first step the only one that has scaled a loss, and not changed since."""
         self._seen: list[tuple[GradScaler, dict[str, Any]]] | None = []
         """Those that there are, and their state before the first step; None once it is known which is in use."""
-        self._optimizer = 0
+        self._optimizer: Any = None
 
     def look(self, optimizer: Any, *, half: bool) -> str:
         """Look before a step of `optimizer`. `half`: whether it has backward signals in float16: there the search
@@ -80,14 +80,16 @@ class ScalerSearch:
             return ""
         if not self._seen:
             scalers = [one for one in gc.get_objects() if issubclass(type(one), GradScaler) and one.is_enabled()]
-            self._seen, self._optimizer = [(one, one.state_dict()) for one in scalers] or None, id(optimizer)
+            self._seen = [(one, one.state_dict()) for one in scalers] or None
+            self._optimizer = optimizer if scalers else None
             new = [one for one in scalers if _is_new(one)]
             self.scaler = new[0] if len(new) == 1 else None
             return ""
-        if self._optimizer != id(optimizer):
+        if self._optimizer is not optimizer:
             return ""
         before, used = self.scaler, [one for one, state in self._seen if one.state_dict() != state]
         self.scaler, self._seen = used[0] if len(used) == 1 else None, None
+        self._optimizer = None
         if len(used) > 1:
             return SEVERAL_SCALERS
         return "" if self.scaler is before else FIRST_STEP_SCALED

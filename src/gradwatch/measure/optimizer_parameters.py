@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 from operator import attrgetter, is_, methodcaller
-from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +24,7 @@ from gradwatch.core.record import (
 from gradwatch.measure.device_buffer import CLIP_CHECKS, DeviceBuffer, Indices
 from gradwatch.measure.dtensor import largest_part, local_tensor
 from gradwatch.measure.layers import REMOVED, is_lazy
+from gradwatch.measure.optimizer_steps import WatchedOptimizer
 from gradwatch.measure.reductions import NORM, WITH_NORM, Plan, Reduction, version_of
 from gradwatch.measure.site_values import Coverage
 from gradwatch.measure.stale_gradients import StaleGradientCheck
@@ -54,8 +54,7 @@ class OptimizerParameters:
     """All parameters of the optimizer, watched or not, group by group, to see when they change."""
     indices: list[int]
     parameters: list[nn.Parameter]
-    optimizer_ref: Callable[[], Any]
-    """Gives the optimizer, None once it is gone."""
+    watched: WatchedOptimizer
     stale_gradients: StaleGradientCheck
     absent: list[bool] | None = None
     """Which members had no gradient at the last measured step."""
@@ -97,7 +96,7 @@ class OptimizerParameters:
 
     def is_fused(self) -> bool:
         """Whether the optimizer writes weights by kernels whose writes torch does not count."""
-        return any(group.get("fused") for group in getattr(self.optimizer_ref(), "param_groups", ()))
+        return any(group.get("fused") for group in getattr(self.watched.ref(), "param_groups", ()))
 
     def gradients(self) -> list[Tensor | None]:
         """The gradients, or of sharded ones the parts that this rank has, as plain tensors."""
@@ -229,7 +228,7 @@ def missing_codes(
 ) -> Codes:
     """One `Missing` for each of all `parameters` at a step of the optimizer of `held`."""
     found = np.full(len(parameters), OTHER_OPTIMIZER, dtype=np.int8)
-    places = [place for other in all_held if other.optimizer_ref() is not None for place in other.indices]
+    places = [place for other in all_held if other.watched.ref() is not None for place in other.indices]
     for place in set(range(len(parameters))).difference(places):
         found[place] = _idle(parameters[place])
     for other in all_held:

@@ -16,22 +16,45 @@ from gradwatch.core.typed_values import typed
 from gradwatch.hooks.hook_set import HookSet
 
 
-class OptimizerSteps:
-    """Optimizers that were enlisted, in that order."""
+class WatchedOptimizer:
+    """One optimizer, and what is known of its steps. It is not kept alive: one that was replaced goes, with all that it
+    remembers of each parameter.
+    """
 
-    def __init__(self, before_step: Callable[[Any], None], after_step: Callable[[Any], None]) -> None:
-        """`before_step`, `after_step`: called with the optimizer, before the steps that are `awaited` and after all.
-        The hooks do not keep them alive.
+    __slots__ = ("calls_hooks", "ignored", "late", "number", "overtaken", "ref")
+
+    def __init__(self, optimizer: Any, number: int) -> None:
+        """`number`: in the order in which they were enlisted."""
+        self.ref, self.number = weak_reference(optimizer), number
+        self.calls_hooks = False
+        """Whether its hooks were called: wrappers, and what is no torch optimizer, may call none."""
+        self.ignored = False
+        """Whether its hooks say nothing of the step that was begun."""
+        self.overtaken = False
+        """Whether its gradients were measured, then another's, and it has not stepped since."""
+        self.late = False
+        """Whether it has stepped after another's were measured."""
+
+    def ignore(self) -> None:
+        """From now on it is as one that calls no hooks: it steps before its steps are begun here."""
+        self.ignored, self.calls_hooks = True, False
+
+
+class OptimizerSteps:
+    """Optimizers that were enlisted, in that order, and the steps that they have begun."""
+
+    def __init__(
+        self, before_step: Callable[[WatchedOptimizer], None], after_step: Callable[[WatchedOptimizer], None]
+    ) -> None:
+        """`before_step`, `after_step`: called before the steps that are `awaited` and after all. The hooks do not keep
+        their objects alive.
         """
         self.before_step, self.after_step = before_step, after_step
         self._hooks = HookSet()
-        self._known: dict[int, tuple[Callable[[], Any], int]] = {}
-        """By identity, and the number of each. They are not kept alive: one that was replaced goes, with all that it
-        remembers of each parameter."""
-        self.calling_hooks: set[int] = set()
-        """Identities of those whose hooks were called: wrappers, and what is no torch optimizer, may call none."""
-        self.ignored: set[int] = set()
-        """Identities of those whose hooks say nothing of the step that was begun."""
+        self._hooked = True
+        """Whether optimizers get hooks."""
+        self._known: dict[int, WatchedOptimizer] = {}
+        """By the optimizer's identity."""
         self._count = 0
         self.begun = Counter[int]()
         """Number of an optimizer -> the steps that it has begun."""
@@ -41,52 +64,50 @@ class OptimizerSteps:
         """How many steps the optimizer of the coming step has begun, if they take turns as they did the last time."""
         self._turns: dict[int, tuple[int, int]] = {}
         """Number of an optimizer -> how many steps it took in a row the last time, and whose followed."""
-        self.awaited: Any = None
+        self.awaited: WatchedOptimizer | None = None
         """The optimizer whose gradients were measured, and which has not stepped since."""
-        self.inside: Any = None
+        self.inside: WatchedOptimizer | None = None
         """The optimizer that is inside its `step` now."""
         self.evaluated = False
         """Whether it has asked for a gradient there."""
 
-    def __contains__(self, optimizer: Any) -> bool:
-        known = self._known.get(id(optimizer))
-        return known is not None and known[0]() is optimizer
-
-    def __iter__(self) -> Iterator[Any]:
-        return (optimizer for known, _ in tuple(self._known.values()) if (optimizer := known()) is not None)
+    def __iter__(self) -> Iterator[WatchedOptimizer]:
+        return (watched for watched in tuple(self._known.values()) if watched.ref() is not None)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
-    def add(self, *optimizers: Any) -> None:
-        this = weakref.ref(self)
-        for gone in [identity for identity, (known, _) in self._known.items() if known() is None]:
+    def enlist(self, optimizer: Any) -> WatchedOptimizer:
+        """The object of `optimizer`, a new one with hooks if it was not known."""
+        known = self._known.get(id(optimizer))
+        if known is not None and known.ref() is optimizer:
+            return known
+        for gone in [identity for identity, watched in self._known.items() if watched.ref() is None]:
             del self._known[gone]
-            self.calling_hooks.discard(gone)
-            self.ignored.discard(gone)
-        for optimizer in optimizers:
-            self._known[id(optimizer)] = weak_reference(optimizer), self._count
-            self._count += 1
-            for name, hook in (("register_step_pre_hook", _entering), ("register_step_post_hook", _leaving)):
-                # what was made by hand may lack what its class says it has
-                with suppress(AttributeError, TypeError):
-                    self._hooks.add(getattr(optimizer, name)(hook(this)))
+        watched = self._known[id(optimizer)] = WatchedOptimizer(optimizer, self._count)
+        self._count += 1
+        hooks = (("register_step_pre_hook", _entering), ("register_step_post_hook", _leaving))
+        for name, hook in hooks if self._hooked else ():
+            # what was made by hand may lack what its class says it has
+            with suppress(AttributeError, TypeError):
+                self._hooks.add(getattr(optimizer, name)(hook(weakref.ref(self), watched)))
+        return watched
 
-    def begin(self, optimizer: Any) -> tuple[int, int] | None:
-        """`optimizer` is about to use its gradients: its number, in the order in which they were enlisted, and the
-        steps that it had begun before this one. One that is not known is enlisted.
+    def begin(self, optimizer: Any) -> tuple[WatchedOptimizer, int] | None:
+        """`optimizer` is about to use its gradients: its object, and the steps that it had begun before this one. One
+        that is not known is enlisted.
 
         None where a closure is evaluated again inside the same step (LBFGS).
         """
-        known = self._known.get(id(optimizer))  # `in` takes a call more at every step
-        if known is None or known[0]() is not optimizer:
+        watched = self._known.get(id(optimizer))  # `enlist` takes a call more at every step
+        if watched is None or watched.ref() is not optimizer:
+            watched = self.enlist(optimizer)
             if isinstance(optimizer, LBFGS):
-                self.inside = optimizer  # it was not known when it went in
-            self.add(optimizer)
-        again, self.evaluated = self.inside is optimizer and self.evaluated, self.inside is optimizer
+                self.inside = watched  # it was not known when it went in
+        again, self.evaluated = self.inside is watched and self.evaluated, self.inside is watched
         if again:
             return None
-        _, number = self._known[id(optimizer)]
+        number = watched.number
         index = self.begun[number]
         self.begun[number] = index + 1
         if number != self._latest:
@@ -94,7 +115,7 @@ class OptimizerSteps:
             self._latest, self._in_a_row = number, 0
         self._in_a_row += 1
         self.next_index = self.begun[self._following()] if self._turns else index + 1
-        return number, index
+        return watched, index
 
     def total(self) -> int:
         """Steps begun, of all optimizers."""
@@ -121,27 +142,19 @@ class OptimizerSteps:
         self.begun, self._latest, self._in_a_row = Counter(dict(enumerate(begun))), latest, in_a_row
         self.next_index = self.begun[self._following()]
 
-    def steps_of(self, optimizer: Any) -> int:
-        """The steps that `optimizer` has begun."""
-        known = self._known.get(id(optimizer))
-        return 0 if known is None else self.begun[known[1]]
+    def ends_unseen(self, watched: WatchedOptimizer) -> bool:
+        """Whether nothing says when it steps: it has begun several, and called no hook."""
+        return not watched.calls_hooks and self.begun[watched.number] > 1
 
-    def ends_unseen(self, optimizer: Any) -> bool:
-        """Whether nothing says when `optimizer` steps: it has begun several, and called no hook."""
-        return id(optimizer) not in self.calling_hooks and self.steps_of(optimizer) > 1
-
-    def ignore(self, optimizer: Any) -> None:
-        """From now on `optimizer` is as one that calls no hooks: it steps before its steps are begun here."""
-        self.ignored.add(id(optimizer))
-        self.calling_hooks.discard(id(optimizer))
+    def unhook(self) -> None:
+        """Take the hooks off; steps are counted on."""
+        self._hooks.remove()
+        self._hooked, self.inside, self.awaited = False, None, None
 
     def clear(self) -> None:
         """Take the hooks off, and forget the optimizers."""
-        self._hooks.remove()
+        self.unhook()
         self._known.clear()
-        self.calling_hooks.clear()
-        self.ignored.clear()
-        self.inside = self.awaited = None
 
 
 def inner_optimizer(optimizer: Any) -> Any:
@@ -163,30 +176,29 @@ def weak_reference(optimizer: Any) -> Callable[[], Any]:
         return lambda: optimizer
 
 
-def _entering(this: weakref.ref[OptimizerSteps]) -> Callable[..., None]:
+def _entering(this: weakref.ref[OptimizerSteps], watched: WatchedOptimizer) -> Callable[..., None]:
     def about_to_step(optimizer: Any, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling():
             torch.compiler.disable(about_to_step)(optimizer, args, kwargs)
             return
-        if (steps := this()) is None or id(optimizer) in steps.ignored:
+        if (steps := this()) is None or watched.ignored:
             return
-        steps.inside, steps.evaluated = optimizer, False
-        steps.calling_hooks.add(id(optimizer))
-        if optimizer is steps.awaited:
-            steps.before_step(optimizer)
+        steps.inside, steps.evaluated, watched.calls_hooks = watched, False, True
+        if watched is steps.awaited:
+            steps.before_step(watched)
 
     return about_to_step
 
 
-def _leaving(this: weakref.ref[OptimizerSteps]) -> Callable[..., None]:
+def _leaving(this: weakref.ref[OptimizerSteps], watched: WatchedOptimizer) -> Callable[..., None]:
     def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling():
             torch.compiler.disable(stepped)(optimizer, args, kwargs)
             return
-        if (steps := this()) is None or id(optimizer) in steps.ignored:
+        if (steps := this()) is None or watched.ignored:
             return
         try:
-            steps.after_step(optimizer)
+            steps.after_step(watched)
         finally:
             steps.inside, steps.evaluated = None, False
 

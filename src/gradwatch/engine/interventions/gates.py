@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -16,6 +15,7 @@ from gradwatch.engine.interventions.batchnorm_buffers import BatchNormBuffers
 from gradwatch.engine.interventions.skip_step import SkippedStep, skips_by_found_inf
 from gradwatch.interventions import Gate, StopCondition
 from gradwatch.measure.device_buffer import HostCopy, host_view
+from gradwatch.measure.optimizer_steps import WatchedOptimizer
 from gradwatch.sinks.terminal.progress_bars import preserve_bars
 
 logger = logging.getLogger("gradwatch")
@@ -60,9 +60,8 @@ class Gates:
         self._diagnosis, self._end = diagnosis, end
         self._gates: list[ActiveIntervention] = []
         self._stops: list[ActiveIntervention] = []
-        self._optimizers: dict[int, int] = {}
+        self._skipped: dict[WatchedOptimizer, SkippedStep] = {}
         self.batchnorm = BatchNormBuffers()
-        self.skipped_step = SkippedStep()
         self._logs = True
         self._on_cpu = False
         """Whether parameters lie on the CPU: a fused optimizer reads there a `found_inf` that has not arrived yet."""
@@ -82,9 +81,16 @@ class Gates:
 
     def detach(self) -> None:
         """Remove everything from the optimizers, and release the model."""
-        self.skipped_step.detach()
+        for skipped in self._skipped.values():
+            skipped.detach()
+        self._skipped.clear()
         self.batchnorm.detach()
         self._diagnosis.on_incidents = None
+
+    def begin_step(self, watched: WatchedOptimizer) -> None:
+        """A step of the optimizer begins."""
+        if (skipped := self._skipped.get(watched)) is not None:
+            skipped.begin()
 
     def decide(
         self,
@@ -94,11 +100,11 @@ class Gates:
         step: int,
         *,
         run_step: int,
-        optimizer: Any,
+        watched: WatchedOptimizer,
         scaled: bool,
         intact: Tensor | None,
     ) -> GateDecision:
-        """Ask the gate whether `optimizer` may take its step, and keep it from the step if not.
+        """Ask the gate whether the optimizer may take its step, and keep it from the step if not.
 
         `norms`, `present`, `step`: as of `Gate`. `run_step`: `Record.step`. `scaled`: whether an fp16 scaler decides
         over the step. `intact`: bool, 0-d, without which nothing is done.
@@ -106,24 +112,24 @@ class Gates:
         refused, dry = _gate(active).refuse(norms, present, step), active.dry
         if intact is not None:
             refused = refused & intact
-        optimizer_number = self._optimizers.setdefault(id(optimizer), len(self._optimizers))
+        optimizer = watched.ref()
         sent = {"refused": refused.reshape(1).to(norms.dtype), "norms": norms}
         waits = host_view(norms) is None
         apart = self._on_cpu and not norms.is_cpu
         if waits and (dry or scaled or (not apart and skips_by_found_inf(optimizer))):  # the host need not wait
             if not (dry or scaled):
-                self.skipped_step.set_found_inf(optimizer, refused)
+                self._skipped.setdefault(watched, SkippedStep(optimizer)).set_found_inf(refused)
             if not dry:
                 self.batchnorm.restore(refused)
-            return GateDecision(active, optimizer_number, step, run_step, False, scaled, HostCopy(sent))
+            return GateDecision(active, watched.number, step, run_step, False, scaled, HostCopy(sent))
         known = bool(HostCopy({"refused": sent["refused"]}).wait()["refused"][0])
         skips = known and not (dry or scaled)
         if known and not dry:
             self.batchnorm.restore(None)
         if skips:
-            self.skipped_step.remove_gradients(optimizer)
+            self._skipped.setdefault(watched, SkippedStep(optimizer)).remove_gradients()
         host_copy = HostCopy(sent) if known else None
-        return GateDecision(active, optimizer_number, step, run_step, skips, scaled, host_copy)
+        return GateDecision(active, watched.number, step, run_step, skips, scaled, host_copy)
 
     def landed(self, decision: GateDecision) -> None:
         """A decision is on the host: count it, log it, and end the training if its gate asks for that."""

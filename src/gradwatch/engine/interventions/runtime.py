@@ -29,6 +29,8 @@ from gradwatch.measure.device_buffer import HostCopy, Indices
 from gradwatch.measure.devices import moved
 from gradwatch.measure.gradient_reader import GradientReader
 from gradwatch.measure.layers import NoSuchLayer, is_lazy
+from gradwatch.measure.optimizer_parameters import OptimizerParameters
+from gradwatch.measure.optimizer_steps import WatchedOptimizer
 from gradwatch.measure.site_values import Reading
 from gradwatch.measure.step_info import StepInfo
 
@@ -67,13 +69,11 @@ class InterventionRuntime:
         diagnosis.intervention_summaries, diagnosis.changes_of_signals = self.summaries, self.changes_of_signals
         self.gates = Gates(diagnosis, end)
         self._layout: Layout | None = None
-        self._plans: dict[int, StepPlan] = {}
+        self._plans: dict[WatchedOptimizer, StepPlan] = {}
         self._slots: tuple[Indices, DeviceSlots] | None = None
         """The slots of the last step's norms, on the host and on the device."""
         self._mode = mode
         self.gradient_hooks: GradientHooks | None = None
-        self._last: dict[int, int] = {}
-        """Optimizer -> the number of its last step at which interventions acted."""
         self._acts = acts
         self.hook_costs = costs = HookCosts()
         self.signal_hooks = SignalHooks(len(self._all), diagnosis, acts, costs, reports_batches=reports_batches)
@@ -142,16 +142,23 @@ class InterventionRuntime:
 
     @torch.no_grad()
     def act(
-        self, optimizer: Any, step: int, info: StepInfo, passes: int, reading: Reading, *, reader: GradientReader
+        self,
+        held: OptimizerParameters,
+        step: int,
+        info: StepInfo,
+        passes: int,
+        reading: Reading,
+        *,
+        reader: GradientReader,
     ) -> StepEffect | None:
-        """Change the gradients that `optimizer` is about to use, of which `reader` has read `reading`.
+        """Change the gradients that an optimizer is about to use, of which `reader` has read `reading`.
 
         `step`: the optimizer's steps before this one. `passes`: backward passes that led to it, 0 where that is
         not known.
         """
         reader.latest = None
-        self.gates.skipped_step.begin(optimizer)
-        self.pending, self._last[id(optimizer)] = False, step
+        self.gates.begin_step(held.watched)
+        self.pending = False
         # an error that is not of one of them, as where a hook could not be attached, is of all
         of_all, in_hooks = self.hook_costs.errors, [one for one in self.active if one.hooked or len(one.sites)]
         failed = [(one, error) for error in of_all for one in in_hooks]
@@ -166,11 +173,10 @@ class InterventionRuntime:
         if step == STEPS_TO_ACT:
             self._note_unused_hooks()
         assert self.gradient_hooks is not None
-        held = reader.held_by(optimizer)
         norms = self._norms(reader, reading.index["grad_norm"])
-        plan = self._plans.get(id(optimizer))
+        plan = self._plans.get(held.watched)
         if plan is None or plan.absent is not held.absent:
-            plan = self._plans[id(optimizer)] = make_plan(self.active, held, len(norms), norms.device)
+            plan = self._plans[held.watched] = make_plan(self.active, held, len(norms), norms.device)
         scale, last = info.scale_in_gradients, self.active[-1]
         gradients = StepGradients(reader, held, plan, norms, step=step, scale=scale, last=last)
         decisions: list[GateDecision] = []
@@ -196,7 +202,7 @@ class InterventionRuntime:
                         present,
                         step,
                         run_step=info.step,
-                        optimizer=optimizer,
+                        watched=held.watched,
                         scaled=info.scale is not None,
                         intact=gradients.intact,
                     )
@@ -237,28 +243,25 @@ class InterventionRuntime:
 
     def act_unrecorded(
         self,
-        optimizer: Any,
-        step: int | None,
+        watched: WatchedOptimizer,
+        step: int,
         info: StepInfo,
         passes: int,
         *,
         reader: GradientReader,
         pending_actions: PendingActions,
     ) -> None:
-        """Read the gradients and `act` on them, at a step without a record or at a further closure of LBFGS.
-
-        `step`: None where steps are no longer counted.
-        """
+        """Read the gradients and `act` on them, at a step without a record or at a further closure of LBFGS."""
         self.pending = False
         if not self.active:
             return
-        step = self._last.get(id(optimizer), -1) + 1 if step is None else step
         try:
-            reader.register((optimizer,))
+            reader.register((watched,))
+            held = reader.held_by(watched)
             # ranks that exchange what they have read must all do so the same number of times
-            reading = reader.latest or reader.measure(reader.held_by(optimizer), info)
-            effect = self.act(optimizer, step, info, passes, reading, reader=reader)
-            reader.held_by(optimizer).marked = None
+            reading = reader.latest or reader.measure(held, info)
+            effect = self.act(held, step, info, passes, reading, reader=reader)
+            held.marked = None
         except Exception as error:
             self.detach()
             self._diagnosis.drop("whole of", f"the interventions{self._mode.rank_text}", error)

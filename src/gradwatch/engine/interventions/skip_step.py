@@ -14,73 +14,73 @@ from gradwatch.measure.loss_scale import unscales_inside
 
 
 class SkippedStep:
-    """Steps for which optimizers are called and which they do not take."""
+    """Steps for which an optimizer is called and which it does not take."""
 
-    def __init__(self) -> None:
-        self._post_hooks: list[tuple[Any, Any]] = []
-        """The optimizers and the handles of the hooks on their steps."""
-        self._undo: dict[int, Callable[[], None]] = {}
-        """Optimizer -> the function to call after its step."""
-        self._found: dict[int, Tensor] = {}
-        """Optimizer -> the `found_inf` set here; a loss scaler sets and removes its own under the same name."""
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self._hook: Any = None
+        """The handle of the hook on its steps."""
+        self._undo: Callable[[], None] | None = None
+        """To be called after its step."""
+        self._found: Tensor | None = None
+        """The `found_inf` set here; a loss scaler sets and removes its own under the same name."""
 
-    def begin(self, optimizer: Any) -> None:
-        """A step of `optimizer` begins. The last one may not have been taken: a loss scaler or the loop left it out."""
-        self._undo.pop(id(optimizer), None)
-        self._clear_found_inf(optimizer)
+    def begin(self) -> None:
+        """A step begins. The last one may not have been taken: a loss scaler or the loop left it out."""
+        self._undo = None
+        self._clear_found_inf()
 
     def detach(self) -> None:
-        """Remove everything from the optimizers."""
-        for optimizer, hook in self._post_hooks:
-            hook.remove()
-            self._clear_found_inf(optimizer)
-        self._post_hooks.clear()
-        self._undo.clear()
+        """Remove everything from the optimizer."""
+        if self._hook is not None:
+            self._hook.remove()
+        self.begin()
 
-    def set_found_inf(self, optimizer: Any, refused: Tensor) -> None:
-        """Make a fused `optimizer` change nothing if `refused`, which only the device knows."""
-        before, found = self._found.get(id(optimizer)), refused.to(torch.float32)
-        optimizer.found_inf = self._found[id(optimizer)] = found if before is None else torch.maximum(before, found)
-        self._hook_step(optimizer)
+    def set_found_inf(self, refused: Tensor) -> None:
+        """Make a fused optimizer change nothing if `refused`, which only the device knows."""
+        before, found = self._found, refused.to(torch.float32)
+        self._optimizer.found_inf = self._found = found if before is None else torch.maximum(before, found)
+        self._hook_step()
 
-    def remove_gradients(self, optimizer: Any) -> None:
-        """Remove the gradients of `optimizer`, which changes no parameter without one.
+    def remove_gradients(self) -> None:
+        """Remove the gradients of the optimizer, which changes no parameter without one.
 
         The smallest parameter gets a gradient of zeros, and is restored after the step: torch's clip_grad_value_ raises
         if there is no gradient at all, and so may a user's code.
         """
-        held = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        held = [p for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
         smallest = min(held, key=lambda parameter: int(parameter.numel()), default=None)
         zeros = None if smallest is None else torch.zeros_like(smallest.grad)
         for parameter in held:
             parameter.grad = None
-        if smallest is not None and not isinstance(optimizer, LBFGS) and self._hook_step(optimizer):
+        if smallest is not None and not isinstance(self._optimizer, LBFGS) and self._hook_step():
             smallest.grad = zeros
-            self._undo[id(optimizer)] = restorer(optimizer, smallest)
+            self._undo = restorer(self._optimizer, smallest)
 
-    def _hook_step(self, optimizer: Any) -> bool:
-        """Have `_stepped` called after the steps of `optimizer`; returns whether it supports such hooks."""
-        if not any(one is optimizer for one, _ in self._post_hooks):
-            register, this = getattr(optimizer, "register_step_post_hook", None), weakref.ref(self)
+    def _hook_step(self) -> bool:
+        """Have `_stepped` called after the steps; returns whether the optimizer supports such hooks."""
+        if self._hook is None:
+            register, this = getattr(self._optimizer, "register_step_post_hook", None), weakref.ref(self)
             if register is None:
                 return False
 
-            def stepped(one: Any, *_: object) -> None:
+            def stepped(*_: object) -> None:
                 if (owner := this()) is not None:
-                    owner._stepped(one)
+                    owner._stepped()
 
-            self._post_hooks.append((optimizer, register(stepped)))
+            self._hook = register(stepped)
         return True
 
-    def _stepped(self, optimizer: Any) -> None:
-        self._clear_found_inf(optimizer)
-        if (undo := self._undo.pop(id(optimizer), None)) is not None:
+    def _stepped(self) -> None:
+        self._clear_found_inf()
+        undo, self._undo = self._undo, None
+        if undo is not None:
             undo()
 
-    def _clear_found_inf(self, optimizer: Any) -> None:
-        found = self._found.pop(id(optimizer), None)
-        if found is not None and vars(optimizer).get("found_inf") is found:
-            del optimizer.found_inf
+    def _clear_found_inf(self) -> None:
+        found, self._found = self._found, None
+        if found is not None and vars(self._optimizer).get("found_inf") is found:
+            del self._optimizer.found_inf
 
 
 def skips_by_found_inf(optimizer: Any) -> bool:
