@@ -576,6 +576,52 @@ def test_a_hook_that_makes_all_gradients_of_a_layer_0() -> None:
     assert alert.headline == "its gradient was exactly 0 at each of 20 steps, unlike what flows back to it"
 
 
+def fed(inputs: float, *, library: str = "") -> History:
+    """Twenty records of two layers, of which the first has `inputs` of that size and no gradient."""
+    libraries = dict.fromkeys(("tft", "tft.static", "tft.head"), library) if library else {}
+    history = History(replace(layout(["tft.static", "tft.head"]), libraries=libraries))
+    values = {
+        "grad_norm": np.array([1.0, 0.0, 1.0, 0.0, 0.0, 1.0, 1.0]),
+        "input_rms": np.array([1.0, inputs, 1.0, *[NAN] * 4]),
+        "signal_norm": np.array([1.0, 1.0, 1.0, *[NAN] * 4]),
+    }
+    for step in range(20):
+        append(history, step, values=values, scalars={"lr": 0.1}, codes=np.zeros(7, dtype=np.int8))
+    return history
+
+
+def test_a_layer_that_a_library_feeds_zeros_is_a_notice() -> None:
+    """As a temporal fusion transformer without static covariates does: their context is a tensor of zeros."""
+    notice = only(Disconnected()(fed(0.0, library="some")))
+    assert (notice.severity, notice.sites) == (Severity.NOTICE, ("tft.static",))
+    assert notice.headline == "its inputs were all 0"
+    assert notice.message == (
+        "The gradient of layer tft.static was exactly 0 at each of 20 steps, as all its inputs were 0: most often "
+        "some, whose layer it is, gives it zeros in place of data that it was not given, such as static covariates."
+    )
+    assert notice.remedy == "data of that kind, if layer tft.static should train; otherwise none."
+    assert only(Disconnected()(fed(1.0, library="some"))).severity == Severity.WARNING
+    assert only(Disconnected()(fed(0.0))).severity == Severity.WARNING
+
+
+def test_inputs_that_are_all_0_are_the_cause() -> None:
+    class Context(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin, self.context = nn.Linear(8, 8), nn.Linear(4, 8, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.lin(x) + self.context(torch.zeros(len(x), 4))
+
+    alert = zero_gradients_of(nn.Sequential(Context(), nn.Tanh(), nn.Linear(8, 1)))
+    assert (alert.severity, alert.sites) == (Severity.WARNING, ("0.context",))
+    assert alert.message == (
+        "The gradient of layer 0.context was exactly 0 at each of 20 steps, as all its inputs were 0: a mask or "
+        "padding that leaves nothing, or a tensor of zeros in place of data."
+    )
+    assert alert.remedy == "inputs of layer 0.context that are not all 0."
+
+
 @pytest.mark.parametrize("straight", [False, True])
 def test_a_weight_that_is_rounded(straight: bool) -> None:
     """As in a training for quantized weights without a straight-through estimator: its bias trains."""

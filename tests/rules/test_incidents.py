@@ -350,6 +350,20 @@ def test_a_notice_explains_nothing_that_is_louder(first: str) -> None:
     assert sorted(alert.rule for alert in tracker.alerts) == ["divergence", "vanishing"]
 
 
+@pytest.mark.parametrize(("sites", "explained"), [(("fc0", "fc1", "fc2"), True), (("fc0",), False)])
+def test_a_notice_about_layers_without_gradients_explains_that_no_signal_reaches_them(
+    sites: tuple[str, ...], explained: bool
+) -> None:
+    """As where a library weighs a single variable; not in other layers."""
+    tracker = IncidentTracker()
+    disconnected = replace(VANISHING, rule="disconnected", severity=Severity.NOTICE, sites=sites)
+    run(tracker, range(3), disconnected, rules=("disconnected",))
+    run(tracker, range(3, 6), disconnected, VANISHING, rules=("disconnected", "vanishing"))
+    rules = [(alert.rule, alert.severity) for alert in tracker.alerts]
+    others = [("vanishing", Severity.WARNING)]
+    assert rules == [("disconnected", Severity.NOTICE), *others[explained:]]
+
+
 @pytest.mark.parametrize("severity", [Severity.WARNING, Severity.ERROR])
 @pytest.mark.parametrize("clean", [0, 1])
 def test_a_gradient_that_reaches_no_weight_explains_nothing_and_lends_no_words(severity: Severity, clean: int) -> None:

@@ -87,6 +87,18 @@ TEXTS = {
         "no detach() or no_grad() between {kind} {last} and the loss, which must use it; if its training is meant to "
         "end there, requires_grad_(False).",
     ),
+    "inputs_of_zeros": (
+        "{their} inputs were all 0",
+        "The gradient of {all} was exactly 0 at each of {steps}, as all {their} inputs were 0: a mask or padding that "
+        "leaves nothing, or a tensor of zeros in place of data.",
+        "inputs of layer {last} that are not all 0.",
+    ),
+    "zeros_given": (
+        "{their} inputs were all 0",
+        "The gradient of {all} was exactly 0 at each of {steps}, as all {their} inputs were 0: most often {library}, "
+        "whose {own}, gives {them} zeros in place of data that it was not given, such as static covariates.",
+        "data of that kind, if {kind} {last} should train; otherwise none.",
+    ),
     "no_slope_inside": (
         "{their} gradient was exactly 0 at each of {steps}, unlike what flows back to {them}",
         "The gradient of {all} was exactly 0 at each of {steps}, while what flowed back to {output} was not: {factors}"
@@ -185,7 +197,7 @@ TEXTS = {
 BY_LIBRARY = {"left_out": "left_out_by", "unused": "unused_by", "detached": "output_unused"}
 """Kind -> the same where a library made the module: what it does there is not for its user to write."""
 
-LIBRARY_TEXTS = frozenset({*BY_LIBRARY.values(), "weighs_one", "attends"})
+LIBRARY_TEXTS = frozenset({*BY_LIBRARY.values(), "zeros_given", "weighs_one", "attends"})
 """The kinds that are about a library."""
 
 
@@ -351,12 +363,20 @@ class Disconnected(CheckedRule):
             enough &= ~np.isin(layers, faded_layers(history, self.rare_records))
         layers, zeros = layers[enough], zeros[enough]
         cleared, found = self._arrived(history, layers), []
-        for these in (cleared, ~cleared):
+        inputs, _ = history.samples("input_rms", self.rare_records)
+        given = ~cleared & (inputs[:, layers] == 0).any(axis=0) & ~(inputs[:, layers] > 0).any(axis=0)
+        for these in (cleared, given, ~cleared & ~given):
             if these.any():
-                records, onset = int(zeros[these].min()), _onset(history, layers[these], zero=True)
-                text, more = ("cleared", {}) if these is cleared else self._why_zero(history, layers[these], records)
-                limit = self.zero_records
-                found.append(self._finding(history, layers[these], text, records, limit, onset, **more))
+                chosen, records, more = layers[these], int(zeros[these].min()), dict[str, str]()
+                if these is cleared:
+                    text = "cleared"
+                elif these is given:
+                    library = _library_around_all(history, chosen)
+                    text, more = "zeros_given" if library else "inputs_of_zeros", {"library": library}
+                else:
+                    text, more = self._why_zero(history, chosen, records)
+                onset, limit = _onset(history, chosen, zero=True), self.zero_records
+                found.append(self._finding(history, chosen, text, records, limit, onset, **more))
         return found
 
     def _weights_always_zero(self, history: History, weights: Sites, biases: Sites) -> list[Finding]:
@@ -400,11 +420,9 @@ class Disconnected(CheckedRule):
             one_class = f"a cross entropy of one class, as layer {last} gives one number; or " * one
             classes = f"an output of layer {last} for each class, or F.binary_cross_entropy_with_logits; or " * one
             return "no_loss", {"one_class": one_class, "classes": classes}
-        if one or layout.index[last] in makers_of_scores(layout):
-            trained = layout.layers[history.row("grad_norm")[layout.layers] > 0]
-            libraries = {*_libraries_around(layout, layers, trained)}
-            if "" not in libraries:
-                return "weighs_one" if one else "attends", {"library": min(libraries)}
+        may_be_meant = one or layout.index[last] in makers_of_scores(layout)
+        if may_be_meant and (library := _library_around_all(history, layers)):
+            return "weighs_one" if one else "attends", {"library": library}
         cause, remedy = _why_flat(history, layers, records)
         if not cause:
             cause, remedy = _why_overflown(history, layers, records)
@@ -540,6 +558,13 @@ def _libraries_around(layout: Layout, layers: Sites, others: Sequence[int] | Sit
         "" if part is None or module_of(name) not in known else known.get(part, "")
         for name, part in zip(layout.names(layers), parts, strict=True)
     ]
+
+
+def _library_around_all(history: History, layers: Sites) -> str:
+    """The library of which all of `layers` are, and of which a layer beside each has a gradient; empty without."""
+    layout = history.layout
+    libraries = {*_libraries_around(layout, layers, layout.layers[history.row("grad_norm")[layout.layers] > 0])}
+    return "" if "" in libraries else min(libraries)
 
 
 def _nearest_around(layout: Layout, layers: Sites, others: Sequence[int] | Sites) -> list[str | None]:

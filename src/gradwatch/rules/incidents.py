@@ -301,6 +301,8 @@ class IncidentTracker:
                 seen = self._last_seen["spike"] if known.closed_step is None else known.closed_step
                 recent &= fault.step - seen <= SPIKE_EFFECTS_WITHIN
             serious = place in self._cause or known.severity is not Severity.NOTICE
+            # layers that a library never gives a gradient get no signal either
+            serious |= known.rule == "disconnected" and set(fault.sites) <= set(known.sites)
             if recent and serious and self._caused(place, new):
                 return self._cause.get(place, place)
         return None
