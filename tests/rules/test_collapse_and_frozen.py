@@ -451,7 +451,7 @@ def test_a_layer_that_is_off_amid_others_is_worth_a_notice() -> None:
     assert (found.severity, found.sites) == (Severity.NOTICE, ("middle",))
     assert found.message == (
         "Layer middle is frozen (requires_grad is False), while layers before and after train: most often a pattern of "
-        "names that fits more than was meant."
+        "names that fits more than was meant, or constants that its class means to stay."
     )
 
 

@@ -278,9 +278,10 @@ class Frozen(CheckedRule):
             remedy = f"requires_grad_(True) for {name_text(names)}{_peft_text(layout, sites)}."
             headline = "it is frozen with the weights of a random start, behind layers that train"
         else:
-            make = "most of the same make train, as layers before and after do"
-            others = make if len(alike) else "layers before and after train"
-            message += f", while {others}: most often a pattern of names that fits more than was meant."
+            others, why = "layers before and after train", f", or constants that {its} class means to stay"
+            if len(alike):
+                others, why = "most of the same make train, as layers before and after do", ""
+            message += f", while {others}: most often a pattern of names that fits more than was meant{why}."
             remedy = f"requires_grad_(True) for {name_text(names)}, and match whole names when layers are frozen."
             headline = "requires_grad is False, while others train"
         severity = Severity.WARNING if len(new) or len(alike) else Severity.NOTICE
