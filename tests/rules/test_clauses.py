@@ -609,6 +609,16 @@ def test_queries_and_keys_that_are_large_and_not_normed(names: str, products: li
     assert bool(ActBlowup()(history)) is found
 
 
+@pytest.mark.parametrize("begun", [0, 2])
+def test_a_smaller_rate_helps_only_where_products_were_smaller_before(begun: int) -> None:
+    history = History(layout(["a.q", "a.k"]))
+    for step in range(begun + 3):
+        record(history)
+        sampled(history, output_rms=[50.0 if step < begun else 200.0, 1.0])
+    (found,) = ActBlowup()(history)
+    assert found.remedy.endswith(", or a smaller lr.") is (begun > 0)
+
+
 def test_small_growth_that_a_user_asks_for_is_found() -> None:
     history = net(2)
     for step in range(12):

@@ -756,7 +756,9 @@ def test_queries_and_keys_whose_softmax_is_an_argmax() -> None:
         "for 3 samples or more; up to 100 is normal. Even divided by the root of the width, such products make a "
         "softmax pick one place alone, and next to no gradient passes it. It is so from the first step on."
     )
-    assert alert.remedy == "nn.LayerNorm over each head's queries and keys after layers query, key, or a smaller lr."
+    assert alert.remedy == "nn.LayerNorm over each head's queries and keys after layers query, key.", (
+        "no rate has made it"
+    )
     assert incidents_of(Attention(), batch=halves) == ()
     assert incidents_of(large(Attention(norm=True)), batch=halves) == ()
 

@@ -19,7 +19,7 @@ from gradwatch.rules.evidence.baseline import LEVEL_RECORDS
 from gradwatch.rules.evidence.jumps import beginning
 from gradwatch.rules.evidence.layer_levels import weights_of
 from gradwatch.rules.evidence.recent_rows import RecentRows
-from gradwatch.rules.evidence.records import own_losses
+from gradwatch.rules.evidence.records import is_first_record, own_losses
 from gradwatch.rules.evidence.samples import FIRST_SAMPLES, in_run_order, onset_of, own_samples
 from gradwatch.rules.evidence.weights import has_norm_layers
 from gradwatch.rules.evidence.wording import ratio_text
@@ -101,8 +101,9 @@ class ActBlowup(CheckedRule):
             "next to no gradient passes it."
             f"{how.began}{how.sentence}"
         )
-        norm = f"nn.LayerNorm over each head's queries and keys after layers {short_list(sites)}, or a smaller lr."
-        remedy = how.remedy or norm
+        norm = f"nn.LayerNorm over each head's queries and keys after layers {short_list(sites)}"
+        lower = "" if is_first_record(history, onset) else ", or a smaller lr"
+        remedy = how.remedy or f"{norm}{lower}."
         headline = f"queries times keys are {number_text(value, 3)} in size, {number_text(self.logits, 3)} is normal"
         return [
             Finding(self.name, Severity.WARNING, layer, sites, value, self.logits, message, remedy, onset, headline)
