@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,156 +49,6 @@ LARGEST_SQUARED = 1.8e19
 FADED_SHARE = 1e-3
 """Share of the least signal of the layers that have a gradient, under which one may have been rounded to 0. Judgement:
 layers differ less in how their inputs make a gradient of a signal."""
-
-FACTORS = (
-    "all weights there are 0, and of two factors that are 0, each makes the gradient of the other 0; or ",
-    "initial weights other than 0 for one of two factors; or ",
-)
-"""Of a layer of several parameters whose weights are all 0: a cause, and what to change."""
-
-CALL_IT = "call layer {last} in forward, or leave its parameters out of the optimizer in configure_optimizers."
-
-TEXTS = {
-    "cleared": (
-        "{their} gradient is cleared before the step",
-        "{All} got a gradient in the backward pass and had none, or only zeros, at the step, in {steps}: zero_grad(), "
-        "p.grad = None or a hook clears it in between.",
-        "zero_grad() before backward(), not between it and the step; in a loop of your own, watch.step() between "
-        "them and optimizer.step().",
-    ),
-    "no_backward": (
-        "no gradient in {steps}",
-        "No watched layer got a gradient in {steps}: backward() is not called before the step, as where training_step "
-        "returns None; or detach(), torch.no_grad() or .item() cuts the loss off from the weights.",
-        "return the loss from training_step, or loss.backward() before the step.",
-    ),
-    "no_dependence": (
-        "no gradient in {steps}, although there is a loss",
-        "No watched layer got a gradient in {steps}, although there is a loss: most often it does not depend on their "
-        "weights, as after detach(), .item() or torch.tensor(), inside torch.no_grad(), or where a copy of the model "
-        "makes it; or backward() is not called.",
-        "a loss that this model makes, not a copy of it, and no detach(), no_grad(), .item() or torch.tensor() on the "
-        "way; in a loop of your own, loss.backward() before the step.",
-    ),
-    "stopped": (
-        "no gradient any more, in {steps}",
-        "{All} had a gradient at each of {before}, and none in the {steps} since: the loss does not use {them} any "
-        "more, or detach(), torch.no_grad() or another branch of forward cuts the way to it.",
-        "no detach() or no_grad() between {kind} {last} and the loss, which must use it; if its training is meant to "
-        "end there, requires_grad_(False).",
-    ),
-    "inputs_of_zeros": (
-        "{their} inputs were all 0",
-        "The gradient of {all} was exactly 0 at each of {steps}, as all {their} inputs were 0: a mask or padding that "
-        "leaves nothing, or a tensor of zeros in place of data.",
-        "inputs of layer {last} that are not all 0.",
-    ),
-    "zeros_given": (
-        "{their} inputs were all 0",
-        "The gradient of {all} was exactly 0 at each of {steps}, as all {their} inputs were 0: most often {library}, "
-        "whose {own}, gives {them} zeros in place of data that it was not given, such as static covariates.",
-        "data of that kind, if {kind} {last} should train; otherwise none.",
-    ),
-    "no_slope_inside": (
-        "{their} gradient was exactly 0 at each of {steps}, unlike what flows back to {them}",
-        "The gradient of {all} was exactly 0 at each of {steps}, while what flowed back to {output} was not: {factors}"
-        "a hook that makes it 0, inputs that are all 0 or padding, or an operation without a slope inside the layer.",
-        "{other}without the register_hook or register_post_accumulate_grad_hook on layer {last}, or inputs that are "
-        "not all 0.",
-    ),
-    "no_slope_of_weight": (
-        "{their} gradient was exactly 0 at each of {steps}, that of {their} layer's bias was not",
-        "The gradient of {all} was exactly 0 at each of {steps}, while the bias beside {them} had one: an operation "
-        "without a slope (round, sign, a comparison) makes of {them} what the layer uses; or all inputs of the layer "
-        "are 0, or a hook makes it 0.",
-        "straight through: w + (round(w) - w).detach() for {last}; or inputs of its layer that are not all 0.",
-    ),
-    "no_slope": (
-        "{their} gradient was exactly 0 at each of {steps}",
-        "The gradient of {all} was exactly 0 at each of {steps}: {cause}a loss weight of 0, a mask or padding that "
-        "leaves nothing, a hook that makes it 0, an operation without a slope (round, sign, a comparison, a clamp or "
-        "an activation in its flat part, a softmax or norm of one number), or units that are dead{since}.{biased}",
-        "{remedy}a weight above 0 for the loss of layer {last}, no clamp of its outputs, {scalar}or straight "
-        "through: x + (round(x) - x).detach().",
-    ),
-    "zero_weights": (
-        "{their} gradient was exactly 0 at each of {steps}; all weights of {zeros} are 0",
-        "The gradient of {all} was exactly 0 at each of {steps}: all weights of {zeros} are 0, and of two factors or "
-        "layers in a row that are 0, each makes the gradient of the other 0.",
-        "initial weights other than 0 for {hidden}.",
-    ),
-    "no_loss": (
-        "{their} gradient was exactly 0 at each of {steps}, and the loss is 0",
-        "The gradient of {all} was exactly 0 at each of {steps}, and the loss is exactly 0: {one_class}a loss weight "
-        "of 0, a mask or padding that leaves nothing, no reward yet, a margin that nothing violates, or targets that "
-        "CTC cannot align, with zero_infinity=True.",
-        "{classes}a loss weight above 0; and a look at targets, rewards, masks and lengths of a batch.",
-    ),
-    "without_gradients": (
-        "{it} {run} with gradients disabled",
-        "{All} {run} in the forward pass and got no gradient in {steps}: no output was seen there with gradients "
-        "enabled. That is so inside torch.no_grad(), and with reentrant checkpointing of inputs that need no gradient.",
-        "checkpoint(..., use_reentrant=False), or no torch.no_grad(), around layer {last}.",
-    ),
-    "detached": (
-        "no gradient in {steps}, although {it} {run}",
-        "{All} {run} in the forward pass and got no gradient in {steps}: nothing uses the output, or detach(), "
-        "torch.no_grad() or an operation without a gradient (argmax, a comparison, .item(), .numpy()) cuts the way to "
-        "the loss.",
-        "no detach(), no_grad() or .numpy() between layer {last} and the loss, which must use its output; for f(x) "
-        "such as x > 0, y + (f(x) - y).detach() with y = x.clamp(-1, 1).",
-    ),
-    "output_unused": (
-        "no gradient in {steps}, although {it} {run}",
-        "{All} {run} in the forward pass and got no gradient in {steps}, while others of the module did: most often "
-        "{library}, whose {own}, gives several outputs, and the loss uses others.",
-        "an option of {library} that leaves {them} out{such_as}; or a loss that uses the output of layer {last}, if "
-        "that should train.",
-    ),
-    "unused": ("{it} never {run}", "{All} never {run}: {steps} without a gradient.", CALL_IT),
-    "unused_by": (
-        "{it} never {run}",
-        "{All} never {run}: {steps} without a gradient. {library}, whose {own}, runs without {them}.",
-        "an option of {library} that uses layer {last}, if that should train.",
-    ),
-    "left_out_by": (
-        "{library} or the loss has no use for {them}",
-        "{All} got no gradient in {steps}, while others of the module did: {library}, whose {own}, has no use for "
-        "{them}, or the loss has none.",
-        "an option of {library} that uses {last}, if that should train.",
-    ),
-    "weighs_one": (
-        "{their} gradient was exactly 0 at each of {steps}",
-        "The gradient of {all} was exactly 0 at each of {steps}, while others beside {them} had one: most often "
-        "{library}, whose {own}, takes a softmax of the one number that {kind} {last} gives, as of a single variable.",
-        "more variables, if {library} should weigh them; otherwise none.",
-    ),
-    "attends": (
-        "{their} gradient was exactly 0 at each of {steps}",
-        "The gradient of {all} was exactly 0 at each of {steps}, while others beside {them} had one: most often "
-        "{library}, whose {own}, attends to a single token, or to one that a mask leaves, of which a softmax is 1; or "
-        "it uses nothing of what these queries find, as the last block of SD3 does.",
-        "more than one token to attend to, in the mask too, if {kind} {last} should train; otherwise none.",
-    ),
-    "unreached": (
-        "no gradient in {steps}",
-        "{All} got no gradient in {steps}: unused in forward, or detached.",
-        CALL_IT,
-    ),
-    "left_out": (
-        "the loss does not depend on {them}",
-        "{All} got no gradient in {steps}, while others of the module did: forward does not use {them}, or only "
-        "{their} .data or detach(); or the loss does not depend on {them}, as a derivative does not on a last bias.",
-        "use {last} itself in forward, not its .data or detach(), or remove it.",
-    ),
-}
-"""Headline, message and remedy of each kind. `unreached`: where it is not known what runs."""
-
-BY_LIBRARY = {"left_out": "left_out_by", "unused": "unused_by", "detached": "output_unused"}
-"""Kind -> the same where a library made the module: what it does there is not for its user to write."""
-
-LIBRARY_TEXTS = frozenset({*BY_LIBRARY.values(), "zeros_given", "weighs_one", "attends"})
-"""The kinds that are about a library."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,7 +103,7 @@ class Disconnected(CheckedRule):
         """What of `sites` had a gradient at each of `steady_records`, then none at `lost_records`; where no layer has
         one: a gradient at any record, then none at `unused_records`.
         """
-        nowhere = self._nowhere(history, self.unused_records)
+        nowhere = _why_nowhere(history, self.unused_records)
         limit = self.unused_records if nowhere else self.lost_records
         sites = sites[~(history.codes(limit)[:, sites] == MEASURED).any(axis=0)]
         sites, owners = _without_parts(history.layout, sites)
@@ -262,8 +112,6 @@ class Disconnected(CheckedRule):
         # experts and heads may take turns
         rests = _have_running_siblings(history, owners, self.unused_records) & ~_ran_lately(history, owners, limit)
         there &= (owners != sites) | ~rests
-        if not there.any():
-            return []
         sites, owners, codes = sites[there], owners[there], codes[:, sites[there]]
         gradients, absent, place = codes == MEASURED, codes == NO_GRADIENT, np.arange(len(codes))[:, None]
         last = np.where(gradients, place, -1).max(axis=0)
@@ -273,13 +121,13 @@ class Disconnected(CheckedRule):
         if len(codes) >= min(self.rare_records, history.capacity):  # others may have been before these
             enough |= gap < 0
         lost, found = enough & (counts >= limit), []
-        text = _why_nowhere(history) if nowhere else "stopped"
         for chosen in (lost & (owners == sites), lost & (owners != sites)):
             if chosen.any():
                 onset = _onset(history, sites[chosen][[counts[chosen].argmin()]])
                 before = steps_text(history, int(steady[chosen].min()), back=onset + 1)
                 records = int(counts[chosen].min())
-                found.append(self._finding(history, sites[chosen], text, records, limit, onset, before=before))
+                cause = nowhere or STOPPED
+                found.append(self._finding(history, sites[chosen], cause, records, limit, onset, before=before))
         return found
 
     def _never(self, history: History, sites: Sites) -> list[Finding]:
@@ -304,39 +152,28 @@ class Disconnected(CheckedRule):
         if not enough.any():
             return []
         sites, owners, wanted, absences = (each[enough] for each in (sites, owners, wanted, absences))
-        texts, libraries = self._why_absent(history, sites, owners, trained)
-        found, kinds = [], set(zip(libraries.tolist(), (owners != sites).tolist(), texts.tolist(), strict=True))
-        for library, part, text in sorted(kinds, key=lambda kind: (*kind[:2], [*TEXTS].index(kind[2]))):
-            these = (libraries == library) & ((owners != sites) == part) & (texts == text)
+        whole, ran, nowhere = sites == owners, np.isin(owners, layout.order), _why_nowhere(history, self.rare_records)
+        makers = np.array([layout.libraries.get(module_of(name), "") for name in layout.names(owners)])
+        callers = np.array(_libraries_around(layout, sites, layout.order))
+        users = np.where(_beside(layout, sites, trained), _libraries_around(layout, sites, trained), "")
+        causes = (  # where it may be, what it is, and the library that has no use for these sites: the first one counts
+            (self._arrived(history, sites), CLEARED, ""),
+            (~whole & (makers != ""), LEFT_OUT_BY, makers),
+            (~whole, LEFT_OUT, ""),
+            (np.full(len(sites), nowhere is not None), nowhere, ""),
+            (ran & _ran_without_gradients(history, sites), WITHOUT_GRADIENTS, ""),
+            (ran & (users != ""), OUTPUT_UNUSED, users),
+            (ran, DETACHED, ""),
+            (callers != "", UNUSED_BY, callers),
+            (~ran, UNUSED if layout.order else UNREACHED, ""),  # without an order it is not known what runs
+        )
+        holds, texts, by = zip(*causes, strict=True)
+        place, libraries, found = np.select(holds, [*range(len(texts))]), np.select(holds, by, ""), []
+        for library, part, which in sorted({*zip(libraries.tolist(), (~whole).tolist(), place.tolist(), strict=True)}):
+            these = (libraries == library) & (whole != part) & (place == which)
             records, limit, onset = int(absences[these].min()), int(wanted[these].min()), _onset(history, sites[these])
-            found.append(self._finding(history, sites[these], text, records, limit, onset, library=library))
+            found.append(self._finding(history, sites[these], texts[which], records, limit, onset, library=library))
         return found
-
-    def _why_absent(
-        self, history: History, sites: Sites, owners: Sites, trained: Sites
-    ) -> tuple[NDArray[np.str_], NDArray[np.str_]]:
-        """Of each of `sites`, which are of the layers `owners`: which of `TEXTS` says why it has no gradient, and the
-        library that has no use for it; empty where it is none. `trained`: the layers that have one.
-        """
-        layout, whole = history.layout, sites == owners
-        ran, nowhere = np.isin(owners, layout.order), np.full(len(sites), self._nowhere(history, self.rare_records))
-        unused = "unused" if layout.order else "unreached"
-        texts = np.select(
-            [self._arrived(history, sites), ~whole, nowhere, ~ran, _ran_without_gradients(history, sites)],
-            ["cleared", "left_out", _why_nowhere(history), unused, "without_gradients"],
-            "detached",
-        )
-        libraries = np.select(
-            [texts == "left_out", texts == "unused", (texts == "detached") & _beside(layout, sites, trained)],
-            [
-                np.array([layout.libraries.get(module_of(name), "") for name in layout.names(owners)]),
-                np.array(_libraries_around(layout, sites, layout.order)),
-                np.array(_libraries_around(layout, sites, trained)),
-            ],
-            "",
-        )
-        pairs = zip(texts.tolist(), libraries.tolist(), strict=True)
-        return np.array([BY_LIBRARY[text] if library else text for text, library in pairs]), libraries
 
     def _arrived(self, history: History, sites: Sites) -> Mask:
         """Which of `sites`, without a gradient at any step, had one in a backward pass. With several optimizers it may
@@ -346,11 +183,6 @@ class Disconnected(CheckedRule):
             return np.zeros(len(sites), dtype=bool)
         arrived, _ = history.samples("arrived_norm", self.rare_records)
         return np.asarray((arrived[:, sites] > 0).any(axis=0))
-
-    def _nowhere(self, history: History, records: int) -> bool:
-        """Whether no watched layer had a gradient at any of the last `records`."""
-        others = (MEASURED, NO_OPTIMIZER, OTHER_OPTIMIZER)
-        return not np.isin(history.codes(records), others).any()
 
     def _always_zero(self, history: History, layers: Sites) -> list[Finding]:
         if (history.scalar("lr", self.zero_records) == 0).all():
@@ -369,14 +201,14 @@ class Disconnected(CheckedRule):
             if these.any():
                 chosen, records, more = layers[these], int(zeros[these].min()), dict[str, str]()
                 if these is cleared:
-                    text = "cleared"
+                    cause = CLEARED
                 elif these is given:
                     library = _library_around_all(history, chosen)
-                    text, more = "zeros_given" if library else "inputs_of_zeros", {"library": library}
+                    cause, more = ZEROS_GIVEN if library else INPUTS_OF_ZEROS, {"library": library}
                 else:
-                    text, more = self._why_zero(history, chosen, records)
+                    cause, more = self._why_zero(history, chosen, records)
                 onset, limit = _onset(history, chosen, zero=True), self.zero_records
-                found.append(self._finding(history, chosen, text, records, limit, onset, **more))
+                found.append(self._finding(history, chosen, cause, records, limit, onset, **more))
         return found
 
     def _weights_always_zero(self, history: History, weights: Sites, biases: Sites) -> list[Finding]:
@@ -395,44 +227,42 @@ class Disconnected(CheckedRule):
             return []
         weights, records = weights[chosen], int(zeros[chosen].min())
         onset = _onset(history, weights, zero=True)
-        return [self._finding(history, weights, "no_slope_of_weight", records, self.zero_records, onset)]
+        return [self._finding(history, weights, ZERO_OF_WEIGHT, records, self.zero_records, onset)]
 
-    def _why_zero(self, history: History, layers: Sites, records: int) -> tuple[str, dict[str, str]]:
-        """Which of `TEXTS` says why the gradient of `layers` is zero, and what is to be put in there."""
+    def _why_zero(self, history: History, layers: Sites, records: int) -> tuple[Cause, dict[str, str]]:
+        """Why the gradient of `layers` is zero, the first cause that holds, and the words that it needs."""
         layout = history.layout
         last = layout.names(_as_they_run(layout, layers))[-1]
         reached, zero = _has_signal(history, layers, records), _has_zero_weights(history, layers)
         if reached.all():
             several = zero.all() and all((layout.owners == site).sum() > 1 for site in layers)
-            factors, other = (each * bool(several) for each in FACTORS)
-            return "no_slope_inside", {"factors": factors, "other": other}
+            return ZERO_OF_FACTORS if several else ZERO_INSIDE, {}
         # one of two that make the gradients of each other 0 still gets a signal; it may be a layer behind these
         both = (zero & reached).any() and (zero & ~reached).any()
         behind = _zero_weights_behind(history, layout.index[last]) if zero.any() and not both else []
         if both or behind:
             hidden = zero & ~reached if both else zero
-            return "zero_weights", {
+            return ZERO_WEIGHTS, {
                 "zeros": name_text(layout.names([*layers[zero], *behind])),
                 "hidden": name_text(layout.names(layers[hidden])),
             }
-        one, losses = _gives_one(layout, last), own_losses(history, self.zero_records)
+        bias, losses = layout.index.get(f"{last}.bias"), own_losses(history, self.zero_records)
+        one = bias is not None and layout.sites[bias].numel == 1  # so is what it gives of an example
         if history.total == 0 and len(losses) and not losses.any():
             one_class = f"a cross entropy of one class, as layer {last} gives one number; or " * one
             classes = f"an output of layer {last} for each class, or F.binary_cross_entropy_with_logits; or " * one
-            return "no_loss", {"one_class": one_class, "classes": classes}
+            return NO_LOSS, {"one_class": one_class, "classes": classes}
         may_be_meant = one or layout.index[last] in makers_of_scores(layout)
         if may_be_meant and (library := _library_around_all(history, layers)):
-            return "weighs_one" if one else "attends", {"library": library}
-        cause, remedy = _why_flat(history, layers, records)
-        if not cause:
-            cause, remedy = _why_overflown(history, layers, records)
+            return WEIGHS_ONE if one else ATTENDS, {"library": library}
+        cause, remedy = _why_flat(history, layers, records) or _why_overflown(history, layers, records) or ("", "")
         site, biased = layout.index[last], ""
         if not cause and latest(biases_of(history, site)) >= DEADENING_BIAS:
             biased = bias_text(history, site, back=records)
             remedy = f"nn.init.zeros_ for the bias of layer {last}; or " * bool(biased)
         ever = history.steps[0] > 0 or (history.window("grad_norm", len(history))[:, layers] > 0).any()
         scalar, since = "no softmax or norm of its one number, " * one, "" if ever else " from the start"
-        return "no_slope", {"cause": cause, "remedy": remedy, "scalar": scalar, "since": since, "biased": biased}
+        return NO_SLOPE, {"cause": cause, "remedy": remedy, "scalar": scalar, "since": since, "biased": biased}
 
     @property
     def _looks(self) -> tuple[int, int, int]:
@@ -440,17 +270,187 @@ class Disconnected(CheckedRule):
         return self.unused_records, 5 * self.unused_records, self.rare_records
 
     def _finding(
-        self, history: History, sites: Sites, text: str, records: int, limit: int, onset: int, **more: str
+        self, history: History, sites: Sites, cause: Cause, records: int, limit: int, onset: int, /, **more: str
     ) -> Finding:
-        """`sites` have no gradient, or one of exactly zero, at `records` at least. `text`, `more`: which of `TEXTS`
-        says why, and what else is to be put in there.
-        """
-        layout = history.layout
-        names = layout.names(_as_they_run(layout, sites))
-        kind = "parameter" if layout.sites[sites[0]].kind == "parameter" else "layer"
-        headline, message, remedy = _worded(text, names, kind, steps_text(history, records), **more)
-        severity, value, threshold = _severity(history, text, names), float(records), float(limit)
+        """`sites` have no gradient, or one of exactly zero, at `records` at least. `more`: words of that `cause`."""
+        names, steps = history.layout.names(_as_they_run(history.layout, sites)), steps_text(history, records)
+        kind = "parameter" if history.layout.sites[sites[0]].kind == "parameter" else "layer"
+        every, zero = name_text(names, kind), f"was exactly 0 at each of {steps}"
+        more |= {"all": every, "All": capitalized(every), "last": names[-1], "kind": kind, "steps": steps, "zero": zero}
+        one, several = ("", "it", "is", "its", "it", "runs"), ("s", "they", "are", "their", "them", "run")
+        more |= zip(("s", "it", "are", "their", "them", "run"), one if len(names) == 1 else several, strict=True)
+        more["example"] = ", such as add_pooling_layer=False" * (more.get("library") == "transformers")
+        headline, message, remedy = (text.format(**more) for text in cause[:3])
+        # DINO clears the gradient of its last layer at first; a zero_grad() in the wrong place clears all
+        meant = cause.meant or (cause is CLEARED and history.total > 0)
+        meant |= cause is LEFT_OUT and all(name.endswith(".bias") for name in names)
+        severity, value, threshold = Severity.NOTICE if meant else Severity.WARNING, float(records), float(limit)
         return Finding(self.name, severity, names[-1], names, value, threshold, message, remedy, onset, headline)
+
+
+class Cause(NamedTuple):
+    """What a finding says, with the words of `_finding` in braces."""
+
+    headline: str
+    message: str
+    remedy: str
+    meant: bool = False
+    """Whether it may be meant: then it is a notice."""
+
+
+# ---- without a gradient, in the order of `_never`
+
+CLEARED = Cause(
+    "{their} gradient is cleared before the step",
+    "{All} got a gradient in the backward pass and had none, or only zeros, at the step, in {steps}: zero_grad(), "
+    "p.grad = None or a hook clears it in between.",
+    "zero_grad() before backward(), not between it and the step; in a loop of your own, watch.step() between them and "
+    "optimizer.step().",
+)
+NO_BACKWARD = Cause(
+    "no gradient in {steps}",
+    "No watched layer got a gradient in {steps}: backward() is not called before the step, as where training_step "
+    "returns None; or detach(), torch.no_grad() or .item() cuts the loss off from the weights.",
+    "return the loss from training_step, or loss.backward() before the step.",
+)
+NO_DEPENDENCE = Cause(
+    "no gradient in {steps}, although there is a loss",
+    "No watched layer got a gradient in {steps}, although there is a loss: most often it does not depend on their "
+    "weights, as after detach(), .item() or torch.tensor(), inside torch.no_grad(), or where a copy of the model "
+    "makes it; or backward() is not called.",
+    "a loss that this model makes, not a copy of it, and no detach(), no_grad(), .item() or torch.tensor() on the "
+    "way; in a loop of your own, loss.backward() before the step.",
+)
+STOPPED = Cause(
+    "no gradient any more, in {steps}",
+    "{All} had a gradient at each of {before}, and none in the {steps} since: the loss does not use {them} any more, "
+    "or detach(), torch.no_grad() or another branch of forward cuts the way to it.",
+    "no detach() or no_grad() between {kind} {last} and the loss, which must use it; if its training is meant to end "
+    "there, requires_grad_(False).",
+)
+LEFT_OUT_BY = Cause(
+    "{library} or the loss has no use for {them}",
+    "{All} got no gradient in {steps}, while others of the module did: {library}, whose {kind}{s} {it} {are}, has no "
+    "use for {them}, or the loss has none.",
+    "an option of {library} that uses {last}, if that should train.",
+    meant=True,
+)
+LEFT_OUT = Cause(
+    "the loss does not depend on {them}",
+    "{All} got no gradient in {steps}, while others of the module did: forward does not use {them}, or only {their} "
+    ".data or detach(); or the loss does not depend on {them}, as a derivative does not on a last bias.",
+    "use {last} itself in forward, not its .data or detach(), or remove it.",
+)
+WITHOUT_GRADIENTS = Cause(
+    "{it} {run} with gradients disabled",
+    "{All} {run} in the forward pass and got no gradient in {steps}: no output was seen there with gradients enabled. "
+    "That is so inside torch.no_grad(), and with reentrant checkpointing of inputs that need no gradient.",
+    "checkpoint(..., use_reentrant=False), or no torch.no_grad(), around layer {last}.",
+)
+OUTPUT_UNUSED = Cause(
+    "no gradient in {steps}, although {it} {run}",
+    "{All} {run} in the forward pass and got no gradient in {steps}, while others of the module did: most often "
+    "{library}, whose {kind}{s} {it} {are}, gives several outputs, and the loss uses others.",
+    "an option of {library} that leaves {them} out{example}; or a loss that uses the output of layer {last}, if that "
+    "should train.",
+    meant=True,
+)
+DETACHED = Cause(
+    "no gradient in {steps}, although {it} {run}",
+    "{All} {run} in the forward pass and got no gradient in {steps}: nothing uses the output, or detach(), "
+    "torch.no_grad() or an operation without a gradient (argmax, a comparison, .item(), .numpy()) cuts the way to the "
+    "loss.",
+    "no detach(), no_grad() or .numpy() between layer {last} and the loss, which must use its output; for f(x) such "
+    "as x > 0, y + (f(x) - y).detach() with y = x.clamp(-1, 1).",
+)
+UNUSED_BY = Cause(
+    "{it} never {run}",
+    "{All} never {run}: {steps} without a gradient. {library}, whose {kind}{s} {it} {are}, runs without {them}.",
+    "an option of {library} that uses layer {last}, if that should train.",
+    meant=True,
+)
+UNUSED = Cause(
+    "{it} never {run}",
+    "{All} never {run}: {steps} without a gradient.",
+    "call layer {last} in forward, or leave its parameters out of the optimizer in configure_optimizers.",
+)
+UNREACHED = Cause(
+    "no gradient in {steps}",
+    "{All} got no gradient in {steps}: unused in forward, or detached.",
+    "call layer {last} in forward, or leave its parameters out of the optimizer in configure_optimizers.",
+)
+
+# ---- with a gradient of zero, in the order of `_always_zero` and `_why_zero`
+
+INPUTS_OF_ZEROS = Cause(
+    "{their} inputs were all 0",
+    "The gradient of {all} {zero}, as all {their} inputs were 0: a mask or padding that leaves nothing, or a tensor of "
+    "zeros in place of data.",
+    "inputs of layer {last} that are not all 0.",
+)
+ZEROS_GIVEN = Cause(
+    "{their} inputs were all 0",
+    "The gradient of {all} {zero}, as all {their} inputs were 0: most often {library}, whose {kind}{s} {it} {are}, "
+    "gives {them} zeros in place of data that it was not given, such as static covariates.",
+    "data of that kind, if {kind} {last} should train; otherwise none.",
+    meant=True,
+)
+ZERO_INSIDE = Cause(
+    "{their} gradient {zero}, unlike what flows back to {them}",
+    "The gradient of {all} {zero}, while what flowed back to {their} output{s} was not: a hook that makes it 0, "
+    "inputs that are all 0 or padding, or an operation without a slope inside the layer.",
+    "without the register_hook or register_post_accumulate_grad_hook on layer {last}, or inputs that are not all 0.",
+)
+ZERO_OF_FACTORS = Cause(
+    "{their} gradient {zero}, unlike what flows back to {them}",
+    "The gradient of {all} {zero}, while what flowed back to {their} output{s} was not: all weights there are 0, and "
+    "of two factors that are 0, each makes the gradient of the other 0; or a hook that makes it 0, inputs that are "
+    "all 0 or padding, or an operation without a slope inside the layer.",
+    "initial weights other than 0 for one of two factors; or without the register_hook or "
+    "register_post_accumulate_grad_hook on layer {last}, or inputs that are not all 0.",
+)
+ZERO_WEIGHTS = Cause(
+    "{their} gradient {zero}; all weights of {zeros} are 0",
+    "The gradient of {all} {zero}: all weights of {zeros} are 0, and of two factors or layers in a row that are 0, "
+    "each makes the gradient of the other 0.",
+    "initial weights other than 0 for {hidden}.",
+)
+NO_LOSS = Cause(
+    "{their} gradient {zero}, and the loss is 0",
+    "The gradient of {all} {zero}, and the loss is exactly 0: {one_class}a loss weight of 0, a mask or padding that "
+    "leaves nothing, no reward yet, a margin that nothing violates, or targets that CTC cannot align, with "
+    "zero_infinity=True.",
+    "{classes}a loss weight above 0; and a look at targets, rewards, masks and lengths of a batch.",
+)
+WEIGHS_ONE = Cause(
+    "{their} gradient {zero}",
+    "The gradient of {all} {zero}, while others beside {them} had one: most often {library}, whose {kind}{s} {it} "
+    "{are}, takes a softmax of the one number that {kind} {last} gives, as of a single variable.",
+    "more variables, if {library} should weigh them; otherwise none.",
+    meant=True,
+)
+ATTENDS = Cause(
+    "{their} gradient {zero}",
+    "The gradient of {all} {zero}, while others beside {them} had one: most often {library}, whose {kind}{s} {it} "
+    "{are}, attends to a single token, or to one that a mask leaves, of which a softmax is 1; or it uses nothing of "
+    "what these queries find, as the last block of SD3 does.",
+    "more than one token to attend to, in the mask too, if {kind} {last} should train; otherwise none.",
+    meant=True,
+)
+NO_SLOPE = Cause(
+    "{their} gradient {zero}",
+    "The gradient of {all} {zero}: {cause}a loss weight of 0, a mask or padding that leaves nothing, a hook that "
+    "makes it 0, an operation without a slope (round, sign, a comparison, a clamp or an activation in its flat part, "
+    "a softmax or norm of one number), or units that are dead{since}.{biased}",
+    "{remedy}a weight above 0 for the loss of layer {last}, no clamp of its outputs, {scalar}or straight through: x + "
+    "(round(x) - x).detach().",
+)
+ZERO_OF_WEIGHT = Cause(
+    "{their} gradient {zero}, that of {their} layer's bias was not",
+    "The gradient of {all} {zero}, while the bias beside {them} had one: an operation without a slope (round, sign, a "
+    "comparison) makes of {them} what the layer uses; or all inputs of the layer are 0, or a hook makes it 0.",
+    "straight through: w + (round(w) - w).detach() for {last}; or inputs of its layer that are not all 0.",
+)
 
 
 @lru_cache(maxsize=8)
@@ -474,15 +474,15 @@ def _without_parts(layout: Layout, sites: Sites) -> tuple[Sites, Sites]:
 
 def _have_running_siblings(history: History, layers: Sites, records: int) -> Mask:
     """Which of `layers` have a namesake, but for an index ("experts.3" for "experts.7"), that got a gradient lately."""
-    layout = history.layout
-    reached = (history.codes(records)[:, layout.layers] == MEASURED).any(axis=0)
-    running = {_family(layout, i) for i in layout.layers[reached]}
-    return np.array([_family(layout, i) in running for i in layers], dtype=bool)
+    families, every = _families(history.layout), history.layout.layers
+    return np.isin(families[layers], families[every[(history.codes(records)[:, every] == MEASURED).any(axis=0)]])
 
 
-def _family(layout: Layout, site: int) -> str:
-    """The name of a layer with every index in it left open."""
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", layout.sites[site].name)
+@lru_cache(maxsize=8)
+def _families(layout: Layout) -> NDArray[np.intp]:
+    """A number of each site, the same of those whose names differ but for indices."""
+    names = [re.sub(r"(?<![^.])\d+(?![^.])", "*", site.name) for site in layout.sites]
+    return np.unique(names, return_inverse=True)[1]
 
 
 def _ran_lately(history: History, layers: Sites, records: int) -> Mask:
@@ -493,9 +493,11 @@ def _ran_lately(history: History, layers: Sites, records: int) -> Mask:
     return ~np.isnan(history.row("run_order", back=back)[layers])
 
 
-def _why_nowhere(history: History) -> str:
-    """Which of `TEXTS` says why no layer has a gradient."""
-    return "no_dependence" if len(own_losses(history, 1)) else "no_backward"
+def _why_nowhere(history: History, records: int) -> Cause | None:
+    """Why no watched layer had a gradient at any of the last `records`, if none had."""
+    if np.isin(history.codes(records), (MEASURED, NO_OPTIMIZER, OTHER_OPTIMIZER)).any():
+        return None
+    return NO_DEPENDENCE if len(own_losses(history, 1)) else NO_BACKWARD
 
 
 def _onset(history: History, sites: Sites, *, zero: bool = False) -> int:
@@ -563,8 +565,7 @@ def _libraries_around(layout: Layout, layers: Sites, others: Sequence[int] | Sit
 def _library_around_all(history: History, layers: Sites) -> str:
     """The library of which all of `layers` are, and of which a layer beside each has a gradient; empty without."""
     layout = history.layout
-    libraries = {*_libraries_around(layout, layers, layout.layers[history.row("grad_norm")[layout.layers] > 0])}
-    return "" if "" in libraries else min(libraries)
+    return min(_libraries_around(layout, layers, layout.layers[history.row("grad_norm")[layout.layers] > 0]))
 
 
 def _nearest_around(layout: Layout, layers: Sites, others: Sequence[int] | Sites) -> list[str | None]:
@@ -601,19 +602,13 @@ def _zero_weights_behind(history: History, layer: int) -> list[int]:
     return [site for site, own in weights.items() if len(own) and _has_zero_weights(history, own).all()]
 
 
-def _gives_one(layout: Layout, layer: str) -> bool:
-    """Whether the bias of `layer` is a single number: so is what it gives of an example."""
-    bias = layout.index.get(f"{layer}.bias")
-    return bias is not None and layout.sites[bias].numel == 1
-
-
-def _why_flat(history: History, layers: Sites, records: int) -> tuple[str, str]:
+def _why_flat(history: History, layers: Sites, records: int) -> tuple[str, str] | None:
     """The last activation after one of `layers` whose outputs lay in its flat part at the newest sample of the last
-    `records`, as a cause, and what to change; empty without one.
+    `records`, as a cause, and what to change.
     """
     back = min(history.newest("saturated"), history.newest("zero_share"))
     if back > records:
-        return "", ""
+        return None
     layout = history.layout
     shares, off = history.row("saturated", back=back), history.row("zero_share", back=back) == 1
     shares = np.where(off, 1.0, shares)  # the flat part of a ReLU is 0
@@ -621,7 +616,7 @@ def _why_flat(history: History, layers: Sites, records: int) -> tuple[str, str]:
     before = np.array([layer_before(history, int(site), back=back) for site in flat], dtype=np.intp)
     flat, before = flat[np.isin(before, layers)], before[np.isin(before, layers)]
     if not len(flat):
-        return "", ""
+        return None
     last, layer = flat[-1], layout.sites[before[-1]].name
     site, share = layout.sites[last], float(shares[last])
     cause = f"the {site.module} {site.name}, {percent_text(share)} of whose outputs lie in its flat part; or "
@@ -630,19 +625,19 @@ def _why_flat(history: History, layers: Sites, records: int) -> tuple[str, str]:
     return cause, f"nn.LayerNorm after layer {layer}, before the {site.module}; or "
 
 
-def _why_overflown(history: History, layers: Sites, records: int) -> tuple[str, str]:
+def _why_overflown(history: History, layers: Sites, records: int) -> tuple[str, str] | None:
     """The last of `layers` whose outputs were too large for a norm at the newest sample of the last `records`, as a
-    cause, and what to change; empty without one.
+    cause, and what to change.
     """
     back = history.newest("output_max")
     if back > records:
-        return "", ""
+        return None
     layout, largest = history.layout, history.row("output_max", back=back)
     too_large = layers[(largest[layers] >= LARGEST_SQUARED) & (largest[layers] < np.inf)]
     wide = [any(layout.sites[own].dtype == "float64" for own in layout.parameters_of(layer)) for layer in too_large]
     found = in_run_order(history, too_large[~np.array(wide, dtype=bool)], back=back)
     if not len(found):
-        return "", ""
+        return None
     name, reached = layout.sites[found[-1]].name, number_text(largest[found[-1]])
     cause = f"a norm of the outputs of layer {name}, which reach {reached}: float32 does not hold their squares; or "
     return cause, f"smaller weights or inputs of layer {name}; or "
@@ -652,24 +647,3 @@ def _as_they_run(layout: Layout, sites: Sites) -> list[int]:
     """`sites` with the one nearest the loss last, those of which it is not known first."""
     place = {int(site): i for i, site in enumerate(forward_order(layout))}
     return sorted(sites.tolist(), key=lambda site: place.get(layout.sites[site].layer, -1))
-
-
-def _worded(text: str, names: Sequence[str], kind: str, steps: str, **more: str) -> list[str]:
-    """Those of `TEXTS`, about `names`, each a `kind`, in so many `steps`."""
-    every, one = name_text(names, kind), len(names) == 1
-    more |= {"all": every, "All": capitalized(every), "last": names[-1], "steps": steps, "kind": kind}
-    more |= {"run": "runs" if one else "run", "output": "its output" if one else "their outputs"}
-    more |= {"own": f"{kind} it is" if one else f"{kind}s they are", "them": "it" if one else "them"}
-    more |= {"their": "its" if one else "their", "it": "it" if one else "they"}
-    more["such_as"] = ", such as add_pooling_layer=False" * (more.get("library") == "transformers")
-    return [part.format(**more) for part in TEXTS[text]]
-
-
-def _severity(history: History, text: str, names: Sequence[str]) -> Severity:
-    """A notice where it may be meant: by a library, of biases alone, or where gradients are cleared before the step of
-    some layers only, as DINO does with its last one at first, while a zero_grad() in the wrong place clears all.
-    """
-    meant = text in LIBRARY_TEXTS
-    meant |= text == "left_out" and all(name.endswith(".bias") for name in names)
-    meant |= text == "cleared" and bool(history.total > 0)
-    return Severity.NOTICE if meant else Severity.WARNING
