@@ -544,7 +544,7 @@ def _beside(layout: Layout, layers: Sites, others: Sites) -> Mask:
     """
     places, fed = {site: i for i, site in enumerate(layout.order)}, {after for _, after in layout.edges or ()}
     last = _holding(layout, tuple(other for other in others if other not in fed))
-    parts = _nearest_around(layout, layers, others)
+    parts = _nearest_around(layout, tuple(layers), tuple(others))
     beside = [
         part is not None and places.get(site, -1) > last.get(part, -1) for part, site in zip(parts, layers, strict=True)
     ]
@@ -555,7 +555,7 @@ def _libraries_around(layout: Layout, layers: Sites, others: Sequence[int] | Sit
     """Of each of `layers` the installed library of the nearest module around it that holds one of `others`, if both are
     of one; empty without.
     """
-    known, parts = layout.libraries, _nearest_around(layout, layers, others)
+    known, parts = layout.libraries, _nearest_around(layout, tuple(layers), tuple(others))
     return [
         "" if part is None or module_of(name) not in known else known.get(part, "")
         for name, part in zip(layout.names(layers), parts, strict=True)
@@ -568,9 +568,10 @@ def _library_around_all(history: History, layers: Sites) -> str:
     return min(_libraries_around(layout, layers, layout.layers[history.row("grad_norm")[layout.layers] > 0]))
 
 
-def _nearest_around(layout: Layout, layers: Sites, others: Sequence[int] | Sites) -> list[str | None]:
+@lru_cache(maxsize=8)
+def _nearest_around(layout: Layout, layers: tuple[int, ...], others: tuple[int, ...]) -> list[str | None]:
     """The nearest module around each of `layers` that holds one of `others`; None without."""
-    holding = _holding(layout, tuple(others))
+    holding = _holding(layout, others)
     return [next((part for part in modules_around(name) if part in holding), None) for name in layout.names(layers)]
 
 
