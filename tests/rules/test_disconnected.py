@@ -622,6 +622,22 @@ def test_inputs_that_are_all_0_are_the_cause() -> None:
     assert alert.remedy == "inputs of layer 0.context that are not all 0."
 
 
+def test_inputs_that_are_all_0_where_nothing_flows_back() -> None:
+    """Other inputs would change nothing: the bias, too, has no gradient."""
+
+    class Weighed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin, self.context = nn.Linear(8, 8), nn.Linear(4, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.lin(x) + 0 * self.context(torch.zeros(len(x), 4))
+
+    alert = zero_gradients_of(nn.Sequential(Weighed(), nn.Tanh(), nn.Linear(8, 1)))
+    assert alert.sites == ("0.context",)
+    assert "was exactly 0 at each of 20 steps: a loss weight of 0, a mask or" in alert.message
+
+
 @pytest.mark.parametrize("straight", [False, True])
 def test_a_weight_that_is_rounded(straight: bool) -> None:
     """As in a training for quantized weights without a straight-through estimator: its bias trains."""

@@ -196,7 +196,8 @@ class Disconnected(CheckedRule):
         layers, zeros = layers[enough], zeros[enough]
         cleared, found = self._arrived(history, layers), []
         inputs, _ = history.samples("input_rms", self.rare_records)
-        given = ~cleared & (inputs[:, layers] == 0).any(axis=0) & ~(inputs[:, layers] > 0).any(axis=0)
+        given = (inputs[:, layers] == 0).any(axis=0) & ~(inputs[:, layers] > 0).any(axis=0)
+        given &= ~cleared & _has_signal(history, layers, self.rare_records)  # without one, the cause is another
         for these in (cleared, given, ~cleared & ~given):
             if these.any():
                 chosen, records, more = layers[these], int(zeros[these].min()), dict[str, str]()
