@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -218,6 +220,80 @@ def test_a_watch_that_begins_within_a_training() -> None:
     (note,) = watch.verdict.notes
     assert note.startswith("the norms of the first step are too large or too small by a loss scale: which GradScaler")
     del others
+
+
+def test_a_watch_that_begins_within_a_training_and_sees_unscaled_gradients() -> None:
+    others, scaler = [used_scaler()], used_scaler()
+    model = wide_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with Watch(model, sinks=()) as watch:
+        for step in range(4):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.float16):
+                loss = model(wide_inputs(step)).square().mean()
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            watch.step(optimizer, loss=loss)
+            scaler.step(optimizer)
+            scaler.update()
+    assert watch.verdict.notes == ()
+    assert (watch.history.series("scaled") == 1).all()
+    del others
+
+
+def test_a_scale_that_is_constant() -> None:
+    model, scaler = wide_net(), torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    optimizer, used = torch.optim.SGD(model.parameters(), lr=0.01), []
+    with Watch(model, sinks=()) as watch:
+        for step in range(8):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.float16):
+                loss = model(wide_inputs(step)).square().mean()
+            scaler.scale(loss).backward()
+            watch.step(optimizer, loss=loss)
+            scaler.unscale_(optimizer)
+            used.append(gradient_norms(model, optimizer)["total"])
+            scaler.step(optimizer)
+            scaler.update(new_scale=2.0**10)
+    assert watch.history.series("grad_norm") == pytest.approx(used, rel=1e-5)
+    assert watch.verdict.notes == ()
+
+
+def test_scalers_that_raise() -> None:
+    """A subclass may want arguments, and one that was made by hand or whose `__init__` has raised lacks attributes."""
+
+    class Strange(torch.amp.GradScaler):
+        def state_dict(self, name: str) -> dict[str, Any]:  # type: ignore[override]
+            return {name: None}
+
+    others = [Strange("cpu"), torch.amp.GradScaler.__new__(torch.amp.GradScaler)]
+    watch, used = take_turns([torch.amp.GradScaler("cpu", init_scale=2.0**10)])
+    assert watch.history.series("grad_norm") == pytest.approx(used, rel=1e-5)
+    assert watch.verdict.notes == ()
+    del others
+
+
+def test_the_search_keeps_no_optimizer() -> None:
+    """One that is replaced after its first step goes; the next one's step ends the search."""
+    model, scaler = wide_net(), torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    first, used = None, []
+    with Watch(model, sinks=()) as watch:
+        for step in range(4):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+            first = weakref.ref(optimizer) if first is None else first
+            with torch.autocast("cpu", torch.float16):
+                loss = model(wide_inputs(step)).square().mean()
+            scaler.scale(loss).backward()
+            watch.step(optimizer, loss=loss)
+            scaler.step(optimizer)
+            used.append(gradient_norms(model, optimizer)["total"])
+            optimizer.zero_grad()
+            scaler.update()
+        gc.collect()
+        assert first is not None
+        assert first() is None
+    assert watch.history.series("grad_norm") == pytest.approx(used, rel=1e-5)
+    assert watch.verdict.notes == ()
 
 
 def test_two_scalers_in_one_loop() -> None:

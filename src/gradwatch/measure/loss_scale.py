@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
+from contextlib import suppress
 from itertools import chain
 from typing import Any
 
@@ -11,6 +13,7 @@ from torch import Tensor
 from torch.amp import GradScaler
 
 from gradwatch.core.arguments import attribute, wrong
+from gradwatch.measure.optimizer_steps import weak_reference
 
 SEVERAL_SCALERS = (
     "several GradScalers are in use, and every grad_norm may hold the loss scale of one: Watch(model, scaler=scaler) "
@@ -67,10 +70,12 @@ class ScalerSearch:
 
     def __init__(self) -> None:
         self.scaler: GradScaler | None = None
-        """The one in use: at the first step the only one that has scaled a loss, and not changed since."""
-        self._seen: list[tuple[GradScaler, dict[str, Any]]] | None = []
-        """Those that there are, and their state before the first step; None once it is known which is in use."""
-        self._optimizer: Any = None
+        """The one in use: until one has changed, the only one that has unscaled these gradients, or else the only one
+        that has scaled a loss and not changed since.
+        """
+        self._seen: list[tuple[GradScaler, tuple[float, int]]] | None = []
+        """Those that there are, and what they were before the first step; None once it is known which is in use."""
+        self._optimizer: Callable[[], Any] = lambda: None
 
     def look(self, optimizer: Any, *, half: bool) -> str:
         """Look before a step of `optimizer`. `half`: whether it has backward signals in float16: there the search
@@ -79,25 +84,35 @@ class ScalerSearch:
         if self._seen is None or not (half or self._seen):
             return ""
         if not self._seen:
-            scalers = [one for one in gc.get_objects() if issubclass(type(one), GradScaler) and one.is_enabled()]
-            self._seen = [(one, one.state_dict()) for one in scalers] or None
-            self._optimizer = optimizer if scalers else None
-            new = [one for one in scalers if _is_new(one)]
-            self.scaler = new[0] if len(new) == 1 else None
+            scalers = [one for one in gc.get_objects() if issubclass(type(one), GradScaler)]
+            self._seen = [(one, state) for one in scalers if (state := _state_of(one))] or None
+            self._optimizer = weak_reference(optimizer)
+            seen = [one for one, _ in self._seen or ()]
+            likely = [one for one in seen if has_unscaled(one, optimizer)] or list(filter(_is_new, seen))
+            self.scaler = likely[0] if len(likely) == 1 else None
             return ""
-        if self._optimizer is not optimizer:
+        if self._optimizer() not in (optimizer, None):
             return ""
-        before, used = self.scaler, [one for one, state in self._seen if one.state_dict() != state]
+        before, used = self.scaler, [one for one, state in self._seen if _state_of(one) not in (state, None)]
+        if before is not None and not used:  # it is not updated at each call, or never
+            return ""
         self.scaler, self._seen = used[0] if len(used) == 1 else None, None
-        self._optimizer = None
         if len(used) > 1:
             return SEVERAL_SCALERS
         return "" if self.scaler is before else FIRST_STEP_SCALED
 
 
+def _state_of(scaler: GradScaler) -> tuple[float, int] | None:
+    """Its scale and the steps that it counts; None where it is disabled, or a subclass raises."""
+    with suppress(Exception):
+        state = scaler.state_dict()
+        return float(state["scale"]), int(state["_growth_tracker"])
+    return None
+
+
 def _is_new(scaler: GradScaler) -> bool:
-    """Whether `scaler` has scaled a loss, and its scale has not been updated since it was made or loaded."""
-    scale, count = scaler._scale, scaler._growth_tracker
-    if scale is None or count is None:
-        return False
-    return bool(scale == scaler._init_scale and count == scaler._init_growth_tracker)
+    """Whether it has scaled a loss, and not changed since it was made or loaded; private, tests fail if it moves."""
+    with suppress(Exception):
+        count = scaler._growth_tracker
+        return bool(scaler._scale == scaler._init_scale and count == scaler._init_growth_tracker)
+    return False
