@@ -259,6 +259,27 @@ def test_a_scale_that_is_constant() -> None:
     assert watch.verdict.notes == ()
 
 
+@pytest.mark.parametrize("reported", [False, True])
+def test_calls_for_micro_batches_under_a_scaler(reported: bool) -> None:
+    """All norms are without the scale, and a note says what is wrong."""
+    model, scaler, used = wide_net(), torch.amp.GradScaler("cpu", init_scale=2.0**10), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with Watch(model, scaler=scaler if reported else None, sinks=()) as watch:
+        for batch in range(32):
+            with torch.autocast("cpu", torch.float16):
+                loss = model(wide_inputs(batch)).square().mean() / 4
+            scaler.scale(loss).backward()
+            watch.step(optimizer, loss=loss)
+            used.append(gradient_norms(model, optimizer)["total"] / scaler.get_scale())
+            if batch % 4 == 3:
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+    assert watch.history.series("grad_norm") == pytest.approx(used, rel=1e-5)
+    (note,) = watch.verdict.notes
+    assert note.startswith("many calls of watch.step(optimizer) are followed by another one before optimizer.step()")
+
+
 def test_scalers_that_raise() -> None:
     """A subclass may want arguments, and one that was made by hand or whose `__init__` has raised lacks attributes."""
 

@@ -164,8 +164,8 @@ class BlockBuilder:
         return values, scalars, unseen
 
     def _note_not_taken(self, step: StepState) -> None:
-        """A loss scaler that is not known skips steps, too, but none with finite gradients."""
-        if self._mode.loop != "own" or step.info.scale is not None:
+        """A loss scaler skips steps, too, but none with finite gradients."""
+        if self._mode.loop != "own":
             return
         self._not_taken += 1
         if self._not_taken == MANY and step.step_count < 3 * MANY:
