@@ -17,7 +17,9 @@ from torch.nn.utils import prune
 
 from gradwatch import Clip, Scale, Watch
 from gradwatch.core.record import Missing
+from gradwatch.engine.interventions.step_plan import StepPlan
 from gradwatch.measure.layers import REMOVED
+from gradwatch.measure.optimizer_parameters import OptimizerParameters
 from reference import bits, gradient_norms, hooks_on
 from usage_runs import LightningRun
 
@@ -268,6 +270,24 @@ def test_frozen_is_no_longer_the_affair_of_an_optimizer_that_is_gone() -> None:
             reasons.append(watch.history[-1].missing["0.weight"])
     assert reasons[5] == Missing.OTHER_OPTIMIZER.reason
     assert reasons[-1] == Missing.FROZEN.reason
+
+
+@pytest.mark.parametrize("interventions", [(), (Clip(1.0),)])
+def test_of_optimizers_that_are_gone_nothing_is_kept(interventions: tuple[Any, ...]) -> None:
+    """What is remembered of the gradients of each, and the plans of what is done to them."""
+
+    def kept() -> int:
+        gc.collect()
+        return sum(isinstance(one, OptimizerParameters | StepPlan) for one in gc.get_objects())
+
+    model, before = net(), kept()
+    with Watch(model, interventions=interventions, sinks=()) as watch:
+        for _ in range(12):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+            model(torch.ones(4, WIDE)).square().mean().backward()
+            watch.step(optimizer)
+            optimizer.step()
+        assert kept() - before <= 4
 
 
 def test_lightnings_pruning(tmp_path: Any) -> None:

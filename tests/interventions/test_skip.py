@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -183,6 +185,20 @@ SKIPPED: dict[str, tuple[list[Intervention], dict[str, Any], list[int]]] = {
     "by one layer": ([Clip(1e-3, dry_run=True), SkipNonFinite(layers="3")], {}, [0, 0, 0, 1, 2, 2, 2, 2, 2, 3, 3, 3]),
     "unwatched parameters": ([SkipNonFinite()], {"layers": "3"}, [0, 0, 0, 1, 2, 2, 2, 2, 2, 3, 3, 3]),
 }
+
+
+def test_optimizers_that_were_replaced_go() -> None:
+    """A new one for each round, as in federated learning; of each a step is skipped."""
+    model, gone = net(), list[weakref.ref[Any]]()
+    with Watch(model, sinks=(), interventions=(SkipNonFinite(),)) as watch:
+        for step in range(12):
+            optimizer = torch.optim.Adam(model.parameters())
+            model(batch(step, bad=True)).square().mean().backward()
+            watch.step(optimizer)
+            optimizer.step()
+            gone.append(weakref.ref(optimizer))
+        gc.collect()
+        assert [one() is None for one in gone] == [True] * 11 + [False]
 
 
 @pytest.mark.parametrize("name", SKIPPED)

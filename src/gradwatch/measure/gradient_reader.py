@@ -174,12 +174,13 @@ class GradientReader:
         elif self.parameter_hooks.armed:
             self.parameter_hooks.disarm()
         self.tensor_taps.armed = True
-        if self.shards is None:
-            for watched, held in self._held.items():
-                if watched.ref() is None:
-                    held.stale_gradients.disarm()
-                else:
-                    held.stale_gradients.arm(held.parameters)
+        for watched, held in tuple(self._held.items()):
+            if watched.ref() is None:
+                held.stale_gradients.disarm()
+                if not held.never_measured:
+                    del self._held[watched]
+            elif self.shards is None:
+                held.stale_gradients.arm(held.parameters)
 
     def disarm(self) -> None:
         """Take the hooks off; twice does nothing."""

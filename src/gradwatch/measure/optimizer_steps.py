@@ -21,7 +21,7 @@ class WatchedOptimizer:
     remembers of each parameter.
     """
 
-    __slots__ = ("calls_hooks", "ignored", "late", "number", "overtaken", "ref")
+    __slots__ = ("__weakref__", "calls_hooks", "ignored", "late", "number", "overtaken", "ref")
 
     def __init__(self, optimizer: Any, number: int) -> None:
         """`number`: in the order in which they were enlisted."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
@@ -60,7 +61,7 @@ class Gates:
         self._diagnosis, self._end = diagnosis, end
         self._gates: list[ActiveIntervention] = []
         self._stops: list[ActiveIntervention] = []
-        self._skipped: dict[WatchedOptimizer, SkippedStep] = {}
+        self._skipped: WeakKeyDictionary[WatchedOptimizer, SkippedStep] = WeakKeyDictionary()
         self.batchnorm = BatchNormBuffers()
         self._logs = True
         self._on_cpu = False
@@ -118,7 +119,7 @@ class Gates:
         apart = self._on_cpu and not norms.is_cpu
         if waits and (dry or scaled or (not apart and skips_by_found_inf(optimizer))):  # the host need not wait
             if not (dry or scaled):
-                self._skipped.setdefault(watched, SkippedStep(optimizer)).set_found_inf(refused)
+                self._skipped.setdefault(watched, SkippedStep(watched.ref)).set_found_inf(refused)
             if not dry:
                 self.batchnorm.restore(refused)
             return GateDecision(active, watched.number, step, run_step, False, scaled, HostCopy(sent))
@@ -127,7 +128,7 @@ class Gates:
         if known and not dry:
             self.batchnorm.restore(None)
         if skips:
-            self._skipped.setdefault(watched, SkippedStep(optimizer)).remove_gradients()
+            self._skipped.setdefault(watched, SkippedStep(watched.ref)).remove_gradients()
         host_copy = HostCopy(sent) if known else None
         return GateDecision(active, watched.number, step, run_step, skips, scaled, host_copy)
 

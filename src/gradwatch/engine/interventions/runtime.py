@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -69,7 +70,7 @@ class InterventionRuntime:
         diagnosis.intervention_summaries, diagnosis.changes_of_signals = self.summaries, self.changes_of_signals
         self.gates = Gates(diagnosis, end)
         self._layout: Layout | None = None
-        self._plans: dict[WatchedOptimizer, StepPlan] = {}
+        self._plans: WeakKeyDictionary[WatchedOptimizer, StepPlan] = WeakKeyDictionary()
         self._slots: tuple[Indices, DeviceSlots] | None = None
         """The slots of the last step's norms, on the host and on the device."""
         self._mode = mode

@@ -16,8 +16,9 @@ from gradwatch.measure.loss_scale import unscales_inside
 class SkippedStep:
     """Steps for which an optimizer is called and which it does not take."""
 
-    def __init__(self, optimizer: Any) -> None:
-        self._optimizer = optimizer
+    def __init__(self, ref: Callable[[], Any]) -> None:
+        """`ref`: gives the optimizer, which is not kept alive."""
+        self._ref = ref
         self._hook: Any = None
         """The handle of the hook on its steps."""
         self._undo: Callable[[], None] | None = None
@@ -39,7 +40,7 @@ class SkippedStep:
     def set_found_inf(self, refused: Tensor) -> None:
         """Make a fused optimizer change nothing if `refused`, which only the device knows."""
         before, found = self._found, refused.to(torch.float32)
-        self._optimizer.found_inf = self._found = found if before is None else torch.maximum(before, found)
+        self._ref().found_inf = self._found = found if before is None else torch.maximum(before, found)
         self._hook_step()
 
     def remove_gradients(self) -> None:
@@ -48,19 +49,20 @@ class SkippedStep:
         The smallest parameter gets a gradient of zeros, and is restored after the step: torch's clip_grad_value_ raises
         if there is no gradient at all, and so may a user's code.
         """
-        held = [p for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
+        optimizer = self._ref()
+        held = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         smallest = min(held, key=lambda parameter: int(parameter.numel()), default=None)
         zeros = None if smallest is None else torch.zeros_like(smallest.grad)
         for parameter in held:
             parameter.grad = None
-        if smallest is not None and not isinstance(self._optimizer, LBFGS) and self._hook_step():
+        if smallest is not None and not isinstance(optimizer, LBFGS) and self._hook_step():
             smallest.grad = zeros
-            self._undo = restorer(self._optimizer, smallest)
+            self._undo = restorer(optimizer, smallest)
 
     def _hook_step(self) -> bool:
         """Have `_stepped` called after the steps; returns whether the optimizer supports such hooks."""
         if self._hook is None:
-            register, this = getattr(self._optimizer, "register_step_post_hook", None), weakref.ref(self)
+            register, this = getattr(self._ref(), "register_step_post_hook", None), weakref.ref(self)
             if register is None:
                 return False
 
@@ -78,9 +80,9 @@ class SkippedStep:
             undo()
 
     def _clear_found_inf(self) -> None:
-        found, self._found = self._found, None
-        if found is not None and vars(self._optimizer).get("found_inf") is found:
-            del self._optimizer.found_inf
+        optimizer, found, self._found = self._ref(), self._found, None
+        if found is not None and optimizer is not None and vars(optimizer).get("found_inf") is found:
+            del optimizer.found_inf
 
 
 def skips_by_found_inf(optimizer: Any) -> bool:
