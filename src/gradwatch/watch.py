@@ -77,8 +77,8 @@ class Watch:
             sinks: Where records and alerts go; None for the log only.
             budget: Share of the step time that sampling may take, as in `GradWatch`.
             scaler: The GradScaler of an fp16 training; None to find it where backward signals are in float16, which
-                needs `signals` and one scaler in use. Norms are those of the gradients without its scale, and steps
-                that it skips are counted; they raise an alert only if they persist.
+                needs `signals`. Norms are those of the gradients without its scale, and steps that it skips are
+                counted; they raise an alert only if they persist.
         """
         if not isinstance(model, nn.Module):
             raise TypeError(wrong("model", model, "a torch.nn.Module"))
@@ -166,9 +166,8 @@ class Watch:
             raise RuntimeError("Watch.step() outside its context: write `with Watch(model) as watch:` around the loop")
         if not isinstance(attribute(optimizer, "param_groups"), list):
             raise TypeError(wrong("optimizer", optimizer, "a torch.optim.Optimizer"))
-        optimizer = inner_optimizer(optimizer)
-        begun = self._engine.source.step_count
-        self._engine.measure(optimizer, self._step_info(optimizer), _number(loss))
+        inner, begun = inner_optimizer(optimizer), self._engine.source.step_count
+        self._engine.measure(inner, self._step_info(inner, optimizer), _number(loss))
         # 0 where a closure calls it again within a step
         self._steps += 1 if self._engine.failed else self._engine.source.step_count - begun
         alert_reaction = self._engine.alert_reaction
@@ -176,16 +175,16 @@ class Watch:
         if alert is not None:
             raise AlertRaised(alert)
 
-    def _step_info(self, optimizer: Any) -> StepInfo:
+    def _step_info(self, optimizer: Any, wrapper: Any) -> StepInfo:
         step = self._steps
-        scaler = self._scaler if self._search is None else self._found_scaler(self._search, optimizer)
+        scaler = self._scaler if self._search is None else self._found_scaler(self._search, optimizer, wrapper)
         if scaler is None:
             return StepInfo(step, step, {})
         scale = scale_for(scaler, optimizer)
-        return StepInfo(step, step, {"scaled": 1.0}, scale, None if has_unscaled(scaler, optimizer) else scale)
+        return StepInfo(step, step, {"scaled": 1.0}, scale, None if has_unscaled(scaler, optimizer, wrapper) else scale)
 
-    def _found_scaler(self, search: ScalerSearch, optimizer: Any) -> Any:
-        if note := search.look(optimizer, half=self._engine.samples.has_float16_signals):
+    def _found_scaler(self, search: ScalerSearch, optimizer: Any, wrapper: Any) -> Any:
+        if note := search.look(optimizer, wrapper, half=self._engine.samples.has_float16_signals):
             self._engine.diagnosis.note(note, log=not self._mode.rank)
         return search.scaler
 

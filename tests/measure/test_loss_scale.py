@@ -168,9 +168,12 @@ def test_clipping_of_unscaled_gradients(fused: bool, reported: bool) -> None:
     assert watch.verdict.notes == ()
 
 
-def take_turns(scalers: Sequence[torch.amp.GradScaler | None], *, watched_from: int = 0) -> tuple[Watch, list[float]]:
+def take_turns(
+    scalers: Sequence[torch.amp.GradScaler | None], *, watched_from: int = 0, begins: int = 0, before: bool = False
+) -> tuple[Watch, list[float]]:
     """A training in float16, watched from a step on, with an optimizer for each of `scalers`; those of None have none.
-    What each watched step has used.
+    `begins`: the step from which not only the first one takes steps; `before`: whether gradients are unscaled before
+    they are measured. What each watched step has used.
     """
     model, used, watch = wide_net(), [], None
     optimizers = [torch.optim.SGD(layer.parameters(), lr=0.01) for layer in (model[0], model[2])]
@@ -178,14 +181,17 @@ def take_turns(scalers: Sequence[torch.amp.GradScaler | None], *, watched_from: 
         for step in range(8):
             if step == watched_from:
                 watch = stack.enter_context(Watch(model, sinks=()))
-            scaler, optimizer = scalers[step % len(scalers)], optimizers[step % len(scalers)]
-            optimizer.zero_grad()
+            turn = step % len(scalers) if step >= begins else 0
+            scaler, optimizer = scalers[turn], optimizers[turn]
+            model.zero_grad()
             with torch.autocast("cpu", torch.float16):
                 loss = model(wide_inputs(step)).square().mean()
             (loss if scaler is None else scaler.scale(loss)).backward()
+            if scaler is not None and before:
+                scaler.unscale_(optimizer)
             if watch is not None:
                 watch.step(optimizer, loss=loss)
-            if scaler is not None:
+            if scaler is not None and not before:
                 scaler.unscale_(optimizer)
             if watch is not None:
                 used.append(gradient_norms(model, optimizer)["total"])
@@ -317,12 +323,48 @@ def test_the_search_keeps_no_optimizer() -> None:
     assert watch.verdict.notes == ()
 
 
-def test_two_scalers_in_one_loop() -> None:
-    watch, _ = take_turns([torch.amp.GradScaler("cpu", init_scale=2.0**power) for power in (10, 12)])
-    note = watch.verdict.notes[0]
-    assert note.startswith(
-        "several GradScalers are in use, and every grad_norm may hold the loss scale of one: Watch(m"
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("begins", [0, 3])
+def test_two_scalers_in_one_loop(begins: int, before: bool) -> None:
+    """As in a GAN with one for each optimizer; the second may begin later."""
+    powers = (10, 12)
+    watch, used = take_turns(
+        [torch.amp.GradScaler("cpu", init_scale=2.0**power) for power in powers], begins=begins, before=before
     )
+    assert watch.history.series("grad_norm") == pytest.approx(used, rel=1e-5)
+    assert watch.verdict.notes == ()
+
+
+class Wrapper(torch.optim.Optimizer):
+    """Has the parameter groups of the optimizer that it steps, as Lookahead does."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        self.base = base
+        self.defaults, self.param_groups, self.state = base.defaults, base.param_groups, base.state
+
+    def step(self, closure: Any = None) -> Any:
+        return self.base.step(closure)
+
+
+@pytest.mark.parametrize("reported", [False, True])
+@pytest.mark.parametrize("before", [False, True])
+def test_a_scaler_that_steps_a_wrapper(before: bool, reported: bool) -> None:
+    model, scaler, used = wide_net(), torch.amp.GradScaler("cpu", init_scale=2.0**10), []
+    optimizer = Wrapper(torch.optim.SGD(model.parameters(), lr=0.01))
+    with Watch(model, scaler=scaler if reported else None, sinks=()) as watch:
+        for step in range(8):
+            model.zero_grad()
+            with torch.autocast("cpu", torch.float16):
+                loss = model(wide_inputs(step)).square().mean()
+            scaler.scale(loss).backward()
+            if before:
+                scaler.unscale_(optimizer)
+            watch.step(optimizer, loss=loss)
+            scaler.step(optimizer)
+            used.append(gradient_norms(model, optimizer)["total"])
+            scaler.update()
+    assert watch.history.series("grad_norm") == pytest.approx(used, rel=1e-5)
+    assert watch.verdict.notes == ()
 
 
 @pytest.mark.parametrize("divisor", [1000.0, 50000.0])

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -15,10 +16,6 @@ from torch.amp import GradScaler
 from gradwatch.core.arguments import attribute, wrong
 from gradwatch.measure.optimizer_steps import weak_reference
 
-SEVERAL_SCALERS = (
-    "several GradScalers are in use, and every grad_norm may hold the loss scale of one: Watch(model, scaler=scaler) "
-    "tells which it is"
-)
 FIRST_STEP_SCALED = (
     "the norms of the first step are too large or too small by a loss scale: which GradScaler this loop uses has shown "
     "after it. Watch(model, scaler=scaler) tells it before"
@@ -57,57 +54,76 @@ def is_scaled(optimizer: Any) -> bool:
     return getattr(optimizer, "grad_scale", None) is not None
 
 
-def has_unscaled(scaler: Any, optimizer: Any) -> bool:
-    """Whether `scaler.unscale_(optimizer)` was called since its last step; private, a test fails if it moves."""
-    state = getattr(scaler, "_per_optimizer_states", {}).get(id(optimizer), {})
-    return getattr(state.get("stage"), "name", "READY") != "READY"
+def has_unscaled(scaler: Any, *optimizers: Any) -> bool:
+    """Whether `scaler.unscale_` was called since the last step for one of `optimizers`, which are an optimizer and what
+    wraps it; private, a test fails if it moves.
+    """
+    states = _states(scaler) or {}
+    stages = (states[id(one)].get("stage") for one in optimizers if id(one) in states)
+    return any(getattr(stage, "name", "READY") != "READY" for stage in stages)
+
+
+@dataclass(slots=True)
+class _Use:
+    """What is known of the scaler of one optimizer."""
+
+    optimizer: Callable[[], Any]
+    """Gives it while it is there."""
+    scaler: GradScaler | None
+    """The one that it uses, or most likely uses."""
+    seen: list[tuple[GradScaler, Mapping[int, Any]]] | None
+    """All scalers, and what each held of its optimizers at the first step; None once it is known which is in use."""
 
 
 class ScalerSearch:
-    """Finds the GradScaler of a loop that has not given it: the one that changes with each step, its scale or the
-    number of steps that it counts.
+    """Finds the GradScaler that each optimizer of a loop uses, where the loop has not given it: a scaler holds a state
+    of each optimizer from `unscale_` or `step` to `update`.
     """
 
     def __init__(self) -> None:
         self.scaler: GradScaler | None = None
-        """The one in use: until one has changed, the only one that has unscaled these gradients, or else the only one
-        that has scaled a loss and not changed since.
+        """That of the optimizer that was looked at last. At its first step: the one that has unscaled its gradients, or
+        else the only one that has scaled a loss and not changed since, or else that of the optimizer before.
         """
-        self._seen: list[tuple[GradScaler, tuple[float, int]]] | None = []
-        """Those that there are, and what they were before the first step; None once it is known which is in use."""
-        self._optimizer: Callable[[], Any] = lambda: None
+        self._scalers: list[GradScaler] | None = None
+        """Those that there are, once there was a reason to look."""
+        self._uses: dict[int, _Use] = {}
+        """By the optimizer's identity."""
 
-    def look(self, optimizer: Any, *, half: bool) -> str:
-        """Look before a step of `optimizer`. `half`: whether it has backward signals in float16: there the search
-        begins. Returns what to tell the user, empty where all steps are measured without the scale.
+    def look(self, optimizer: Any, wrapper: Any, *, half: bool) -> str:
+        """Look before a step of `optimizer`. `wrapper`: what the loop steps, it or what wraps it. `half`: whether it
+        has backward signals in float16: there the search begins. Returns what to tell the user, empty where all steps
+        are measured without the scale.
         """
-        if self._seen is None or not (half or self._seen):
+        if self._scalers is None and half:
+            found = (one for one in gc.get_objects() if issubclass(type(one), GradScaler))
+            self._scalers = [one for one in found if attribute(one, "_enabled") and _states(one) is not None]
+        if not self._scalers:
             return ""
-        if not self._seen:
-            scalers = [one for one in gc.get_objects() if issubclass(type(one), GradScaler)]
-            self._seen = [(one, state) for one in scalers if (state := _state_of(one))] or None
-            self._optimizer = weak_reference(optimizer)
-            seen = [one for one, _ in self._seen or ()]
-            likely = [one for one in seen if has_unscaled(one, optimizer)] or list(filter(_is_new, seen))
-            self.scaler = likely[0] if len(likely) == 1 else None
-            return ""
-        if self._optimizer() not in (optimizer, None):
-            return ""
-        before, used = self.scaler, [one for one, state in self._seen if _state_of(one) not in (state, None)]
-        if before is not None and not used:  # it is not updated at each call, or never
-            return ""
-        self.scaler, self._seen = used[0] if len(used) == 1 else None, None
-        if len(used) > 1:
-            return SEVERAL_SCALERS
-        return "" if self.scaler is before else FIRST_STEP_SCALED
+        held, use = {id(optimizer), id(wrapper)}, self._uses.get(id(optimizer))
+        if use is None or use.optimizer() is not optimizer:
+            self._uses = {identity: one for identity, one in self._uses.items() if one.optimizer() is not None}
+            likely = [one for one in self._scalers if not held.isdisjoint(_states(one))]
+            likely = likely or list(filter(_is_new, self._scalers))
+            scaler = likely[0] if len(likely) == 1 else self.scaler
+            seen = [(one, _states(one)) for one in self._scalers]
+            use = self._uses[id(optimizer)] = _Use(weak_reference(optimizer), scaler, seen)
+        elif use.seen:
+            before, used = use.scaler, [one for one, states in use.seen if not held.isdisjoint(states)]
+            if used or any(_states(one) is not states for one, states in use.seen):  # else none was updated since
+                use.scaler, use.seen = used[0] if used else None, None
+            if use.scaler is not before:
+                self.scaler = use.scaler
+                return FIRST_STEP_SCALED
+        self.scaler = use.scaler
+        return ""
 
 
-def _state_of(scaler: GradScaler) -> tuple[float, int] | None:
-    """Its scale and the steps that it counts; None where it is disabled, or a subclass raises."""
-    with suppress(Exception):
-        state = scaler.state_dict()
-        return float(state["scale"]), int(state["_growth_tracker"])
-    return None
+def _states(scaler: GradScaler) -> Any:
+    """What `scaler` holds of optimizers by their identity, another dict after each `update`; private, tests fail if it
+    moves.
+    """
+    return attribute(scaler, "_per_optimizer_states")
 
 
 def _is_new(scaler: GradScaler) -> bool:
