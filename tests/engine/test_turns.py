@@ -159,3 +159,12 @@ def test_one_that_calls_no_hooks_is_sampled_as_any_other(turns: list[int]) -> No
     sampled = [index for index, record in enumerate(own) if "signal_norm" in record.fresh]
     assert {*sampled} >= SAMPLED - {1}
     assert 1 not in sampled
+
+
+def test_lbfgs_that_is_made_when_the_hooks_are_off() -> None:
+    """Nothing says then when it leaves its step: each gradient counts, as for one that was known before."""
+    steps = own_steps(())
+    steps.unhook()
+    optimizer = torch.optim.LBFGS([torch.zeros(2, requires_grad=True)])
+    begun = [steps.begin(optimizer) for _ in range(3)]
+    assert [index for _, index in filter(None, begun)] == [0, 1, 2]

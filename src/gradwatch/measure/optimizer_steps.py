@@ -102,7 +102,7 @@ class OptimizerSteps:
         watched = self._known.get(id(optimizer))  # `enlist` takes a call more at every step
         if watched is None or watched.ref() is not optimizer:
             watched = self.enlist(optimizer)
-            if isinstance(optimizer, LBFGS):
+            if self._hooked and isinstance(optimizer, LBFGS):
                 self.inside = watched  # it was not known when it went in
         again, self.evaluated = self.inside is watched and self.evaluated, self.inside is watched
         if again:
