@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from math import isfinite
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import numpy as np
@@ -73,7 +75,7 @@ class BlockBuilder:
         """
         grad_norm = _gradient_norms(steps)
         columns = _SiteStatistics(grad_norm.shape)
-        row_blocks = {step.reading.block: None for step in steps}
+        row_blocks = dict.fromkeys(map(attrgetter("reading.block"), steps))
         losses = {block: block.wait().losses.tolist() for block in row_blocks if block is not None}
         for row, (step, total) in enumerate(zip(steps, grad_norm[:, 0].tolist(), strict=True)):
             reading, finite = step.reading, isfinite(total)
@@ -86,10 +88,10 @@ class BlockBuilder:
                 self._finite_until = step.step_count
             else:
                 self._complete_scalars(step, total)
-        unseen, plain = [], [step.used_as_measured for step in steps[:ended]]
-        clipped = [bool(step.clip_checked) for step in steps[:ended]]
+        unseen, plain, clipped = list[StepState](), [False] * ended, [False] * ended
         for row, step in enumerate(steps[:ended]):
-            plain[row] &= not self._edited  # which `after` may have set for a row before
+            clipped[row] = bool(step.clip_checked)
+            plain[row] = step.used_as_measured and not self._edited  # which `after` may have set for a row before
             if plain[row] or clipped[row]:
                 step.scalars["overhead"] = overhead
                 continue
@@ -112,14 +114,17 @@ class BlockBuilder:
             [step.reading.coverage.codes if step.norms_only else step.codes for step in steps]
         )
         measured = (codes == MEASURED).any(axis=1)
-        names = dict.fromkeys([name for step in steps for name in step.scalars])
+        keys = np.array([(step.info.step, step.info.axis, step.optimizer_number) for step in steps], dtype=np.int64)
+        run_steps, axis, optimizers = keys.T
+        numbers = [*map(attrgetter("scalars"), steps)]
+        names = dict.fromkeys(chain.from_iterable(numbers))
         block = Block(
             self._diagnosis.history.layout,
-            np.array([step.info.step for step in steps], dtype=np.int64),
-            np.array([step.info.axis for step in steps], dtype=np.int64),
-            np.array([step.optimizer_number for step in steps], dtype=np.int64),
+            run_steps,
+            axis,
+            optimizers,
             {"grad_norm": grad_norm, **columns.values},
-            {name: np.array([step.scalars.get(name, np.nan) for step in steps]) for name in names},
+            {name: np.array([*map(methodcaller("get", name, np.nan), numbers)]) for name in names},
             codes,
             {"grad_norm": measured, **columns.measured},
         )
@@ -288,7 +293,7 @@ def _without_taps(step: StepState, norms: Floats) -> Floats:
 
 def _gradient_norms(steps: Sequence[StepState]) -> Floats:
     """`grad_norm` of all sites, shape [steps, sites]: together for steps of one `RowBlock` with the same slots."""
-    readings = [step.reading for step in steps]
+    readings = [*map(attrgetter("reading"), steps)]
     found = np.empty((len(readings), len(readings[-1].layout)))
     first = 0
     for place in range(1, len(readings) + 1):

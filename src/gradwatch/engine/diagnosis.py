@@ -163,7 +163,7 @@ class Diagnosis:
         measured = (block.codes == MEASURED).any(axis=0)
         more = len(measured) - len(self._reached)
         self._reached = (np.pad(self._reached, (0, more)) if more else self._reached) | measured
-        count, judged, suspected = len(block), 0, self._suspected(block)
+        count, judged, suspected = len(block.steps), 0, self._suspected(block)
         open_rules = self.incidents.open_rules
         for row, step in enumerate(block.steps.tolist()):
             self.judged_step = step
@@ -220,7 +220,7 @@ class Diagnosis:
 
     def _suspected(self, block: Block) -> dict[str, list[bool]]:
         """For each rule that may find something, at which rows of `block`, the latest records, it may."""
-        count, recent, found = len(block), RecentRows(self.history, block), dict[str, list[bool]]()
+        count, recent, found = len(block.steps), RecentRows(self.history, block), dict[str, list[bool]]()
         fresh = recent.fresh.keys()
         for rule in tuple(self._rules):
             if rule.name in self._samples and self._samples[rule.name].isdisjoint(fresh):

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 
 from gradwatch.measure.device_buffer import IN_FLIGHT, HostCopy
+
+_DONE = attrgetter("done")
 
 
 class PendingActions:
@@ -26,7 +29,7 @@ class PendingActions:
         while self.waiting:
             since, host_copies, action = self.waiting[0]
             overdue = self.steps - since > IN_FLIGHT
-            if not (wait or overdue or all(host_copy.done for host_copy in host_copies)):
+            if not (wait or overdue or all(map(_DONE, host_copies))):
                 return
             self.waiting.popleft()
             action()

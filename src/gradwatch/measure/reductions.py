@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import inf, sqrt
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -86,12 +86,15 @@ def wide_type(tensor: Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype is torch.float64 else torch.float32
 
 
+_DEVICE_AND_DTYPE = attrgetter("device", "dtype")
+
+
 def joined(tensors: Sequence[Tensor]) -> Tensor:
     """0-d and 1-d tensors, one at least, one after the other as one of shape [k] on the device of the first: in their
     own type where all have the same, else in the widest.
     """
     device, dtype = tensors[0].device, tensors[0].dtype
-    if {(tensor.device, tensor.dtype) for tensor in tensors} != {(device, dtype)}:
+    if {*map(_DEVICE_AND_DTYPE, tensors)} != {(device, dtype)}:
         tensors = [moved(tensor, device, widest_type(device)) for tensor in tensors]
     return torch.hstack(list(tensors))
 

@@ -19,7 +19,7 @@ class Coverage:
 
     def __init__(self, layout: Layout, parameters: Codes) -> None:
         """`parameters`: one `Missing` per parameter. A layer is measured where any of its parameters is."""
-        codes = np.full(len(layout), _LAST, dtype=np.int8)
+        codes = np.full(len(layout.sites), _LAST, dtype=np.int8)
         codes[layout.parameters] = parameters
         np.minimum.at(codes, layout.owners, parameters)
         codes[0] = parameters.min(initial=_LAST)
@@ -60,7 +60,7 @@ class Reading:
     def host_copies(self) -> tuple[HostCopy, ...]:
         """What has to have landed, but for a `block` that is still open."""
         sent = None if self.block is None else self.block.host_copy
-        return tuple(copy for copy in (self.host_copy, sent) if copy is not None)
+        return tuple(filter(None, (self.host_copy, sent)))
 
     def per_parameter(self, row: str) -> Floats:
         """One number per parameter, NaN where the row has none; waits for numbers that have not landed."""
@@ -147,7 +147,7 @@ def sums(layout: Layout, parameters: Floats | Mask) -> Floats:
     """Sums over the parameters of each site, shape [..., sites], 0 where it has none; `parameters`: shape [...,
     parameters].
     """
-    sites = np.zeros((*parameters.shape[:-1], len(layout)))
+    sites = np.zeros((*parameters.shape[:-1], len(layout.sites)))
     if layout.parameter_starts is None:
         np.add.at(sites.T, layout.owners, parameters.T)
         sites[..., layout.parameters] = parameters

@@ -28,13 +28,13 @@ def headlines(block: Block, alerts: Sequence[Alert] = (), rows: Sites | None = N
     Norms are log10, because dashboards have linear axes. Numbers of the second and later optimizers have their own tags
     (`..._optimizer1`), because they are about other layers.
     """
-    rows = np.arange(len(block)) if rows is None else rows
+    rows = np.arange(len(block.steps)) if rows is None else rows
     optimizers = block.optimizers[rows]
     found: dict[str, float] = {}
     for number in sorted(set(optimizers.tolist())):
         suffix = f"_optimizer{number}" if number else ""
-        of_gradients = _of_gradients(block, rows[optimizers == number])
-        found |= {f"{HEADLINE_GROUP}{name}{suffix}": value for name, value in of_gradients.items()}
+        for name, value in _of_gradients(block, rows[optimizers == number]).items():
+            found[f"{HEADLINE_GROUP}{name}{suffix}"] = value
     unhealthy: dict[str, set[str]] = {"vanishing": set(), "exploding": set()}
     serious = 0
     for alert in alerts:
@@ -45,7 +45,8 @@ def headlines(block: Block, alerts: Sequence[Alert] = (), rows: Sites | None = N
             for rule, sites in ((alert.rule, alert.sites), *((one.rule, one.sites) for one in alert.effects)):
                 if rule in unhealthy:
                     unhealthy[rule].update(sites)
-    found |= {f"{HEADLINE_GROUP}{rule}_layers": len(sites) for rule, sites in unhealthy.items()}
+    for rule, layers in unhealthy.items():
+        found[f"{HEADLINE_GROUP}{rule}_layers"] = len(layers)
     found[f"{HEADLINE_GROUP}alerts"] = serious
     for name in WHOLE_STEP_NUMBERS:
         if name in block.scalars and len(known := _finite(block.scalars[name][rows])):
@@ -64,8 +65,8 @@ def _of_gradients(block: Block, rows: Sites) -> dict[str, float]:
                 zeros = int(np.count_nonzero(measured == 0))
                 found = {"nonfinite_layers": len(measured) - len(usable) - zeros, "zero_layers": zeros}
             if len(usable):
-                quantiles = zip(QUANTILES, log_quantiles(usable, [*QUANTILES.values()]), strict=True)
-                found |= {f"grad_norm_log10_{name}": log for name, log in quantiles}
+                for name, log in zip(QUANTILES, log_quantiles(usable, [*QUANTILES.values()]), strict=True):
+                    found[f"grad_norm_log10_{name}"] = log
                 break
     for statistic in ("grad_norm", "grad_norm_clipped"):
         if statistic in values and len(totals := _usable(values[statistic][rows, 0])):
@@ -111,7 +112,7 @@ class DueHeadlines:
         self, block: Block, alerts: Sequence[Alert] = (), optimizer: int | None = None
     ) -> dict[int, dict[str, float]]:
         """Row -> headlines, for the steps of `block` that are due, of one `optimizer` or of all."""
-        rows = np.arange(len(block)) if optimizer is None else np.flatnonzero(block.optimizers == optimizer)
+        rows = np.arange(len(block.steps)) if optimizer is None else np.flatnonzero(block.optimizers == optimizer)
         passed = (block.axis[rows] + 1) // self._n
         begin, found = 0, dict[int, dict[str, float]]()
         if passed[-1] != self._passed:

@@ -69,7 +69,7 @@ class RunSummary:
         if block is self._latest:
             return
         self._latest = block
-        self.steps += len(block)
+        self.steps += len(block.steps)
         self.positions.extend(block)
         self.adopt(block.layout)
         places = self.places

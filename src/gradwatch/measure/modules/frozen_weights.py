@@ -66,7 +66,7 @@ def _by_parameter(
     layout: Layout, parameters: Sequence[tuple[int, str, int]], numbers: Mapping[str, Floats]
 ) -> dict[str, Floats]:
     """Two numbers for each parameter of a frozen layer."""
-    rms, most = np.full((2, len(layout)), np.nan)
+    rms, most = np.full((2, len(layout.sites)), np.nan)
     rms[0] = most[0] = 0.0  # that they were measured
     for (site, name, size), norm, largest in zip(
         parameters, numbers["frozen_norms"], numbers["frozen_largest"], strict=True

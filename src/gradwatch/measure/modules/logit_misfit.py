@@ -67,7 +67,7 @@ class LogitMisfit(ModuleStatistic):
         if not step.sums:
             return None
         found, sites = zip(*step.sums, strict=True)
-        return ModuleReading({"misfits": joined(found)}, partial(_logit_misfit, [*sites], len(layout)))
+        return ModuleReading({"misfits": joined(found)}, partial(_logit_misfit, [*sites], len(layout.sites)))
 
     def _hook_probabilities(
         self, site: int, class_dim: int | None, arguments: object, tensors: Iterable[Tensor]

@@ -113,7 +113,7 @@ class LossHead(ModuleStatistic):
         if found is None:
             return None
         tensors = {"bounded_losses": joined([share for share, _ in bounded])} if bounded else {}
-        return ModuleReading(tensors, partial(_values, len(layout), found, [sites for _, sites in bounded]))
+        return ModuleReading(tensors, partial(_values, len(layout.sites), found, [sites for _, sites in bounded]))
 
     def _owners(self, parameters: frozenset[int]) -> set[int]:
         """Sites of the layers that own `parameters`."""

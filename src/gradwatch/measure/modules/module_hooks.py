@@ -43,7 +43,7 @@ class ModuleHooksReading:
     def values(self) -> dict[str, Floats]:
         """Statistic -> one number per site: those of all statistics, and `run_order`."""
         numbers = self.host_copy.wait()
-        found: dict[str, Floats] = {"run_order": np.full(len(self.layout), np.nan)}
+        found: dict[str, Floats] = {"run_order": np.full(len(self.layout.sites), np.nan)}
         found["run_order"][list(self.order)] = np.arange(len(self.order))
         for reading in self.readings:
             found |= reading.values(numbers)
@@ -57,6 +57,8 @@ class ModuleHooks:
         """`costs`: those of these hooks and of the statistics' own."""
         self.hooks = HookSet()
         self.statistics = statistics
+        self._of_loss = [one for one in statistics if type(one).on_loss is not ModuleStatistic.on_loss]
+        """Those that want to know where a backward pass begins."""
         self._sample = _Sample()
         self.order: dict[int, None] = {}
         """Sites of layers in the order in which they first ran, up to the last `collect`."""
@@ -94,7 +96,7 @@ class ModuleHooks:
 
     def on_loss(self, loss: Tensor) -> None:
         """A backward pass begins at `loss`."""
-        for statistic in self.statistics if len(self.hooks) else ():
+        for statistic in self._of_loss if len(self.hooks) else ():
             statistic.on_loss(loss)
 
     def collect(self, layout: Layout) -> ModuleHooksReading | None:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -151,7 +152,7 @@ class OutputStatistics(ModuleStatistic):
         step = self.step
         step.channels = channels
         given = arguments if isinstance(arguments, tuple) else ()
-        inputs = [value for value in (given[:1] if recurrent else given) if isinstance(value, Tensor)]
+        inputs = [*filter(torch.is_tensor, given[:1] if recurrent else given)]
         # beside what other layers made there are masks and states
         if inputs and not any(map(wants_gradient, inputs)):
             for value in inputs:
@@ -176,9 +177,11 @@ class OutputStatistics(ModuleStatistic):
         if not step.rows:
             return None
         # row by row: the numbers of a row are mostly of one type
-        numbers = {"outputs": joined([joined([piece for piece, _, _ in row]) for row in step.rows.values()])}
+        numbers = {"outputs": joined([joined([*map(itemgetter(0), row)]) for row in step.rows.values()])}
         exact = frozenset(step.unsafe)
-        return ModuleReading(numbers, partial(_values, len(layout), step.rows, step.unsafe, exact, step.unmeasured))
+        return ModuleReading(
+            numbers, partial(_values, len(layout.sites), step.rows, step.unsafe, exact, step.unmeasured)
+        )
 
     def _count_units(self, step: _StepOutputs) -> None:
         """Count the idle and the dead units, all activations of one size together."""

@@ -181,7 +181,7 @@ class RecomputedGradients(ModuleStatistic):
             tensors["evenness"] = joined([one.evenness for one in compared if one.evenness is not None])
         owners = [place for place, one in enumerate(compared) for _ in one.usual_norms]
         sites, hooks = [one.site for one in compared], [one.hooks for one in compared]
-        return ModuleReading(tensors, partial(_values, len(layout), sites, hooks, owners, even))
+        return ModuleReading(tensors, partial(_values, len(layout.sites), sites, hooks, owners, even))
 
 
 def _values(

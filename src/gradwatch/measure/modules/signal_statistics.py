@@ -47,7 +47,7 @@ class SignalStatistics(ModuleStatistic):
         tensors = {name: joined([number for number, _, _ in row]) for name, row in rows.items() if row}
         if not tensors:
             return None
-        return ModuleReading(tensors, partial(_values, len(layout), step, frozenset(step.unsafe)))
+        return ModuleReading(tensors, partial(_values, len(layout.sites), step, frozenset(step.unsafe)))
 
     def _measure(self, site: int, gradient: Tensor) -> None:
         step = self.step

@@ -167,7 +167,9 @@ class TimeStepGradients(ModuleStatistic):
         if not pieces:
             return None
         tensors = {"time_steps": joined(pieces)}
-        return ModuleReading(tensors, lambda numbers: time_growths(layer_calls, numbers["time_steps"], len(layout)))
+        return ModuleReading(
+            tensors, lambda numbers: time_growths(layer_calls, numbers["time_steps"], len(layout.sites))
+        )
 
     def _sequence_callback(self, site: int, module: Any) -> InputCallback:
         there = weakref.ref(module)  # its replicas in nn.DataParallel have no parameters

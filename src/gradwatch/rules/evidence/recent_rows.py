@@ -23,7 +23,7 @@ class RecentRows:
 
     def __init__(self, history: History, block: Block) -> None:
         """`block`: the latest records of `history`."""
-        self.count = len(block)
+        self.count = len(block.steps)
         self.capacity = history.capacity
         self.history = history.covering(self.count)
         """With all that `history.until` of any of these rows has."""

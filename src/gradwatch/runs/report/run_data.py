@@ -40,9 +40,9 @@ class RunData:
     def block(self, block: Block) -> None:
         self.summary.block(block)
         leading = self._leading.rows(block.optimizers)
-        rates, known = known_numbers("lr", block.scalars, len(block))
+        rates, known = known_numbers("lr", block.scalars, len(block.steps))
         self.rates = ends_of(np.concatenate([self.rates or (), rates[leading & known]]))
-        loss, known = known_numbers("loss", block.scalars, len(block))
+        loss, known = known_numbers("loss", block.scalars, len(block.steps))
         known &= leading
         if known.any():
             self.loss.extend(

@@ -70,7 +70,7 @@ class Outcome:
                     self.alerts[key] = replace(alert, closed_step=int(last))
 
     def add_block(self, block: Block) -> None:
-        self.steps += len(block)
+        self.steps += len(block.steps)
         self.extent = (self.extent or (int(block.steps[0]), 0))[0], int(block.steps[-1])
         self.layers = len(block.layout.layers)
         self.losses.add(block.scalars, block.optimizers)

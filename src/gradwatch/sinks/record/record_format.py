@@ -160,7 +160,7 @@ class RecordedBlock:
     def nbytes(self) -> int:
         """Bytes of the arrays."""
         rows = sum([numbers.nbytes for _, numbers in self.values.values()])
-        return 8 * len(self) * (3 + len(self.numbers)) + self.codes.nbytes + rows
+        return 8 * len(self.steps) * (3 + len(self.numbers)) + self.codes.nbytes + rows
 
     def rows(self, first: int, end: int) -> RecordedBlock:
         """The rows from `first` up to `end`, not included."""
@@ -239,7 +239,7 @@ def changes_of(codes: Codes, optimizers: NDArray[np.int64]) -> Rows:
 
 def pack(block: RecordedBlock) -> list[bytes]:
     """The strings of an event."""
-    count = len(block)
+    count = len(block.steps)
     values = {statistic: None if len(rows) == count else rows.tolist() for statistic, (rows, _) in block.values.items()}
     about = {
         "session": block.session,

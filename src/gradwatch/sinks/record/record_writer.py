@@ -129,9 +129,10 @@ class RecordWriter:
             codes[changes],
             columns.values(block, self._due(block)),
         )
-        self._rows += len(recorded)
-        events = min(len(recorded), -(-recorded.nbytes // EVENT_BYTES))
-        bounds = [len(recorded) * event // events for event in range(events + 1)]
+        count = len(block.steps)
+        self._rows += count
+        events = min(count, -(-recorded.nbytes // EVENT_BYTES))
+        bounds = [count * event // events for event in range(events + 1)]
         for first, end in pairwise(bounds):
             part = recorded if events == 1 else recorded.rows(first, end)
             strings, at = pack(part), int(part.axis[-1])

@@ -73,7 +73,7 @@ class BuiltinTabs:
             self._adopt(block.layout)
         if "grad_norm" not in block.values:
             return {}
-        count, before, last = len(block), self._steps, self._last
+        count, before, last = len(block.steps), self._steps, self._last
         self._steps, self._last = before + count, monotonic()
         self._seconds += min(self._last - last, MAX_STEP_SECONDS * count)
         steps, seconds = self._next_picture
