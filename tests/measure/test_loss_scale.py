@@ -24,6 +24,17 @@ WAYS = ("never", "before", "after")
 """When the loop itself calls `scaler.unscale_`, seen from `watch.step`."""
 
 
+class Wrapper(torch.optim.Optimizer):
+    """Has the parameter groups of the optimizer that it steps, as Lookahead does."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        self.base = base
+        self.defaults, self.param_groups, self.state = base.defaults, base.param_groups, base.state
+
+    def step(self, closure: Any = None) -> Any:
+        return self.base.step(closure)
+
+
 def train_in_fp16(
     way: str,
     *,
@@ -34,9 +45,12 @@ def train_in_fp16(
     steps: int = 8,
     halves: bool = False,
     clips: bool = False,
+    wraps: bool = False,
     **options: Any,
 ) -> tuple[Watch, Memory, list[dict[str, float]], nn.Module]:
-    """Train in fp16's way; what the optimizer has used at each step that it took, by an independent reading."""
+    """Train in fp16's way; what the optimizer has used at each step that it took, by an independent reading. `wraps`:
+    whether the loop steps a `Wrapper` of it.
+    """
     model, memory, used = wide_net(), Memory(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, fused=fused)
     scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=growth_interval)
@@ -45,7 +59,7 @@ def train_in_fp16(
         inside = float(scaler.get_scale()) if getattr(optimizer, "grad_scale", None) is not None else 1.0
         used.append({site: norm / inside for site, norm in gradient_norms(model, optimizer).items()})
 
-    hooks = optimizer.register_step_pre_hook(look)
+    hooks, outer = optimizer.register_step_pre_hook(look), Wrapper(optimizer) if wraps else optimizer
     with Watch(model, sinks=(memory,), scaler=scaler if reported else None, **options) as watch:
         for step in range(steps):
             optimizer.zero_grad()
@@ -53,15 +67,15 @@ def train_in_fp16(
                 loss = model(wide_inputs(step)).square().mean()
             scaler.scale(loss).backward()
             if way == "before":
-                scaler.unscale_(optimizer)
-            watch.step(optimizer, loss=loss)
+                scaler.unscale_(outer)
+            watch.step(outer, loss=loss)
             if halves:
                 torch._foreach_mul_([parameter.grad for parameter in model.parameters()], 0.5)
             if way == "after":
-                scaler.unscale_(optimizer)
+                scaler.unscale_(outer)
             if clips:
                 nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-            scaler.step(optimizer)
+            scaler.step(outer)
             scaler.update()
     hooks.remove()
     assert hooks_on(model, optimizer) == []
@@ -169,11 +183,16 @@ def test_clipping_of_unscaled_gradients(fused: bool, reported: bool) -> None:
 
 
 def take_turns(
-    scalers: Sequence[torch.amp.GradScaler | None], *, watched_from: int = 0, begins: int = 0, before: bool = False
+    scalers: Sequence[torch.amp.GradScaler | None],
+    *,
+    watched_from: int = 0,
+    begins: int = 0,
+    before: bool = False,
+    new_scale: float | None = None,
 ) -> tuple[Watch, list[float]]:
     """A training in float16, watched from a step on, with an optimizer for each of `scalers`; those of None have none.
     `begins`: the step from which not only the first one takes steps; `before`: whether gradients are unscaled before
-    they are measured. What each watched step has used.
+    they are measured; `new_scale`: what each update sets. What each watched step has used.
     """
     model, used, watch = wide_net(), [], None
     optimizers = [torch.optim.SGD(layer.parameters(), lr=0.01) for layer in (model[0], model[2])]
@@ -197,7 +216,7 @@ def take_turns(
                 used.append(gradient_norms(model, optimizer)["total"])
             optimizer.step()
             if scaler is not None:
-                scaler.update()
+                scaler.update(new_scale)
     assert watch is not None
     return watch, used
 
@@ -229,38 +248,16 @@ def test_a_watch_that_begins_within_a_training() -> None:
 
 
 def test_a_watch_that_begins_within_a_training_and_sees_unscaled_gradients() -> None:
-    others, scaler = [used_scaler()], used_scaler()
-    model = wide_net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with Watch(model, sinks=()) as watch:
-        for step in range(4):
-            optimizer.zero_grad()
-            with torch.autocast("cpu", torch.float16):
-                loss = model(wide_inputs(step)).square().mean()
-            scaler.scale(loss).backward()
-            scaler.unscale_(optimizer)
-            watch.step(optimizer, loss=loss)
-            scaler.step(optimizer)
-            scaler.update()
+    others = [used_scaler()]
+    watch, used = take_turns([used_scaler()], before=True)
+    assert watch.history.series("grad_norm") == pytest.approx(used, rel=1e-5)
     assert watch.verdict.notes == ()
     assert (watch.history.series("scaled") == 1).all()
     del others
 
 
 def test_a_scale_that_is_constant() -> None:
-    model, scaler = wide_net(), torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    optimizer, used = torch.optim.SGD(model.parameters(), lr=0.01), []
-    with Watch(model, sinks=()) as watch:
-        for step in range(8):
-            optimizer.zero_grad()
-            with torch.autocast("cpu", torch.float16):
-                loss = model(wide_inputs(step)).square().mean()
-            scaler.scale(loss).backward()
-            watch.step(optimizer, loss=loss)
-            scaler.unscale_(optimizer)
-            used.append(gradient_norms(model, optimizer)["total"])
-            scaler.step(optimizer)
-            scaler.update(new_scale=2.0**10)
+    watch, used = take_turns([torch.amp.GradScaler("cpu", init_scale=2.0**10)], new_scale=2.0**10)
     assert watch.history.series("grad_norm") == pytest.approx(used, rel=1e-5)
     assert watch.verdict.notes == ()
 
@@ -335,35 +332,11 @@ def test_two_scalers_in_one_loop(begins: int, before: bool) -> None:
     assert watch.verdict.notes == ()
 
 
-class Wrapper(torch.optim.Optimizer):
-    """Has the parameter groups of the optimizer that it steps, as Lookahead does."""
-
-    def __init__(self, base: torch.optim.Optimizer) -> None:
-        self.base = base
-        self.defaults, self.param_groups, self.state = base.defaults, base.param_groups, base.state
-
-    def step(self, closure: Any = None) -> Any:
-        return self.base.step(closure)
-
-
 @pytest.mark.parametrize("reported", [False, True])
-@pytest.mark.parametrize("before", [False, True])
-def test_a_scaler_that_steps_a_wrapper(before: bool, reported: bool) -> None:
-    model, scaler, used = wide_net(), torch.amp.GradScaler("cpu", init_scale=2.0**10), []
-    optimizer = Wrapper(torch.optim.SGD(model.parameters(), lr=0.01))
-    with Watch(model, scaler=scaler if reported else None, sinks=()) as watch:
-        for step in range(8):
-            model.zero_grad()
-            with torch.autocast("cpu", torch.float16):
-                loss = model(wide_inputs(step)).square().mean()
-            scaler.scale(loss).backward()
-            if before:
-                scaler.unscale_(optimizer)
-            watch.step(optimizer, loss=loss)
-            scaler.step(optimizer)
-            used.append(gradient_norms(model, optimizer)["total"])
-            scaler.update()
-    assert watch.history.series("grad_norm") == pytest.approx(used, rel=1e-5)
+@pytest.mark.parametrize("way", ["never", "before"])
+def test_a_scaler_that_steps_a_wrapper(way: str, reported: bool) -> None:
+    watch, _, used, _ = train_in_fp16(way, fused=False, reported=reported, wraps=True)
+    assert watch.history.series("grad_norm") == pytest.approx([truth["total"] for truth in used], rel=1e-5)
     assert watch.verdict.notes == ()
 
 

@@ -92,7 +92,7 @@ class History:
     def __getitem__(self, position: int) -> Record:
         row = self._row(position)
         (record,) = self._block(slice(row, row + 1)).records()
-        nowhere = np.broadcast_to(np.nan, len(self.layout.sites))
+        nowhere = np.broadcast_to(np.nan, len(self.layout))
         values = {name: record.values.get(name, nowhere) for name in self._columns if self.has(name)}
         return replace(record, values=values)
 
@@ -155,7 +155,7 @@ class History:
         NaN where it was not measured. Numbers of the whole step, such as "loss", have no site. Raises KeyError for an
         unknown statistic or site, and names similar ones; and for a site of a number that has none.
         """
-        if not len(self.layout.sites):  # before the first fit
+        if not len(self.layout):  # before the first fit
             return np.empty(0)
         place = 0 if site is None else self.layout.find(site)
         if self._end and statistic not in self._scalars and not self.has(statistic):
@@ -274,7 +274,7 @@ class History:
         self._codes[rows], self._trusted[rows] = block.codes, True
         for name, values in block.values.items():
             if name not in self._columns:
-                self._columns[name] = MeasuredRows(len(self.layout.sites))
+                self._columns[name] = MeasuredRows(len(self.layout))
             there = np.arange(count) if name == "grad_norm" else block.measured[name].nonzero()[0]
             if len(there):
                 self._columns[name].extend(numbers[there], values[there], most=self._most_rows)
@@ -294,7 +294,7 @@ class History:
         """Add numbers to the latest record."""
         for name, numbers in values.items():
             if name not in self._columns:
-                self._columns[name] = MeasuredRows(len(self.layout.sites))
+                self._columns[name] = MeasuredRows(len(self.layout))
             column, known = self._columns[name], not np.isnan(numbers).all()
             if not column.replace_last(self._count, numbers) and known:
                 column.extend(np.array([self._count]), numbers[None], most=self._most_rows)
@@ -313,7 +313,7 @@ class History:
 
     def relayout(self, layout: Layout) -> None:
         """Continue with `layout`, which begins with the sites of the present one."""
-        added = len(layout) - len(self.layout.sites)
+        added = len(layout) - len(self.layout)
         if added:
             pad = ((0, 0), (0, added))
             for column in (self._no_rows, *self._columns.values()):
@@ -378,7 +378,7 @@ class History:
         newest = slice(max(0, len(state["keys"]) - self.capacity), None)
 
         def mapped(rows: NDArray[T], fill: float) -> NDArray[T]:
-            moved = np.full((len(rows[newest]), len(self.layout.sites)), fill, dtype=rows.dtype)
+            moved = np.full((len(rows[newest]), len(self.layout)), fill, dtype=rows.dtype)
             moved[:, here] = rows[newest][:, found]
             return moved
 
@@ -392,7 +392,7 @@ class History:
         for name, column in state["columns"].items():
             values = mapped(column, np.nan)
             there = ~np.isnan(values).all(axis=1) | (name == "grad_norm")
-            self._columns[name] = MeasuredRows(len(self.layout.sites), forgotten=int(state["written"].get(name, 0)))
+            self._columns[name] = MeasuredRows(len(self.layout), forgotten=int(state["written"].get(name, 0)))
             self._columns[name].extend(numbers[there], values[there], most=self._most_rows)
         self._openings[: self._count + 1 if self._count < OPENING else None] = state["opening"]
         gone = set(state["sites"]) - set(state["activations"]) - self.layout.index.keys()
@@ -437,7 +437,7 @@ class History:
         for name, column in self._columns.items():
             numbers, found = column.between(first, min(last, self._last(name)))
             if len(numbers):
-                values[name] = np.full((last + 1 - first, len(self.layout.sites)), np.nan)
+                values[name] = np.full((last + 1 - first, len(self.layout)), np.nan)
                 values[name][numbers - first] = found
                 measured[name] = self._measured(name, first, last)
         scalars = {name: column[rows].copy() for name, column in self._scalars.items()}

@@ -124,7 +124,7 @@ class GradientReader:
 
     def follow(self, layout: Layout) -> None:
         """Go on with `layout`, which begins with the sites of the present one."""
-        if layout is not self.layout and len(layout.sites) > len(self.layout.sites):
+        if layout is not self.layout and len(layout) > len(self.layout):
             self.layout = layout
             self._forget_coverage()
 

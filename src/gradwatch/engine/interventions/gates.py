@@ -113,13 +113,12 @@ class Gates:
         refused, dry = _gate(active).refuse(norms, present, step), active.dry
         if intact is not None:
             refused = refused & intact
-        optimizer = watched.ref()
         sent = {"refused": refused.reshape(1).to(norms.dtype), "norms": norms}
         waits = host_view(norms) is None
         apart = self._on_cpu and not norms.is_cpu
-        if waits and (dry or scaled or (not apart and skips_by_found_inf(optimizer))):  # the host need not wait
+        if waits and (dry or scaled or (not apart and skips_by_found_inf(watched.ref()))):  # the host need not wait
             if not (dry or scaled):
-                self._skipped.setdefault(watched, SkippedStep(watched.ref)).set_found_inf(refused)
+                self._skipped_step(watched).set_found_inf(refused)
             if not dry:
                 self.batchnorm.restore(refused)
             return GateDecision(active, watched.number, step, run_step, False, scaled, HostCopy(sent))
@@ -128,9 +127,14 @@ class Gates:
         if known and not dry:
             self.batchnorm.restore(None)
         if skips:
-            self._skipped.setdefault(watched, SkippedStep(watched.ref)).remove_gradients()
+            self._skipped_step(watched).remove_gradients()
         host_copy = HostCopy(sent) if known else None
         return GateDecision(active, watched.number, step, run_step, skips, scaled, host_copy)
+
+    def _skipped_step(self, watched: WatchedOptimizer) -> SkippedStep:
+        if (skipped := self._skipped.get(watched)) is None:
+            skipped = self._skipped[watched] = SkippedStep(watched.ref)
+        return skipped
 
     def landed(self, decision: GateDecision) -> None:
         """A decision is on the host: count it, log it, and end the training if its gate asks for that."""
