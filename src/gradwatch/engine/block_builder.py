@@ -6,30 +6,24 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from math import isfinite
 from operator import attrgetter, methodcaller
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.core.block import Block
 from gradwatch.core.record import MEASURED, Floats, Mask
-from gradwatch.core.remaining_scale import TOLERANCE, remaining_scale
 from gradwatch.core.training_loop import TrainingMode
 from gradwatch.engine.diagnosis import Diagnosis
 from gradwatch.engine.interventions.runtime import InterventionRuntime
 from gradwatch.engine.step import StepState
-from gradwatch.measure.device_buffer import Indices
+from gradwatch.engine.used_norms import UsedNorms
 from gradwatch.measure.noise_scale import NoiseScale
 from gradwatch.measure.nonfinite_source import NonfiniteSource
-from gradwatch.measure.optimizer_parameters import DISAGREE, TINY
 from gradwatch.measure.site_values import norms
 
 MANY = 8
 """Steps of the user's own loop that were measured and not taken, a third of all at least, before a note says so.
 Judgement."""
-
-CHANGED = 1e-3
-"""Share of itself by which a norm differs from another one. Judgement: rounding leaves less."""
 
 NOT_TAKEN = (
     "many calls of watch.step(optimizer) are followed by another one before optimizer.step(): their norms are of "
@@ -38,17 +32,7 @@ NOT_TAKEN = (
 
 
 class BlockBuilder:
-    """Turns steps into a block, with what is computed from several of their numbers.
-
-    `grad_norm_clipped`, the norms of what the optimizer has used, is the first of these that there is:
-
-    - norms that were measured again: on sampled steps, where gradients had changed, and inside the optimizer before it
-      removes a loss scale (`GradientReader.remeasure`);
-    - where the Trainer clips by norm: those measured, times the factor that follows from their total, if a few that
-      were taken again agree (`StepState.clip_checked`);
-    - where nothing has changed the gradients: those measured, or what interventions left of them;
-    - NaN, also where the optimizer has not stepped.
-    """
+    """Turns steps into a block, with what is computed from several of their numbers."""
 
     def __init__(
         self, diagnosis: Diagnosis, interventions: InterventionRuntime, source: NonfiniteSource, mode: TrainingMode
@@ -56,20 +40,14 @@ class BlockBuilder:
         self.noise = NoiseScale()
         self._diagnosis, self._interventions, self._source = diagnosis, interventions, source
         self._mode = mode
+        self._used = UsedNorms(diagnosis, mode)
         self._finite_until = -1
         """The last step whose gradients were measured and finite."""
-        self._last_factor: tuple[float, float] | None = (0.0, 0.0)
-        """What all gradients of the last step were divided by after they were measured, 0 where it was little or not
-        the same for all, and their total norm before; None once that was reported."""
         self._not_taken = 0
         """Steps of the user's own loop whose gradients were finite, and which no optimizer has taken."""
-        self._edited = False
-        """Whether a sampled step of shards has shown that gradients change between the measurement and the step: others
-        do not show it."""
 
-    def build(self, steps: Sequence[StepState], ended: int, overhead: float) -> tuple[Block, list[StepState]]:
-        """The block of `steps`, all of one layout, of which the first `ended` have ended; and those of them whose
-        gradients have changed unseen between the measurement and the step.
+    def build(self, steps: Sequence[StepState], ended: int, overhead: float) -> Block:
+        """The block of `steps`, all of one layout, of which the first `ended` have ended.
 
         `overhead`: GradWatch's share of the training time so far.
         """
@@ -88,28 +66,18 @@ class BlockBuilder:
                 self._finite_until = step.step_count
             else:
                 self._complete_scalars(step, total)
-        unseen, plain, clipped = list[StepState](), [False] * ended, [False] * ended
+        quiet = list[int]()
         for row, step in enumerate(steps[:ended]):
-            clipped[row] = bool(step.clip_checked)
-            plain[row] = step.used_as_measured and not self._edited  # which `after` may have set for a row before
-            if plain[row] or clipped[row]:
+            if self._used.is_quiet(step):  # what `after` has found in a row before counts
+                quiet.append(row)
                 step.scalars["overhead"] = overhead
                 continue
-            values, scalars, changed_unseen = self.after(step, grad_norm[row], overhead)
+            values, scalars = self.after(step, grad_norm[row], overhead)
             columns.put(row, values)
             step.scalars |= scalars
-            if changed_unseen:
-                unseen.append(step)
-        if any(plain):
-            columns.put(
-                np.flatnonzero(plain), {"grad_norm_clipped": _without_taps(steps[-1], grad_norm[:ended][plain])}
-            )
-        if any(clipped):
-            rows = np.flatnonzero(clipped)
-            chosen = [steps[row] for row in rows.tolist()]
-            used, sure = self._clipped_by_norm(chosen, grad_norm[rows])
-            columns.put(rows, {"grad_norm_clipped": used})
-            unseen += [step for step, known in zip(chosen, sure, strict=True) if not known]
+        if quiet:
+            used = self._used.of_quiet([steps[row] for row in quiet], grad_norm[quiet])
+            columns.put(quiet, {"grad_norm_clipped": used})
         codes: NDArray[np.int8] = np.stack(
             [step.reading.coverage.codes if step.norms_only else step.codes for step in steps]
         )
@@ -118,7 +86,7 @@ class BlockBuilder:
         run_steps, axis, optimizers = keys.T
         numbers = [*map(attrgetter("scalars"), steps)]
         names = dict.fromkeys(chain.from_iterable(numbers))
-        block = Block(
+        return Block(
             self._diagnosis.history.layout,
             run_steps,
             axis,
@@ -128,14 +96,10 @@ class BlockBuilder:
             codes,
             {"grad_norm": measured, **columns.measured},
         )
-        return block, unseen
 
-    def after(
-        self, step: StepState, grad_norm: Floats, overhead: float
-    ) -> tuple[dict[str, Floats], dict[str, float], bool]:
-        """What is known after a step whose norms were `grad_norm`, shape [sites]; `overhead` as in `build`.
-
-        Statistics, numbers of the whole step, and whether the gradients have changed unseen.
+    def after(self, step: StepState, grad_norm: Floats, overhead: float) -> tuple[dict[str, Floats], dict[str, float]]:
+        """Statistics and numbers of the whole step that are known after a step whose norms were `grad_norm`, shape
+        [sites]; `overhead` as in `build`.
         """
         values: dict[str, Floats] = step.reading_after.values(step.reading) if step.reading_after else {}
         if not step.stepped:
@@ -146,27 +110,16 @@ class BlockBuilder:
             sure |= step.info.scale is not None and not finite  # the scaler has
             # another update may be that of several steps
             still = not np.nan_to_num(values.get("update_ratio", np.nan)).any()
-            return values if still else {}, {"skipped": 1.0} if sure else {}, False
-        scalars, unseen = {"overhead": overhead}, False
-        before = _without_taps(step, grad_norm.copy() if step.used is None else step.used)
+            return values if still else {}, {"skipped": 1.0} if sure else {}
+        scalars = {"overhead": overhead}
         if step.evaluations > 1:
             scalars["closures"] = float(step.evaluations)
-        elif "grad_norm_clipped" in values:
-            after = values["grad_norm_clipped"]
-            by_norm = self._mode.clip_norm is not None and step.used is None and step.info.scale is None
-            if not step.changed or (by_norm and step.held.clip_checks()):
-                with np.errstate(invalid="ignore"):
-                    expected = before * self._clip_factors(before[0]) if step.changed else before
-                unseen = not np.allclose(after, expected, rtol=DISAGREE, atol=TINY, equal_nan=True)
-            self._edited |= unseen and step.held.sharded
-            if (unseen or step.changed) and step.info.scale is None:
-                self._doubt(before, after)
-        elif not (step.changed or self._edited):
-            values["grad_norm_clipped"] = before
+        else:
+            self._used.complete(values, step, grad_norm)
         refused = step.effect is not None and step.effect.refused
         if refused or (step.info.scale is not None and step.unscales_inside and not np.isfinite(grad_norm[0])):
             scalars["skipped"] = 1.0  # by the optimizer itself, although it was called
-        return values, scalars, unseen
+        return values, scalars
 
     def _note_not_taken(self, step: StepState) -> None:
         """A loss scaler skips steps, too, but none with finite gradients."""
@@ -175,30 +128,6 @@ class BlockBuilder:
         self._not_taken += 1
         if self._not_taken == MANY and step.step_count < 3 * MANY:
             self._diagnosis.note(NOT_TAKEN, log=not self._mode.rank)
-
-    def _clip_factors(self, totals: Any) -> Any:
-        """What `torch.nn.utils.clip_grad_norm_` multiplies gradients of these total norms with."""
-        limit = self._mode.clip_norm
-        return 1.0 if limit is None else np.minimum(1.0, limit / (totals + 1e-6))
-
-    def _clipped_by_norm(self, steps: Sequence[StepState], grad_norm: Floats) -> tuple[Floats, Mask]:
-        """The norms after clipping by the total, of rows `grad_norm`, shape [rows, sites]: NaN where the gradients that
-        were looked at again do not agree; and whether they agree, shape [rows].
-        """
-        factors = self._clip_factors(grad_norm[:, 0])
-        agrees = np.empty(len(steps), dtype=bool)
-        for row, step in enumerate(steps):
-            reading = step.reading
-            assert reading.block is not None, "norms are there"
-            numbers = reading.block.wait()
-            assert numbers.clipped is not None, "norms after the clipping were taken"
-            slots = reading.index["grad_norm"][[step.held.indices[member] for member in step.clip_checked]]
-            expected = numbers.slots[reading.row, slots] * factors[row]
-            agrees[row] = np.allclose(numbers.clipped[reading.row], expected, rtol=DISAGREE, atol=TINY, equal_nan=True)
-        with np.errstate(invalid="ignore"):  # an infinite gradient times 0
-            used = grad_norm * factors[:, None]
-        used[~agrees] = np.nan
-        return _without_taps(steps[-1], used), agrees
 
     def _complete_scalars(self, step: StepState, total: float) -> None:
         """Add to the numbers of the whole step those that had to come to the host."""
@@ -231,27 +160,6 @@ class BlockBuilder:
         if micro >= 0 and "batch" in step.scalars:
             step.scalars["batch"] -= step.passes - 1 - micro
 
-    def _doubt(self, before: Floats, after: Floats) -> None:
-        """Note, once, that gradients were measured with a loss scale that GradWatch was not given."""
-        if self._last_factor is None:
-            return
-        factor, total = remaining_scale(before, after, any_factor=True), float(before[0])
-        (last, last_total), self._last_factor = self._last_factor, (factor, total)
-        if not (factor and last):
-            return  # a single step may be chance: clipping sometimes divides by a power of two
-        powers = np.isclose(2.0 ** np.round(np.log2([factor, last])), [factor, last], rtol=TOLERANCE, atol=0.0).all()
-        # clipping divides by the same number where the norm is the same
-        constant = np.isclose(factor, last, rtol=TOLERANCE) and not np.isclose(total, last_total, rtol=CHANGED)
-        if not (powers or constant):
-            return
-        self._last_factor = None
-        likely = "most likely a loss scale" if powers else "a mean taken late, or a loss scale"
-        self._diagnosis.note(
-            f"all gradients were divided by {last:g} after they were measured: {likely}, which is in every grad_norm, "
-            "and in what interventions compared with their limits. In a plain loop: Watch(model, scaler=scaler)",
-            log=not self._mode.rank,
-        )
-
     def _noise_scale(self, step: StepState, total: float) -> dict[str, float]:
         """The gradient noise scale and its standard error, examples; see `noise`."""
         scalars = step.scalars
@@ -275,7 +183,7 @@ class _SiteStatistics:
         self.measured: dict[str, Mask] = {}
         self._shape = shape
 
-    def put(self, rows: int | Indices, numbers: Mapping[str, Floats]) -> None:
+    def put(self, rows: int | list[int], numbers: Mapping[str, Floats]) -> None:
         """Put the numbers of a row, or of several, where they belong: statistic -> one per site, shape [..., sites]."""
         for name, column in numbers.items():
             if name not in self.values:
@@ -283,12 +191,6 @@ class _SiteStatistics:
                 self.measured[name] = np.zeros(self._shape[0], dtype=bool)
             self.values[name][rows] = column
             self.measured[name][rows] = ~np.isnan(column).all(axis=-1)
-
-
-def _without_taps(step: StepState, norms: Floats) -> Floats:
-    """`norms`, shape [..., sites], written over: an optimizer does not use the gradients of tapped tensors."""
-    norms[..., step.reading.layout.taps] = np.nan
-    return norms
 
 
 def _gradient_norms(steps: Sequence[StepState]) -> Floats:

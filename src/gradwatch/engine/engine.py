@@ -39,7 +39,7 @@ from gradwatch.measure.modules.sampled_step import FULL_HOOKS_REFUSED, SampledSt
 from gradwatch.measure.noise_scale import NoiseScale
 from gradwatch.measure.nonfinite_source import NonfiniteSource
 from gradwatch.measure.optimizer_steps import OptimizerSteps, WatchedOptimizer
-from gradwatch.measure.shard_exchange import ShardBlock, ShardExchange
+from gradwatch.measure.shard_exchange import ShardExchange
 from gradwatch.measure.step_info import StepInfo
 from gradwatch.sinks import Sink
 
@@ -120,9 +120,7 @@ class Engine:
         self._optimizers = OptimizerSteps(self._before_step, self._after_step)
         if not self.schedule.every_step:
             self.diagnosis.run_steps = self._optimizers.total
-        self.queue = StepQueue(
-            self.diagnosis, self.blocks, self.overhead, judging=self._judging, unseen=self._unseen, fail=self.fail
-        )
+        self.queue = StepQueue(self.diagnosis, self.blocks, self.overhead, judging=self._judging, fail=self.fail)
         self._judged: dict[int, int] = {}
         """Of each of the steps that are being judged: `Record.step`, and its number among those of its optimizer."""
         self._open: StepState | None = None
@@ -503,14 +501,6 @@ class Engine:
         self._judged = {step.info.step: step.index for step in steps}
         # a batch can be run again as long as the weights have not moved
         self.replay.step = None if steps[-1].stepped else steps[-1]
-
-    def _unseen(self, step: StepState) -> None:
-        """The gradients of `step` have changed between the measurement and the step, and nothing has shown it."""
-        shards = None if self._reader is None else self._reader.shards
-        if shards is not None and isinstance(step.reading.block, ShardBlock):
-            shards.expect_clipping(step.reading.block)
-        else:
-            step.held.remeasure_always = True
 
     @guard
     def _before_step(self, watched: WatchedOptimizer) -> None:

@@ -61,13 +61,13 @@ class StepState:
     """What interventions have done to the gradients."""
     used: Floats | None = None
     """The norms that they have left, shape [sites]; None without any, and before `other_values`."""
-    used_as_measured: bool = False
-    """Whether its optimizer has used the very gradients that were measured, and nothing more is known of it."""
     clip_checked: tuple[int, ...] = ()
     """Members of `held` whose norms were taken again after a clipping: they will show whether the optimizer has
     used all gradients times one factor, which follows from their total norm. Empty where all were measured again, or
     none.
     """
+    quiet: bool = False
+    """Whether its row of norms is all that there is of it, also after its optimizer has moved."""
     remeasured: bool = False
     """Whether the gradients were measured again before the optimizer moved."""
     changed: bool = False
@@ -211,5 +211,6 @@ def read_after(step: StepState, *, reader: GradientReader, clipped: bool, by_nor
         held.stale_gradients.after_step(fused=held.is_fused)
     if step.sampled or held.remeasured or shards is not None:
         step.reading_after = reader.measure_after(held, sampled=step.sampled, clipped=clipped)
-    known = step.changed or step.reading_after or step.effect or step.evaluations > 1
-    step.used_as_measured = step.norms_only and step.info.scale is None and not known
+    changed = step.changed and not step.clip_checked
+    more = changed or step.reading_after or step.effect or step.evaluations > 1
+    step.quiet = step.norms_only and step.info.scale is None and not more

@@ -44,11 +44,10 @@ class StepQueue:
         overhead: Overhead,
         *,
         judging: Callable[[list[StepState]], None],
-        unseen: Callable[[StepState], None],
         fail: Callable[[Exception], None],
     ) -> None:
-        """`judging` is called with steps that are about to be judged, `unseen` with one whose gradients have changed
-        unseen; `fail` receives an error that occurs while a caller reads the diagnosis.
+        """`judging` is called with steps that are about to be judged; `fail` receives an error that occurs while a
+        caller reads the diagnosis.
         """
         self.pending = PendingActions()
         self.wait_for: Literal["nothing", "block", "ranks"] = "nothing"
@@ -56,7 +55,7 @@ class StepQueue:
         none may ask alone.
         """
         self._diagnosis, self._builder, self._overhead = diagnosis, builder, overhead
-        self._judging, self._unseen, self._fail = judging, unseen, fail
+        self._judging, self._fail = judging, fail
         self._open: list[StepState] = []
         """Steps that are in no block yet; the last may not have ended."""
         self._ended = 0
@@ -204,24 +203,20 @@ class StepQueue:
         self._judging(steps)
         if (flow := steps[0].flow) is not None:  # it has what is new, and those behind it have no more
             self._diagnosis.learn_flow(flow)
-        block, unseen = self._builder.build(steps, ended, self._overhead.share)
+        block = self._builder.build(steps, ended, self._overhead.share)
         self._was_nonfinite = self.wait_for != "ranks" and not isfinite(block.values["grad_norm"][-1, 0])
         try:
             self._diagnosis.judge(block)
         finally:  # also where Ctrl-C ends the judging
             if ended:
                 self._diagnosis.dispatcher.block(block.rows(0, ended) if ended < len(steps) else block)
-        for step in unseen:
-            self._unseen(step)
 
     def _amend(self, step: StepState) -> None:
         """A step that was judged before it ended has ended."""
         if not step.is_whole:
             return  # and so it was not judged
         (norms,) = self._diagnosis.history.window("grad_norm", 1)
-        values, scalars, unseen = self._builder.after(step, norms, self._overhead.share)
+        values, scalars = self._builder.after(step, norms, self._overhead.share)
         self._diagnosis.history.amend(values, scalars)
         if self._diagnosis.dispatcher:
             self._diagnosis.dispatcher.block(self._diagnosis.history.block(1))
-        if unseen:
-            self._unseen(step)

@@ -89,7 +89,7 @@ class ShardExchange:
             self._number += 1
         self.clipped |= self._number >= self._clipped_from
         if self.waits:
-            self._block = self._block or ShardBlock(self.reducer, ROWS, self._number)
+            self._block = self._block or ShardBlock(self, ROWS, self._number)
             self._block.rows += BEFORE + AFTER if sampled else BEFORE[:1] + AFTER[:1] * self.clipped
 
     def add(
@@ -100,7 +100,7 @@ class ShardExchange:
         `index`: those that this rank has -> the slot of each parameter, -1 for none. Returns the block that has them,
         the place of the first, and the slots of whole parameters there.
         """
-        block = self._block if self.waits else ShardBlock(self.reducer, len(rows), self._number, rows)
+        block = self._block if self.waits else ShardBlock(self, len(rows), self._number, rows)
         assert block is not None, "the step has begun"
         first = max(place for place, row in enumerate(block.rows) if row == rows[0])
         with DeferredErrors(self.errors):
@@ -269,9 +269,9 @@ class ShardBlock:
     One block of a reducer at a time.
     """
 
-    def __init__(self, reducer: ShardReducer, size: int, number: int, rows: Sequence[str] = ()) -> None:
+    def __init__(self, exchange: ShardExchange, size: int, number: int, rows: Sequence[str] = ()) -> None:
         """`size`: rows that are exchanged, filled or not; `number`: of the exchange, from 0."""
-        self.reducer, self.size, self.number = reducer, size, number
+        self.exchange, self.reducer, self.size, self.number = exchange, exchange.reducer, size, number
         self.rows = [*rows]
         """The rows of the buffer that have a place here, on all ranks alike."""
         self.filled: dict[int, Indices] = {}
