@@ -79,7 +79,7 @@ class UsedNorms:
     def _clip_factor(self, total: float) -> float:
         """What `torch.nn.utils.clip_grad_norm_` multiplies gradients of this total norm with."""
         limit = self._mode.clip_norm
-        return 1.0 if limit is None else min(1.0, limit / (total + 1e-6))
+        return 1.0 if limit is None else float(np.minimum(1.0, limit / (total + 1e-6)))  # min() would lose NaN
 
     def _checked_factor(self, step: StepState, total: float) -> float:
         """What the clipping by the total norm has multiplied the gradients of `step` with; NaN where those that were
