@@ -120,8 +120,46 @@ def test_a_replaced_optimizer_goes() -> None:
                 optimizer.step()
         gc.collect()
         assert [reference() is None for reference in known[:-1]] == [True] * 4
-        assert watch.history.optimizers(15).tolist() == [number for number in range(5) for _ in range(3)]
+        assert watch.history.optimizers(15).tolist() == [0] * 15
     assert watch.verdict.untrained == {}
+
+
+@pytest.mark.parametrize(
+    ("turns", "numbers"),
+    [
+        ("ABABAB", [0, 1, 0, 1, 0, 1]),
+        ("AABBAABB", [0, 0, 0, 0, 1, 1, 0, 0]),  # A steps again after B has replaced it
+        ("ACCC", [0, 1, 1, 1]),
+        ("CABBAC", [0, 1, 1, 1, 2, 0]),
+    ],
+)
+def test_the_number_of_an_optimizer_that_comes_later(turns: str, numbers: list[int]) -> None:
+    """A letter is an optimizer of all parameters."""
+    model = net()
+    optimizers = {letter: torch.optim.SGD(model.parameters(), lr=0.01) for letter in "ABC"}
+    with Watch(model, sinks=(), signals="off") as watch:
+        for step, letter in enumerate(turns):
+            backward(model, optimizers[letter], step)
+            watch.step(optimizers[letter])
+            optimizers[letter].step()
+        assert watch.history.optimizers(len(turns)).tolist() == numbers
+    assert watch.verdict.notes == ()
+
+
+def test_two_that_are_made_anew_in_each_round_keep_their_numbers() -> None:
+    """And their steps are counted on: samples are those of one training."""
+    model = net()
+    with Watch(model, sinks=(sink := Memory(),), signals="off") as watch:
+        for batch in range(24):
+            if batch % 4 == 0:
+                optimizers = [torch.optim.Adam(model[part].parameters()) for part in (0, 2)]
+            for optimizer in optimizers:
+                backward(model, optimizer, batch)
+                watch.step(optimizer)
+                optimizer.step()
+        assert watch.history.optimizers(48).tolist() == [0, 1] * 24
+    sampled = [record.step // 2 for record in sink.records if np.isfinite(record.value("update_ratio"))]
+    assert sorted(set(sampled)) == [0, 1, 2, 3, 4, 8, 16], sampled
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules")

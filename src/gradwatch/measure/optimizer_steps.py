@@ -15,17 +15,24 @@ from gradwatch.core.arguments import attribute
 from gradwatch.core.typed_values import typed
 from gradwatch.hooks.hook_set import HookSet
 
+MANY_STEPS = 2
+"""Steps with some parameters after which an optimizer that comes with the same ones replaces the last. Judgement: two
+that take turns come within one."""
+
 
 class WatchedOptimizer:
     """One optimizer, and what is known of its steps. It is not kept alive: one that was replaced goes, with all that it
     remembers of each parameter.
     """
 
-    __slots__ = ("__weakref__", "calls_hooks", "ignored", "late", "number", "overtaken", "ref")
+    __slots__ = ("__weakref__", "calls_hooks", "held", "ignored", "late", "number", "overtaken", "ref", "replaced")
 
     def __init__(self, optimizer: Any, number: int) -> None:
-        """`number`: in the order in which they were enlisted."""
+        """`number`: as `OptimizerSteps` gives it."""
         self.ref, self.number = weak_reference(optimizer), number
+        groups = attribute(optimizer, "param_groups", ())
+        self.held = frozenset(id(parameter) for group in groups for parameter in group["params"])
+        """Identities of the parameters that it held when it was enlisted."""
         self.calls_hooks = False
         """Whether its hooks were called: wrappers, and what is no torch optimizer, may call none."""
         self.ignored = False
@@ -34,6 +41,8 @@ class WatchedOptimizer:
         """Whether its gradients were measured, then another's, and it has not stepped since."""
         self.late = False
         """Whether it has stepped after another's were measured."""
+        self.replaced = False
+        """Whether another goes on with its number."""
 
     def ignore(self) -> None:
         """From now on it is as one that calls no hooks: it steps before its steps are begun here."""
@@ -41,7 +50,12 @@ class WatchedOptimizer:
 
 
 class OptimizerSteps:
-    """Optimizers that were enlisted, in that order, and the steps that they have begun."""
+    """Optimizers that were enlisted, in that order, and the steps that they have begun.
+
+    Each has a number, from 0. One that comes later and holds the parameters of one that has stepped goes on with its
+    number: most often it replaces that one, as in each round of a training that makes its optimizer anew. If the other
+    steps again, it gets a number of its own.
+    """
 
     def __init__(
         self, before_step: Callable[[WatchedOptimizer], None], after_step: Callable[[WatchedOptimizer], None]
@@ -55,7 +69,8 @@ class OptimizerSteps:
         """Whether optimizers get hooks."""
         self._known: dict[int, WatchedOptimizer] = {}
         """By the optimizer's identity."""
-        self._count = 0
+        self._last: list[WatchedOptimizer] = []
+        """Of each number, the optimizer that has it now, or had it last."""
         self.begun = Counter[int]()
         """Number of an optimizer -> the steps that it has begun."""
         self._latest, self._in_a_row = 0, 0
@@ -72,7 +87,7 @@ class OptimizerSteps:
         """Whether it has asked for a gradient there."""
 
     def __iter__(self) -> Iterator[WatchedOptimizer]:
-        return (watched for watched in tuple(self._known.values()) if watched.ref() is not None)
+        return (one for one in tuple(self._known.values()) if not one.replaced and one.ref() is not None)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -80,12 +95,20 @@ class OptimizerSteps:
     def enlist(self, optimizer: Any) -> WatchedOptimizer:
         """The object of `optimizer`, a new one with hooks if it was not known."""
         known = self._known.get(id(optimizer))
-        if known is not None and known.ref() is optimizer:
+        returns = known is not None and known.ref() is optimizer
+        if known is not None and returns and not known.replaced:
             return known
         for gone in [identity for identity, watched in self._known.items() if watched.ref() is None]:
             del self._known[gone]
-        watched = self._known[id(optimizer)] = WatchedOptimizer(optimizer, self._count)
-        self._count += 1
+        watched = self._known[id(optimizer)] = WatchedOptimizer(optimizer, len(self._last))
+        alike = [one for one in self._last if one.held == watched.held]
+        if returns or sum(self.begun[one.number] for one in alike) < MANY_STEPS:
+            self._last.append(watched)
+        else:
+            before = alike[-1]
+            before.replaced, watched.number = True, before.number
+            before.ignore()
+            self._last[watched.number] = watched
         hooks = (("register_step_pre_hook", _entering), ("register_step_post_hook", _leaving))
         for name, hook in hooks if self._hooked else ():
             # what was made by hand may lack what its class says it has
@@ -100,7 +123,7 @@ class OptimizerSteps:
         None where a closure is evaluated again inside the same step (LBFGS).
         """
         watched = self._known.get(id(optimizer))  # `enlist` takes a call more at every step
-        if watched is None or watched.ref() is not optimizer:
+        if watched is None or watched.replaced or watched.ref() is not optimizer:
             watched = self.enlist(optimizer)
             if self._hooked and isinstance(optimizer, LBFGS):
                 self.inside = watched  # it was not known when it went in
