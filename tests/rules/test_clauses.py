@@ -647,6 +647,16 @@ def test_outputs_that_start_large(outputs: list[float], weights: list[float], wo
     assert (words in said(only(found))) if words else not found
 
 
+def test_no_outputs_are_large_where_no_layer_runs() -> None:
+    """As in GPyTorch, whose kernels read their parameters: of the model, an activation runs at most."""
+    history = net(4)
+    for _ in range(3):
+        record(history, loss=1e5)
+        ran = np.append(0.0, np.full(len(history.layout) - 1, NAN))
+        history.amend({"run_order": ran, "output_rms": 1e4 + ran})
+    assert Exploding()(history) == []
+
+
 @pytest.mark.parametrize(("losses", "harmful"), [([1, 1e6, 1, 1], True), ([1, 1, 1, 1], False), ([INF] * 4, False)])
 def test_a_large_input_that_the_first_steps_felt(losses: list[float], harmful: bool) -> None:
     """A loss that never was finite is laid to `nonfinite`."""

@@ -323,9 +323,9 @@ class Exploding(CheckedRule):
         of most layers: too little depth for what `_over_depth` compares. Where a norm follows, the loss is small.
         """
         layout, found, losses = history.layout, own_samples(history, "output_rms"), history.scalar("loss", len(history))
-        if found is None or len(found[0]) < self.records or has_norm_layers(layout):
-            return None
         ran = in_run_order(history, layout.layers)
+        if found is None or len(found[0]) < self.records or not len(ran) or has_norm_layers(layout):
+            return None
         outputs, backs = found[0][:, ran[-1]], found[1]
         inputs = np.fmax.reduce(history.at("input_rms", backs)[:, layout.layers], axis=1, initial=1.0)
         far = np.isfinite(outputs) & (outputs >= 10.0**self.activation_dex * inputs)
