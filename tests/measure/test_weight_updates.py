@@ -110,6 +110,36 @@ def test_the_ratio_of_a_tensor_of_which_some_elements_are_copied() -> None:
         assert watch.history[-1].value("update_ratio") == pytest.approx(0.25, rel=1e-4)
 
 
+class TwoSteps(torch.optim.SGD):
+    """Moves the weights to where a second gradient is taken, and back before it steps, as SAM does."""
+
+    def first_step(self, *, through_data: bool) -> None:
+        (weight,) = self.param_groups[0]["params"]
+        self.before, self.through_data = weight.detach().clone(), through_data
+        (weight.data if through_data else weight.detach()).add_(1.0)
+
+    def second_step(self) -> None:
+        (weight,) = self.param_groups[0]["params"]
+        (weight.data if self.through_data else weight.detach()).copy_(self.before)
+        self.step()
+
+
+@pytest.mark.parametrize("through_data", [False, True])
+def test_weights_that_are_moved_back_before_the_step(through_data: bool) -> None:
+    """The ratio is that of the step alone."""
+    model = torch.nn.Linear(8, 8, bias=False)
+    torch.nn.init.constant_(model.weight, 100.0)
+    optimizer = TwoSteps(model.parameters(), lr=0.25)
+    with Watch(model, sinks=(), signals="off") as watch:
+        for _ in range(3):
+            optimizer.first_step(through_data=through_data)
+            optimizer.zero_grad()
+            model.weight.sum().backward()
+            watch.step(optimizer)
+            optimizer.second_step()
+        assert watch.history.series("update_ratio") == pytest.approx([0.0025] * 3, rel=2e-2)
+
+
 @pytest.mark.parametrize("changed", [0, 29, 30])
 def test_weights_that_change_their_shape(changed: int) -> None:
     """Between two samples, or while the optimizer steps: planned anew, or no number; never a wrong one."""

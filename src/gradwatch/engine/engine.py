@@ -421,6 +421,7 @@ class Engine:
         if rescan or held is None or reader.waiting or tapped:
             self._register((watched,), rescan=rescan)
             held = reader.held_by(watched)
+        held.copies_at_step = watched.calls_hooks and not self._optimizers.evaluated
         samples = self.samples if self._sampling else None
         step = read(held, index, info, loss, reader=reader, samples=samples, source=self.source)
         self._open, step.inside = step, self._optimizers.evaluated
@@ -504,10 +505,16 @@ class Engine:
 
     @guard
     def _before_step(self, watched: WatchedOptimizer) -> None:
-        """The optimizer is about to step; a loss scale that is in its gradients may be gone afterwards."""
+        """The optimizer is about to step; a loss scale that is in its gradients may be gone afterwards, and weights may
+        have moved since the measurement, as those of SAM do.
+        """
         step = self._open
-        if step is not None and step.held.watched is watched and step.unscales_inside and self._reader is not None:
+        if step is None or step.held.watched is not watched or self._reader is None:
+            return
+        if step.unscales_inside:
             step.remeasure_inside(self._reader)
+        if step.sampled and not step.inside and not (self.replay.devices and is_capturing()):
+            step.held.copy_weights(self._reader.buffer)
 
     def _after_step(self, watched: WatchedOptimizer) -> None:
         """An optimizer has stepped."""

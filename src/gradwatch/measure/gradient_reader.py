@@ -306,7 +306,8 @@ class GradientReader:
             if self._whole_sample:
                 index["zeros"] = held.reduce(buffer, "zeros", gradients, reduction=ZEROS)
             index["weights"] = held.reduce(buffer, "weights", held.weights())
-            held.copy_weights(buffer)
+            if not held.copies_at_step:
+                held.copy_weights(buffer)
         if scale is not None:
             buffer["grad_norm"].div_(moved(scale, buffer.device))
         return index
