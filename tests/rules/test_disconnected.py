@@ -805,6 +805,54 @@ def test_adapters_that_are_all_zeros_beside_frozen_layers() -> None:
     assert alert.remedy == "initial weights other than 0 for layer 0."
 
 
+class Adapter(nn.Module):
+    """As LoRA's, whose second factor starts at 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = nn.Linear(8, 4, bias=False), nn.Linear(4, 8)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.up(self.down(x))
+
+
+def test_adapters_before_frozen_layers_of_zeros() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), Adapter(), nn.Tanh(), Adapter(), nn.Linear(8, 1))
+    for adapter in (model[1], model[3]):
+        adapter.up.requires_grad_(False)
+    alert = zero_gradients_of(model)
+    assert alert.sites == ("1.down", "3.down")
+    assert alert.message == (
+        "The gradient of layers 1.down, 3.down was exactly 0 at each of 20 steps: what they give goes to layers 1.up, "
+        "3.up, all of whose weights are 0 and frozen (requires_grad is False), and 0 times a gradient is 0."
+    )
+    assert alert.remedy == "requires_grad_(True) for layers 1.up, 3.up."
+    assert alert.headline == (
+        "their gradient was exactly 0 at each of 20 steps; all weights of layers 1.up, 3.up are 0 and frozen"
+    )
+
+
+def test_frozen_layers_of_zeros_are_no_cause_where_others_follow_too() -> None:
+    class Both(Adapter):
+        def __init__(self) -> None:
+            super().__init__()
+            self.more = nn.Linear(4, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            low = self.down(x)
+            return x + self.up(low) + 0 * self.more(low)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), Both(), nn.Linear(8, 1))
+    model[1].up.requires_grad_(False)
+    assert "frozen" not in zero_gradients_of(model).message
+    trained = nn.Sequential(nn.Linear(8, 8), Adapter(), nn.Linear(8, 1))
+    nn.init.zeros_(trained[1].down.weight)
+    assert "frozen" not in zero_gradients_of(trained).message
+
+
 def test_an_activation_in_its_flat_part_comes_first_among_the_causes() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4), nn.Sigmoid())

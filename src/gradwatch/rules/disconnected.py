@@ -15,6 +15,7 @@ from gradwatch.core.alert import Finding, Severity, name_text
 from gradwatch.core.history import History
 from gradwatch.core.number_text import number_text
 from gradwatch.core.record import (
+    FROZEN,
     MEASURED,
     NO_GRADIENT,
     NO_OPTIMIZER,
@@ -58,7 +59,7 @@ class Disconnected(CheckedRule):
     """
 
     name: ClassVar[str] = "disconnected"
-    needs: ClassVar[frozenset[str]] = frozenset({"grad_norm", "weight_norm"})
+    needs: ClassVar[frozenset[str]] = frozenset({"grad_norm", "weight_norm", "frozen_max"})
 
     detached_records: int = 5
     """Records without a gradient, for a layer whose forward runs. Prototype."""
@@ -247,6 +248,8 @@ class Disconnected(CheckedRule):
                 "zeros": name_text(layout.names([*layers[zero], *behind])),
                 "hidden": name_text(layout.names(layers[hidden])),
             }
+        if frozen := _frozen_zeros_after(history, layers):
+            return ZEROS_AFTER, {"zeros": name_text(layout.names(frozen))}
         bias, losses = layout.index.get(f"{last}.bias"), own_losses(history, self.zero_records)
         one = bias is not None and layout.sites[bias].numel == 1  # so is what it gives of an example
         if history.total == 0 and len(losses) and not losses.any():
@@ -278,6 +281,7 @@ class Disconnected(CheckedRule):
         kind = "parameter" if history.layout.sites[sites[0]].kind == "parameter" else "layer"
         every, zero = name_text(names, kind), f"was exactly 0 at each of {steps}"
         more |= {"all": every, "All": capitalized(every), "last": names[-1], "kind": kind, "steps": steps, "zero": zero}
+        more["gives"] = "s" * (len(names) == 1)
         one, several = ("", "it", "is", "its", "it", "runs"), ("s", "they", "are", "their", "them", "run")
         more |= zip(("s", "it", "are", "their", "them", "run"), one if len(names) == 1 else several, strict=True)
         more["example"] = ", such as add_pooling_layer=False" * (more.get("library") == "transformers")
@@ -415,6 +419,12 @@ ZERO_WEIGHTS = Cause(
     "The gradient of {all} {zero}: all weights of {zeros} are 0, and of two factors or layers in a row that are 0, "
     "each makes the gradient of the other 0.",
     "initial weights other than 0 for {hidden}.",
+)
+ZEROS_AFTER = Cause(
+    "{their} gradient {zero}; all weights of {zeros} are 0 and frozen",
+    "The gradient of {all} {zero}: what {it} give{gives} goes to {zeros}, all of whose weights are 0 and frozen "
+    "(requires_grad is False), and 0 times a gradient is 0.",
+    "requires_grad_(True) for {zeros}.",
 )
 NO_LOSS = Cause(
     "{their} gradient {zero}, and the loss is 0",
@@ -602,6 +612,19 @@ def _zero_weights_behind(history: History, layer: int) -> list[int]:
     behind = order[order.index(layer) + 1 :] if layer in order else []
     weights = {site: np.array(parameters_of_kind(history.layout, site, bias=False), dtype=np.intp) for site in behind}
     return [site for site, own in weights.items() if len(own) and _has_zero_weights(history, own).all()]
+
+
+def _frozen_zeros_after(history: History, layers: Sites) -> list[int]:
+    """The layers to which `layers` give what they make, where all are frozen and have no weight but 0; else none."""
+    layout, largest = history.layout, history.window("frozen_max", len(history))
+    silent = set(layers.tolist())
+    edges = [edge for edge in layout.edges or () if edge[0] in silent]
+    behind = sorted({after for _, after in edges} - silent)
+    if {before for before, _ in edges} != silent or not len(largest):
+        return []
+    largest = np.where(history.codes(1)[0] == FROZEN, np.fmax.reduce(largest), np.nan)
+    weights = [np.array(parameters_of_kind(layout, site, bias=False), dtype=np.intp) for site in behind]
+    return behind if all(len(own) and (largest[own] == 0).all() for own in weights) else []
 
 
 def _why_flat(history: History, layers: Sites, records: int) -> tuple[str, str] | None:
