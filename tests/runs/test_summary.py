@@ -88,6 +88,13 @@ def test_alerts_about_parameters_are_of_their_layer(tmp_path: Path) -> None:
     assert [row[2] for row in found["layers"]] == ["frozen", "ok"]
 
 
+def test_an_alert_of_one_step_has_no_end(tmp_path: Path) -> None:
+    alerts = [alert_of("spike", "a", step=step, closed_step=end) for step, end in ((3, 3), (9, 10))]
+    text = markdown(document(gradwatch.load_run(recorded(tmp_path, ("a", "b"), Verdict((*alerts,), 12, 2, 0.01, {})))))
+    assert "\nAt step 3. Origin" in text
+    assert "\nSince step 9, last seen at step 10. Origin" in text
+
+
 def test_a_loss_that_was_never_finite_is_no_missing_loss(tmp_path: Path) -> None:
     sink, layout = Recorder(folder=tmp_path), layout_of("a")
     sink.open(Run(layout, "run"))

@@ -228,11 +228,13 @@ def test_the_alerts_are_one_table_that_grows(writer: Any, tmp_path: Path) -> Non
     sink.alert(alert_of("vanishing", "a|b"))
     sink.alert(alert_of("exploding", "blocks[0]", step=5, severity=Severity.ERROR))
     sink.alert(alert_of("vanishing", "a|b", closed_step=8))
+    sink.alert(alert_of("spike", "a|b", step=7, closed_step=7))
     sink.close(HEALTHY)
     rows = text_in(tmp_path).splitlines()[6:]
     assert [row.split(" | ")[0] for row in rows] == [
         "| warning: vanishing in a\\|b, since step 3, until 8",
         "| error: exploding in blocks\\[0\\], since step 5, still open",
+        "| warning: spike in a\\|b, at step 7",
     ]
 
 

@@ -46,13 +46,15 @@ def _text(found: Mapping[str, Any], rows: Sequence[Sequence[Any]]) -> str:
     for place, one in enumerate(found["incidents"], 1):
         names = ", ".join(one["layers"]["names"][:4]) or whole_model(one["origin"])
         more = f" and {one['layers']['count'] - 4} more" if one["layers"]["count"] > 4 else ""
-        until = "still open" if one["last_seen"] is None else f"last seen at step {one['last_seen']}"
         noticed = f" (noticed at {one['noticed']})" if one["noticed"] != one["onset"] else ""
+        until = "still open" if one["last_seen"] is None else f"last seen at step {one['last_seen']}"
+        at_once = one["last_seen"] == one["onset"]
+        when = f"At step {one['onset']}{noticed}" if at_once else f"Since step {one['onset']}{noticed}, {until}"
         origin = f" Origin: `{_code(one['origin'])}`." * (one["origin"] != TOTAL)
         lines += [
             f"## {place}. {one['severity']}: {_plain(one['rule'])} in {_plain(names)}{more}",
             "",
-            f"Since step {one['onset']}{noticed}, {until}{returns_text(one['times'])}.{origin}",
+            f"{when}{returns_text(one['times'])}.{origin}",
             "",
             _plain(one["evidence"]),
             "",

@@ -34,8 +34,9 @@ def alerts_table(alerts: Iterable[Alert]) -> str:
     """The alerts as a Markdown table, oldest first; few columns, because TensorBoard breaks words in narrow ones."""
     lines = ["| alert | evidence | try |", "|---|---|---|"]
     for alert in sorted(alerts, key=lambda alert: alert.step):
-        until = "still open" if alert.closed_step is None else f"until {alert.closed_step}"
-        what = f"{alert.severity}: {alert.rule} in {alert.where}, {alert.since}, {until}"
+        what = f"{alert.severity}: {alert.rule} in {alert.where}, {alert.since}"
+        if alert.closed_step != alert.step:
+            what += ", still open" if alert.closed_step is None else f", until {alert.closed_step}"
         cells = map(escaped, (what, alert.message, alert.remedy))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
