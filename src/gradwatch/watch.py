@@ -166,10 +166,10 @@ class Watch:
             raise RuntimeError("Watch.step() outside its context: write `with Watch(model) as watch:` around the loop")
         if not isinstance(attribute(optimizer, "param_groups"), list):
             raise TypeError(wrong("optimizer", optimizer, "a torch.optim.Optimizer"))
-        inner, begun = inner_optimizer(optimizer), self._engine.source.step_count
+        inner, begun = inner_optimizer(optimizer), self._engine.step_count
         self._engine.measure(inner, self._step_info(inner, optimizer), _number(loss))
         # 0 where a closure calls it again within a step
-        self._steps += 1 if self._engine.failed else self._engine.source.step_count - begun
+        self._steps += 1 if self._engine.failed else self._engine.step_count - begun
         alert_reaction = self._engine.alert_reaction
         alert, alert_reaction.raised = alert_reaction.raised, None
         if alert is not None:

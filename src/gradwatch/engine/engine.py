@@ -130,6 +130,8 @@ class Engine:
         self._suspended = False
         """Whether the hooks are off until the next batch."""
         self._batches_begun = 0
+        self.step_count = 0
+        """Optimizer steps that were reported so far, the same number on every rank."""
         self._armed_for = range(0)
         """Steps of an optimizer that are measured and not sampled, and for which the hooks are as they are now."""
         self._announced = False
@@ -250,7 +252,7 @@ class Engine:
         line in the log, and changes nothing; one that is loaded later, as after a search for a learning rate in
         mid-fit, is ignored.
         """
-        if self.source.step_count:
+        if self.step_count:
             return
         before, steps, noise = self.schedule.state_dict(), self._optimizers.state_dict(), NoiseScale()
         try:
@@ -405,11 +407,11 @@ class Engine:
             with reader.deferred_errors:
                 self._finish(look_at_weights=same)
         planned, self._next = self._next, self._optimizers.next_index
-        self.source.step_count += 1
+        self.step_count += 1
         if reader.shards is not None and not self._joins_ranks(reader.shards, index, planned):
             return
         if self.source.may_hook:
-            self.source.take_passes()
+            self.source.take_passes(self.step_count)
         if not (self.schedule.every_step or self.schedule.is_measured(index)):
             if self.interventions.given and reader.current(watched) is None:
                 self._register((watched,))
@@ -423,7 +425,8 @@ class Engine:
             held = reader.held_by(watched)
         held.copies_at_step = watched.calls_hooks and not self._optimizers.evaluated
         samples = self.samples if self._sampling else None
-        step = read(held, index, info, loss, reader=reader, samples=samples, source=self.source)
+        count = self.step_count - 1
+        step = read(held, index, count, info, loss, reader=reader, samples=samples, source=self.source)
         self._open, step.inside = step, self._optimizers.evaluated
         if samples is not None:  # with two optimizers, a backward pass may be another's
             step.own_passes = self._mode.loop == "automatic" and len(self._optimizers) == 1 and not reader.waiting
@@ -559,7 +562,7 @@ class Engine:
             return
         if self._reader.has_unreported:
             self._note_once(UNREPORTED)
-        elif self._mode.loop == "manual" and self._batches_begun > 1 and not self.source.step_count:
+        elif self._mode.loop == "manual" and self._batches_begun > 1 and not self.step_count:
             self._note_once(NEVER_STEPPED)
 
     def _note_once(self, note: str) -> None:

@@ -143,6 +143,7 @@ class StepState:
 def read(
     held: OptimizerParameters,
     index: int,
+    step_count: int,
     info: StepInfo,
     loss: Tensor | None,
     *,
@@ -152,7 +153,7 @@ def read(
 ) -> StepState:
     """Read what a step has before its optimizer steps. `samples`: on sampled steps.
 
-    `index`: the optimizer's steps before this one; `loss`: of this rank, 0-d.
+    `index`: the optimizer's steps before this one, `step_count`: those of all; `loss`: of this rank, 0-d.
     """
     scalars = {**optimizer_numbers(held.watched.ref()), **info.scalars}
     if source.passes and scalars.get("accumulate", 1.0) > 1:
@@ -163,7 +164,7 @@ def read(
         held=held,
         optimizer_number=held.watched.number,
         index=index,
-        step_count=source.step_count - 1,
+        step_count=step_count,
         passes=source.passes,
         sampled=samples is not None,
         info=info,

@@ -28,17 +28,16 @@ _run_numbers = count()
 
 
 class NonfiniteSource:
-    """Counts steps and backward passes, and hooks small parameters all along the model where gradients are mixed before
-    the step: by ranks, or by micro-batches on the host.
+    """Counts the backward passes of a step, and hooks small parameters all along the model where their gradients are
+    mixed before it: by ranks, or by micro-batches on the host.
     """
 
     def __init__(self, mode: TrainingMode, errors: list[Exception]) -> None:
         """`errors`: takes those inside hooks."""
-        self.step_count = 0
-        """Optimizer steps so far, the same number on every rank."""
         self.passes = 0
         """Backward passes that led to the present step; 0 where that is not known or does not matter."""
-        self._micro = 0
+        self._micro, self._step = 0, 0
+        """Of the backward pass to come, and of the step that it leads to."""
         self._accumulates = mode.accumulate > 1
         self.alarmed = False
         """Whether the last backward pass had a gradient that is not finite, as far as the hooks know at once."""
@@ -85,9 +84,9 @@ class NonfiniteSource:
         self._micro += 1
         self.alarmed = False
 
-    def take_passes(self) -> None:
-        """A step begins: the backward passes up to now led to it."""
-        self.passes, self._micro = self._micro, 0
+    def take_passes(self, coming: int) -> None:
+        """A step begins: the backward passes up to now led to it, and the next ones lead to step `coming`."""
+        self.passes, self._micro, self._step = self._micro, 0, coming
 
     def send(self) -> HostCopy | None:
         """The sums of the norms since this was last asked, on their way to the host; None where it has seen them."""
@@ -110,7 +109,7 @@ class NonfiniteSource:
                 norm_into(gradient.detach(), slot)
                 if not np.isfinite(seen):
                     self.alarmed = True
-                    self.store.publish(self.step_count, self._micro - 1)
+                    self.store.publish(self._step, self._micro - 1)
             else:
                 norm = torch.empty_like(slot)
                 norm_into(gradient.detach(), norm)
