@@ -573,6 +573,17 @@ def test_while_the_loss_stays_far_off_the_incident_stays_open() -> None:
             "The gradient is small, its norm 1.4e-7: a loss that is averaged twice, or small in scale.",
             "a loss that is averaged once, over the batch; or torch.optim.Adam(self.parameters()), whatever its scale.",
         ),
+        (
+            {"lr": 0.1, "gradients": 1e-9, "eps": 1e-8},
+            "The gradient is small, 3.2e-11 in the root mean square: below eps=1e-8 of the optimizer, which divides it "
+            "by the sum of its size and eps.",
+            "a loss that is larger in scale, or eps=3e-13 in configure_optimizers.",
+        ),
+        (
+            {"lr": 0.1, "gradients": 1e-6, "eps": 1e-8},
+            "The learning rate is too low for these gradients.",
+            "a higher lr in configure_optimizers.",
+        ),
         ({"lr": 0.1}, "The learning rate is too low for these gradients.", "a higher lr in configure_optimizers."),
     ],
 )

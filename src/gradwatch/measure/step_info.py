@@ -32,7 +32,7 @@ class StepInfo:
 
 
 def optimizer_numbers(optimizer: Any) -> dict[str, float]:
-    """`lr`, `momentum` and `weight_decay`, the first group's; `decay_in_gradient`, 1 where that is added to the
+    """`lr`, `momentum`, `weight_decay` and `eps`, the first group's; `decay_in_gradient`, 1 where that is added to the
     gradient and divided by its size, as by Adam and not by AdamW; `maximize`, 1 where all groups go up the loss;
     `lr_highest`, where the groups differ; and `lr_waits`, 1 where groups have a rate of 0 by a plan: a scheduler holds
     one there for now, or two or more have it, as in gradual unfreezing. A rate mistaken is one group's.
@@ -48,7 +48,7 @@ def optimizer_numbers(optimizer: Any) -> dict[str, float]:
             still += 1
             if still > 1 or (isinstance(first, int | float) and first > 0):
                 numbers["lr_waits"] = 1.0
-    for name in ("lr", "momentum", "weight_decay") if groups else ():
+    for name in ("lr", "momentum", "weight_decay", "eps") if groups else ():
         number = groups[0].get(name)
         if isinstance(number, int | float) and (name == "lr" or number > 0):
             numbers[name] = float(number)

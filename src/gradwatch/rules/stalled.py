@@ -58,6 +58,9 @@ SLOWER_DECAY = "a slower decay in configure_optimizers: a gamma nearer to 1, or 
 LOW_GRADIENT = 1e-3
 """Norm of the whole gradient that suggests a loss too small in scale, once nothing moves. Judgement."""
 
+SMALL_EPS = 0.01
+"""Share of the size of a gradient that is small enough for what an optimizer adds to it. Judgement."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stalled(CheckedRule):
@@ -285,7 +288,16 @@ def _why(history: History, own: Sites, still: Sites, most: float) -> tuple[str, 
         return cause, f"{remedy}; with SGD {usual}, too: a step would move the weights by a thousandth."
     if rate < LOW_RATE:
         return f"The learning rate is {number_text(rate)}.", usual
-    if norm < LOW_GRADIENT:
+    eps = history.number("eps", back=back)
+    if eps > 0:  # as Adam does, it divides the gradient by its size and `eps`
+        size = norm / np.sqrt(sum(history.layout.sites[site].numel for site in history.layout.parameters))
+        if size < eps:
+            cause = f"The gradient is small, {number_text(size)} in the root mean square: below eps={number_text(eps)} "
+            remedy = (
+                f"a loss that is larger in scale, or eps={number_text(size * SMALL_EPS, 1)} in configure_optimizers."
+            )
+            return f"{cause}of the optimizer, which divides it by the sum of its size and eps.", remedy
+    elif norm < LOW_GRADIENT:
         cause = (
             f"The gradient is small, its norm {number_text(norm)}: a loss that is averaged twice, or small in scale."
         )
