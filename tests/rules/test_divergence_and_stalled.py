@@ -577,7 +577,7 @@ def test_while_the_loss_stays_far_off_the_incident_stays_open() -> None:
             {"lr": 0.1, "gradients": 1e-9, "eps": 1e-8},
             "The gradient is small, 3.2e-11 in the root mean square: below eps=1e-8 of the optimizer, which divides it "
             "by the sum of its size and eps.",
-            "a loss that is larger in scale, or eps=3e-13 in configure_optimizers.",
+            "a loss of a larger scale, or eps=3e-13 in configure_optimizers.",
         ),
         (
             {"lr": 0.1, "gradients": 1e-6, "eps": 1e-8},

@@ -61,6 +61,12 @@ LOW_GRADIENT = 1e-3
 SMALL_EPS = 0.01
 """Share of the size of a gradient that is small enough for what an optimizer adds to it. Judgement."""
 
+AVERAGED_ONCE = (
+    "a loss that is averaged once, over the batch; or torch.optim.Adam(self.parameters()), whatever its scale."
+)
+
+UNUSED = "No optimizer step was seen that uses these gradients.", "no zero_grad() in on_before_optimizer_step."
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stalled(CheckedRule):
@@ -242,70 +248,89 @@ def _why(history: History, own: Sites, still: Sites, most: float) -> tuple[str, 
     of the weights.
     """
     back = int(still[-1])
-    rates = history.scalar("lr", RECENT_RECORDS)
-    rate, highest = float(rates[-back]), float(np.fmax.reduce(rates[-own]))
+    rate = float(history.number("lr", back=back))
     norm, left = (float(history.row(name, back=back)[0]) for name in ("grad_norm", "grad_norm_clipped"))
+    scaled = bool(removed_scale(history, back=back))
     usual = "a usual lr in configure_optimizers: 1e-3 for Adam, or 0.1 for SGD."
     if most >= RELIABLE_UPDATE and rate > 0:
         better = rate * USUAL_UPDATE / most
         usual = f"lr={number_text(better, 1)} in configure_optimizers: a step would move the weights by a thousandth."
+    unused = np.isnan(left) and np.isnan(history.number("closures", back=back)) and not most and not rate < LOW_RATE
+    return (
+        _why_rate(history, own, rate, usual)
+        or (None if scaled else _why_clipped(history, still, norm, left))
+        or (UNUSED if unused else None)
+        or _why_narrow(history, back, rate)
+        or ((f"The learning rate is {number_text(rate)}.", usual) if rate < LOW_RATE else None)
+        or _why_small(history, back, left if scaled else norm)
+        or ("The learning rate is too low for these gradients.", usual if most >= RELIABLE_UPDATE else HIGHER_RATE)
+    )
+
+
+def _why_rate(history: History, own: Sites, rate: float, usual: str) -> tuple[str, str] | None:
+    """Where the rate is 0, or has fallen far."""
+    rates = history.scalar("lr", RECENT_RECORDS)[-own]
+    highest = float(np.fmax.reduce(rates))
     if rate < 1e-3 * highest:
         cause = (
             f"The learning rate has fallen from {number_text(highest)} to {number_text(rate)}: its schedule decays "
             "too fast."
         )
         epochs = history.scalar("epoch", RECENT_RECORDS)[-own]
-        if np.isfinite(epochs).all() and not ((np.diff(rates[-own]) < 0) & (np.diff(epochs) == 0)).any():
+        if np.isfinite(epochs).all() and not ((np.diff(rates) < 0) & (np.diff(epochs) == 0)).any():
             return cause, SLOWER_DECAY
         return cause, '{"scheduler": ..., "interval": "epoch"} for lr_scheduler in configure_optimizers.'
-    if rate == 0:
-        return "The learning rate is 0.", usual
-    if removed_scale(history, back=back):
-        norm = left
-    elif left < CLIPPED_SHARE * norm:
+    return ("The learning rate is 0.", usual) if rate == 0 else None
+
+
+def _why_clipped(history: History, still: Sites, norm: float, left: float) -> tuple[str, str] | None:
+    """Where interventions or a clipping leave little of the gradient, after the measurement or before it."""
+    back = int(still[-1])
+    if left < CLIPPED_SHARE * norm:
         if np.isclose(left, norm * history.row("clip_factor", back=back)[0], rtol=0.01, atol=0.0):
             cause = f"The interventions leave {number_text(left)} of a gradient of norm {number_text(norm)}."
             return cause, "a larger limit or factor of what is in interventions."
         return _clipping(history, back, "Clipping", norm, left)
-    elif norm < LOW_GRADIENT and len(known := still[np.isfinite(history.at("arrived_norm", still)[:, 0])]):
+    if norm < LOW_GRADIENT and len(known := still[np.isfinite(history.at("arrived_norm", still)[:, 0])]):
         arrived, norms = (history.row(name, back=int(known[-1])) for name in ("arrived_norm", "grad_norm"))
         if norms[0] < CLIPPED_SHARE * arrived[0] and not remaining_scale(arrived, norms):
             what = "Clipping before the measurement, or other code after the backward pass,"
             return _clipping(history, int(known[-1]), what, float(arrived[0]), float(norms[0]))
-    unused = np.isnan(left) and np.isnan(history.number("closures", back=back))
-    if unused and not most and not rate < LOW_RATE:
-        return "No optimizer step was seen that uses these gradients.", "no zero_grad() in on_before_optimizer_step."
-    if _grids(history.layout).all():
-        cause = "The weights are in half precision, in which an update under half a unit in the last place is lost."
-        remedy = 'Trainer(precision="bf16-mixed"), which keeps the weights in float32'
-        layers = history.layout.layers
-        with np.errstate(divide="ignore", invalid="ignore"):
-            by_sgd = rate * history.row("grad_norm", back=back)[layers] / history.row("weight_norm", back=back)[layers]
-        reach = float(np.max(by_sgd[np.isfinite(by_sgd)], initial=0.0))
-        if not 0 < reach < LOW_REACH:
-            return cause, f"{remedy}."
-        usual = f"lr={number_text(rate * USUAL_UPDATE / reach, 1)}"
-        return cause, f"{remedy}; with SGD {usual}, too: a step would move the weights by a thousandth."
-    if rate < LOW_RATE:
-        return f"The learning rate is {number_text(rate)}.", usual
-    eps = history.number("eps", back=back)
-    if eps > 0:  # as Adam does, it divides the gradient by its size and `eps`
-        size = norm / np.sqrt(sum(history.layout.sites[site].numel for site in history.layout.parameters))
-        if size < eps:
-            cause = f"The gradient is small, {number_text(size)} in the root mean square: below eps={number_text(eps)} "
-            remedy = (
-                f"a loss that is larger in scale, or eps={number_text(size * SMALL_EPS, 1)} in configure_optimizers."
-            )
-            return f"{cause}of the optimizer, which divides it by the sum of its size and eps.", remedy
-    elif norm < LOW_GRADIENT:
+    return None
+
+
+def _why_narrow(history: History, back: int, rate: float) -> tuple[str, str] | None:
+    """Where all weights are in half precision."""
+    if not _grids(history.layout).all():
+        return None
+    cause = "The weights are in half precision, in which an update under half a unit in the last place is lost."
+    remedy = 'Trainer(precision="bf16-mixed"), which keeps the weights in float32'
+    layers = history.layout.layers
+    with np.errstate(divide="ignore", invalid="ignore"):
+        by_sgd = rate * history.row("grad_norm", back=back)[layers] / history.row("weight_norm", back=back)[layers]
+    reach = float(np.max(by_sgd[np.isfinite(by_sgd)], initial=0.0))
+    if not 0 < reach < LOW_REACH:
+        return cause, f"{remedy}."
+    named = number_text(rate * USUAL_UPDATE / reach, 1)
+    return cause, f"{remedy}; with SGD lr={named}, too: a step would move the weights by a thousandth."
+
+
+def _why_small(history: History, back: int, norm: float) -> tuple[str, str] | None:
+    """Where the gradient is small, for an optimizer that adds `eps` to its size or takes it as it is."""
+    eps, layout = history.number("eps", back=back), history.layout
+    if not eps > 0:
         cause = (
             f"The gradient is small, its norm {number_text(norm)}: a loss that is averaged twice, or small in scale."
         )
-        return (
-            cause,
-            "a loss that is averaged once, over the batch; or torch.optim.Adam(self.parameters()), whatever its scale.",
-        )
-    return "The learning rate is too low for these gradients.", usual if most >= RELIABLE_UPDATE else HIGHER_RATE
+        return (cause, AVERAGED_ONCE) if norm < LOW_GRADIENT else None
+    size = norm / np.sqrt(sum(layout.sites[site].numel for site in layout.parameters))
+    if not size < eps:
+        return None
+    cause = (
+        f"The gradient is small, {number_text(size)} in the root mean square: below eps={number_text(eps)} of the "
+        "optimizer, which divides it by the sum of its size and eps."
+    )
+    return cause, f"a loss of a larger scale, or eps={number_text(size * SMALL_EPS, 1)} in configure_optimizers."
 
 
 def _clipping(history: History, back: int, what: str, norm: float, left: float) -> tuple[str, str]:
