@@ -172,6 +172,32 @@ def test_a_rule_whose_suspects_fail_is_switched_off(answer: Any) -> None:
     assert note.startswith("the rule counted failed and was switched off: ValueError: ")
 
 
+class SpeechlessError(Exception):
+    def __str__(self) -> str:
+        raise ValueError("nothing to say")
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (EOFError(), "EOFError"),
+        (SpeechlessError(), "SpeechlessError"),
+        (RuntimeError("two\n  lines"), "RuntimeError: two lines"),
+    ],
+)
+def test_whatever_a_rule_raises_it_alone_is_switched_off_in_one_line(error: Exception, said: str) -> None:
+    class Failing(Counted):
+        def __call__(self, history: History) -> Any:
+            raise error
+
+    other = Counted()
+    other.name = "other"
+    diagnosis = opened([Failing(), other])
+    diagnosis.judge(block(diagnosis, [{}] * 10))
+    assert diagnosis.notes == [f"the rule counted failed and was switched off: {said}"]
+    assert other.steps == list(range(10))
+
+
 def finding(**fields: Any) -> Finding:
     given: dict[str, Any] = {"layer": "fc0", "sites": ("fc0",), "value": 1.0, "message": "a", "remedy": "b"}
     return Finding(**{"rule": "own", "severity": Severity.WARNING, "threshold": 0.0, **given, **fields})

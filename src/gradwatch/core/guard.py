@@ -1,4 +1,4 @@
-"""The decorator that keeps a failure inside GradWatch from ending the training."""
+"""A failure inside GradWatch does not end the training: the decorator for it, and what is said of the error."""
 
 from __future__ import annotations
 
@@ -33,3 +33,12 @@ def guard(method: Callable[P, T]) -> Callable[P, T | None]:
             return None
 
     return guarded
+
+
+def error_text(error: BaseException) -> str:
+    """In one line, 'ValueError: what it says'; the class alone where it says nothing."""
+    try:
+        text = " ".join(str(error).split())
+    except Exception:  # a class of the user's own
+        text = ""
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from gradwatch.core.alert import Alert, Finding, Severity, Verdict, ranked
 from gradwatch.core.arguments import MOST, check_items, check_whole, damage
 from gradwatch.core.block import Block
+from gradwatch.core.guard import error_text
 from gradwatch.core.history import History, NonfiniteOrigin
 from gradwatch.core.layer_graph import merge_edges, topological_order
 from gradwatch.core.loss_levels import LossLevels
@@ -216,7 +217,7 @@ class Diagnosis:
 
     def drop(self, kind: str, name: str, error: Exception) -> None:
         """Report that a rule or sink failed and is not used any more."""
-        self.note(f"the {kind} {name} failed and was switched off: {type(error).__name__}: {error}", error=error)
+        self.note(f"the {kind} {name} failed and was switched off: {error_text(error)}", error=error)
 
     def _suspected(self, block: Block) -> dict[str, list[bool]]:
         """For each rule that may find something, at which rows of `block`, the latest records, it may."""

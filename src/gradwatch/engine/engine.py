@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from gradwatch.core.alert import Alert, short_list
 from gradwatch.core.arguments import damage
-from gradwatch.core.guard import UserFacingError, guard
+from gradwatch.core.guard import UserFacingError, error_text, guard
 from gradwatch.core.overhead import Overhead
 from gradwatch.core.record import Run
 from gradwatch.core.schedule import FIRST_STEPS, SamplingSchedule
@@ -232,7 +232,7 @@ class Engine:
         self.failed = self.diagnosis.failed = True
         self.detach(keep_interventions=self._reader is not None and shards is None)
         what = f"failed{self._mode.rank_text} and watches no more, the training goes on{self.interventions.still}"
-        self.diagnosis.note(f"GradWatch {what}: {type(error).__name__}: {error}", error=error)
+        self.diagnosis.note(f"GradWatch {what}: {error_text(error)}", error=error)
 
     def state_dict(self) -> dict[str, Any]:
         """Baselines, alerts and counters: tensors, numbers and text."""

@@ -19,7 +19,7 @@ from gradwatch.lightning.package_detection import PackageAware, plain_class
 from lightning.pytorch import Callback
 from torch import Tensor
 
-from gradwatch.core.guard import guard
+from gradwatch.core.guard import error_text, guard
 from gradwatch.lightning.trainer_info import axis_of
 from gradwatch.measure.layers import NoSuchLayer, check_patterns
 from gradwatch.sinks.logger_files import WRITERS, Picture, Write, writer_for
@@ -165,7 +165,7 @@ class FeatureMaps(PackageAware, Callback):
         if isinstance(error, NotImplementedError):
             self._stop("the module has no forward(images), which is what is run for them", error)
         else:
-            self._stop(f"{type(error).__name__}: {error}", error)
+            self._stop(error_text(error), error)
 
     def _keep_images(self, fit: _Fit, batch: object) -> None:
         fit.images = images_in(batch, self._options["images"])
@@ -211,7 +211,7 @@ class FeatureMaps(PackageAware, Callback):
             except Exception as error:
                 fit.writers.remove(writer)
                 logger.debug("FeatureMaps could not write", exc_info=error)
-                self._warn(f"{type(one).__name__} gets no more pictures: {type(error).__name__}: {error}")
+                self._warn(f"{type(one).__name__} gets no more pictures: {error_text(error)}")
 
     def _stop(self, why: str, error: Exception | None = None) -> None:
         logger.debug("a failure of FeatureMaps", exc_info=error)

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from gradwatch.core.guard import error_text
+
 MAX_DEPTH = 24
 """Levels of nested containers. Judgement: deeper structures contain themselves."""
 MAX_ENTRIES = 200_000
@@ -49,7 +51,7 @@ class _PlainCopy:
         except TooLarge:
             raise
         except Exception as error:  # an object of the user's own making
-            return self._leave_out(path, f"{_type_text(value)} cannot be read: {type(error).__name__}: {error}")
+            return self._leave_out(path, f"{_type_text(value)} cannot be read: {error_text(error)}")
 
     def _copy_of(self, value: object, path: str, depth: int) -> Any:
         if isinstance(value, bytes) and not value:

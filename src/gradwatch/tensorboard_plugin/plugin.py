@@ -17,6 +17,7 @@ from tensorboard.plugins import base_plugin  # type: ignore[import-untyped]
 from tensorboard.util import tb_logging  # type: ignore[import-untyped]
 from werkzeug import wrappers
 
+from gradwatch.core.guard import error_text
 from gradwatch.sinks.record.record_format import PLUGIN
 from gradwatch.tensorboard_plugin.api import Api
 from gradwatch.tensorboard_plugin.record_data import RecordCache
@@ -81,7 +82,7 @@ class GradWatchPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
                 response = _respond(request, {"error": str(error)}, "application/json", error.http_code)
             except Exception as error:
                 tb_logging.get_logger().warning("GradWatch: %s failed", request.path, exc_info=True)
-                said = f"GradWatch could not read this: {type(error).__name__}: {error}"
+                said = f"GradWatch could not read this: {error_text(error)}"
                 response = _respond(request, {"error": said}, "application/json", 500)
             return response(environ, start_response)
 
