@@ -131,6 +131,7 @@ def test_a_replaced_optimizer_goes() -> None:
         ("AABBAABB", [0, 0, 0, 0, 1, 1, 0, 0]),  # A steps again after B has replaced it
         ("ACCC", [0, 1, 1, 1]),
         ("CABBAC", [0, 1, 1, 1, 2, 0]),
+        ("AABBAABBCCAABBAA", [0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 1, 1, 2, 2, 1, 1]),  # none is replaced twice
     ],
 )
 def test_the_number_of_an_optimizer_that_comes_later(turns: str, numbers: list[int]) -> None:
@@ -144,6 +145,37 @@ def test_the_number_of_an_optimizer_that_comes_later(turns: str, numbers: list[i
             optimizers[letter].step()
         assert watch.history.optimizers(len(turns)).tolist() == numbers
     assert watch.verdict.notes == ()
+
+
+def test_one_optimizer_of_all_rounds_beside_one_that_is_made_anew() -> None:
+    """As in Reptile: each has one number, and the hooks on the first do not become more."""
+    model = net()
+    outer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with Watch(model, sinks=(), signals="off") as watch:
+        for task in range(6):
+            inner = torch.optim.SGD(model.parameters(), lr=0.01)
+            for step, optimizer in enumerate((inner, inner, inner, outer)):
+                backward(model, optimizer, 4 * task + step)
+                watch.step(optimizer)
+                optimizer.step()
+        assert watch.history.optimizers(24).tolist() == [0, 0, 0, 0] + [0, 0, 0, 1] * 5
+        assert len(outer._optimizer_step_post_hooks) == 1
+    assert not outer._optimizer_step_post_hooks
+
+
+def test_two_of_the_same_parameters_that_are_made_anew() -> None:
+    model, numbers = net(), []
+    with Watch(model, sinks=(), signals="off") as watch:
+        for batch in range(24):
+            if batch % 4 == 0:
+                optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for _ in range(2)]
+            for optimizer in optimizers:
+                backward(model, optimizer, batch)
+                watch.step(optimizer)
+                optimizer.step()
+        numbers = watch.history.optimizers(48).tolist()
+    assert set(numbers) == {0, 1}
+    assert all(first != second for first, second in zip(numbers[::2], numbers[1::2], strict=True))
 
 
 def test_two_that_are_made_anew_in_each_round_keep_their_numbers() -> None:

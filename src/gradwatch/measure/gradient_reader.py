@@ -152,6 +152,7 @@ class GradientReader:
             if self.current(watched) is not None:
                 continue
             param_groups = [list(group["params"]) for group in watched.ref().param_groups]
+            watched.held = frozenset(map(id, chain(*param_groups)))
             if any(id(parameter) not in self._place for parameter in chain(*param_groups)):
                 adopted += self.rescan()
             places = sorted({self._place[id(p)] for p in chain(*param_groups) if id(p) in self._place})
@@ -175,9 +176,10 @@ class GradientReader:
             self.parameter_hooks.disarm()
         self.tensor_taps.armed = True
         for watched, held in tuple(self._held.items()):
-            if watched.ref() is None:
+            gone = watched.ref() is None
+            if gone or watched.replaced:
                 held.stale_gradients.disarm()
-                if not held.never_measured:
+                if gone and not held.never_measured:
                     del self._held[watched]
             elif self.shards is None:
                 held.stale_gradients.arm(held.parameters)

@@ -25,14 +25,28 @@ class WatchedOptimizer:
     remembers of each parameter.
     """
 
-    __slots__ = ("__weakref__", "calls_hooks", "held", "ignored", "late", "number", "overtaken", "ref", "replaced")
+    __slots__ = (
+        "__weakref__",
+        "calls_hooks",
+        "has_returned",
+        "held",
+        "ignored",
+        "late",
+        "number",
+        "overtaken",
+        "ref",
+        "replaced",
+        "steps",
+    )
 
     def __init__(self, optimizer: Any, number: int) -> None:
         """`number`: as `OptimizerSteps` gives it."""
         self.ref, self.number = weak_reference(optimizer), number
         groups = attribute(optimizer, "param_groups", ())
         self.held = frozenset(id(parameter) for group in groups for parameter in group["params"])
-        """Identities of the parameters that it held when it was enlisted."""
+        """Identities of the parameters that it held when they were last looked at."""
+        self.steps = 0
+        """Those that it has begun, without those of one that it has replaced."""
         self.calls_hooks = False
         """Whether its hooks were called: wrappers, and what is no torch optimizer, may call none."""
         self.ignored = False
@@ -41,12 +55,20 @@ class WatchedOptimizer:
         """Whether its gradients were measured, then another's, and it has not stepped since."""
         self.late = False
         """Whether it has stepped after another's were measured."""
-        self.replaced = False
-        """Whether another goes on with its number."""
+        self.replaced = self.has_returned = False
+        """Whether another goes on with its number; whether it has stepped again after that."""
 
     def ignore(self) -> None:
         """From now on it is as one that calls no hooks: it steps before its steps are begun here."""
         self.ignored, self.calls_hooks = True, False
+
+    def take_over(self, before: WatchedOptimizer) -> None:
+        """Go on with the number of `before`."""
+        before.replaced, self.number = True, before.number
+
+    def come_back(self, number: int) -> None:
+        """It steps again after it was replaced."""
+        self.replaced, self.has_returned, self.number = False, True, number
 
 
 class OptimizerSteps:
@@ -54,7 +76,7 @@ class OptimizerSteps:
 
     Each has a number, from 0. One that comes later and holds the parameters of one that has stepped goes on with its
     number: most often it replaces that one, as in each round of a training that makes its optimizer anew. If the other
-    steps again, it gets a number of its own.
+    steps again, it gets a number of its own, and is not replaced any more.
     """
 
     def __init__(
@@ -95,19 +117,19 @@ class OptimizerSteps:
     def enlist(self, optimizer: Any) -> WatchedOptimizer:
         """The object of `optimizer`, a new one with hooks if it was not known."""
         known = self._known.get(id(optimizer))
-        returns = known is not None and known.ref() is optimizer
-        if known is not None and returns and not known.replaced:
+        if known is not None and known.ref() is optimizer:
+            if known.replaced:
+                known.come_back(len(self._last))
+                self._last.append(known)
             return known
         for gone in [identity for identity, watched in self._known.items() if watched.ref() is None]:
             del self._known[gone]
         watched = self._known[id(optimizer)] = WatchedOptimizer(optimizer, len(self._last))
-        alike = [one for one in self._last if one.held == watched.held]
-        if returns or sum(self.begun[one.number] for one in alike) < MANY_STEPS:
+        alike = [one for one in self._last if one.held == watched.held and not one.has_returned]
+        if sum(self.begun[one.number] for one in alike) < MANY_STEPS:
             self._last.append(watched)
-        else:
-            before = alike[-1]
-            before.replaced, watched.number = True, before.number
-            before.ignore()
+        else:  # one that has just come has most likely come beside this one
+            watched.take_over(max(alike, key=lambda one: (one.steps >= MANY_STEPS, one.number)))
             self._last[watched.number] = watched
         hooks = (("register_step_pre_hook", _entering), ("register_step_post_hook", _leaving))
         for name, hook in hooks if self._hooked else ():
@@ -124,8 +146,8 @@ class OptimizerSteps:
         """
         watched = self._known.get(id(optimizer))  # `enlist` takes a call more at every step
         if watched is None or watched.replaced or watched.ref() is not optimizer:
-            watched = self.enlist(optimizer)
-            if self._hooked and isinstance(optimizer, LBFGS):
+            known, watched = watched, self.enlist(optimizer)
+            if watched is not known and self._hooked and isinstance(optimizer, LBFGS):
                 self.inside = watched  # it was not known when it went in
         again, self.evaluated = self.inside is watched and self.evaluated, self.inside is watched
         if again:
@@ -133,6 +155,7 @@ class OptimizerSteps:
         number = watched.number
         index = self.begun[number]
         self.begun[number] = index + 1
+        watched.steps += 1
         if number != self._latest:
             self._turns[self._latest] = self._in_a_row, number
             self._latest, self._in_a_row = number, 0
@@ -167,7 +190,7 @@ class OptimizerSteps:
 
     def ends_unseen(self, watched: WatchedOptimizer) -> bool:
         """Whether nothing says when it steps: it has begun several, and called no hook."""
-        return not watched.calls_hooks and self.begun[watched.number] > 1
+        return not watched.calls_hooks and watched.steps > 1
 
     def unhook(self) -> None:
         """Take the hooks off; steps are counted on."""
