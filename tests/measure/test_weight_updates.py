@@ -34,9 +34,9 @@ def test_against_float64() -> None:
     for i, scale in ((1, 1e-25), (2, 1e25), (8, 1e25)):  # at the edges of float32: had again in float64
         weights[i] *= scale
     room, updates = buffer(len(weights)), UpdateNorms(sizes(weights))
-    for _ in range(3):
+    for turn in range(3):
         old = [weight.clone() for weight in weights]
-        updates.copy(weights, room)
+        updates.copy(weights, room, turn=turn)
         for weight in weights:
             weight.add_(torch.randn(weight.shape).to(weight.dtype) * weight.abs().mean() * 0.1 if weight.numel() else 0)
         members = updates.compare(weights)
@@ -52,7 +52,7 @@ def test_small_steps_of_float64_weights() -> None:
     weights = [torch.randn(shape, dtype=torch.float64) for shape in [(4, 4)] * 5 + [(70, 70)]]
     room = DeviceBuffer(torch.device("cpu"), len(weights), ("updates",), doubles=True)
     updates = UpdateNorms(sizes(weights))
-    updates.copy(weights, room)
+    updates.copy(weights, room, turn=0)
     for weight in weights:
         weight.add_(1e-11)
     members = updates.compare(weights)
@@ -67,7 +67,7 @@ def test_many_weights_that_do_not_move_or_hardly(monkeypatch: pytest.MonkeyPatch
     weights = [torch.full((4, 4), 1e-22) for _ in range(30)] + [torch.full((70, 70), 1e-22)]
     room, updates = buffer(len(weights)), UpdateNorms(sizes(weights))
     old = [weight.clone() for weight in weights]
-    updates.copy(weights, room)
+    updates.copy(weights, room, turn=0)
     for weight in weights[15:30]:
         weight.mul_(1.5)
     for slot, member in enumerate(updates.compare(weights)):
@@ -82,8 +82,8 @@ def test_large_models_take_turns() -> None:
     weights = [torch.ones(count // 2 + 1), torch.ones(3 * count), torch.ones(7), torch.ones(count // 2)]
     room, updates = buffer(len(weights)), UpdateNorms(sizes(weights))
     seen: list[int] = []
-    for _ in range(3):
-        updates.copy(weights, room)
+    for turn in range(3):
+        updates.copy(weights, room, turn=turn)
         for weight in weights:
             weight.mul_(1.5)
         members = updates.compare(weights)
@@ -94,6 +94,21 @@ def test_large_models_take_turns() -> None:
         assert len(members) < len(weights)
         seen += members
     assert sorted(seen) == [0, 1, 2, 3]
+
+
+def test_turns_go_on_with_an_optimizer_that_is_made_anew() -> None:
+    model = torch.nn.Sequential(*[torch.nn.Linear(1000, 1000, bias=False) for _ in range(3)])
+    seen: list[str] = []
+    with Watch(model, sinks=(), signals="off") as watch:
+        for _ in range(6):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for _ in range(3):
+                model(torch.ones(1, 1000)).square().mean().backward()
+                watch.step(optimizer)
+                optimizer.step()
+                names = watch.history.layout.names(watch.history.layout.layers)
+                seen += [name for name in names if np.isfinite(watch.history[-1].value("update_ratio", name))]
+    assert seen == ["0", "1", "2", "0", "1", "2", "0"]  # at steps 0 to 4, 8 and 16
 
 
 def test_the_ratio_of_a_tensor_of_which_some_elements_are_copied() -> None:
@@ -145,10 +160,10 @@ def test_weights_that_change_their_shape(changed: int) -> None:
     """Between two samples, or while the optimizer steps: planned anew, or no number; never a wrong one."""
     weights = [torch.ones(4, 4) for _ in range(30)] + [torch.ones(70, 70)]
     room, updates = buffer(len(weights)), UpdateNorms(sizes(weights))
-    updates.copy(weights, room)
+    updates.copy(weights, room, turn=0)
     weights[changed] = torch.ones(3, 3)
     assert updates.compare(weights) == []
-    updates.copy(weights, room)
+    updates.copy(weights, room, turn=0)
     for weight in weights:
         weight.add_(1.0)
     members = updates.compare(weights)

@@ -194,6 +194,39 @@ def test_two_that_are_made_anew_in_each_round_keep_their_numbers() -> None:
     assert sorted(set(sampled)) == [0, 1, 2, 3, 4, 8, 16], sampled
 
 
+@pytest.mark.parametrize("steps", [4, 20, 40])
+def test_what_was_seen_of_one_optimizer_holds_for_the_one_that_replaces_it(steps: int) -> None:
+    """Gradients change between the measurement and the step, and nothing counts that."""
+    model, used = net(), []
+    with Watch(model, sinks=(sink := Memory(),), signals="off") as watch:
+        for batch in range(120):
+            if batch % steps == 0:
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+            backward(model, optimizer, batch)
+            watch.step(optimizer)
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter.grad.numpy()[...] *= 0.3
+            used.append(total(model))
+            optimizer.step()
+    known = [record.value("grad_norm_clipped") for record in sink.records]
+    assert known == pytest.approx(used, rel=1e-4)
+
+
+def test_optimizers_that_step_before_watch_step_in_each_round() -> None:
+    """A backward pass then lies between the measurement and the step."""
+    model = net()
+    with Watch(model, sinks=(sink := Memory(),), signals="off") as watch:
+        for batch in range(80):
+            if batch % 20 == 0:
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+            backward(model, optimizer, batch)
+            optimizer.step()
+            watch.step(optimizer)
+    assert len(watch.verdict.notes) == 1
+    assert not any(np.isfinite(record.value("grad_norm_clipped")) for record in sink.records)
+
+
 @pytest.mark.filterwarnings("ignore:Lazy modules")
 def test_lazy_parameters_and_accumulation() -> None:
     watch = GradWatch(sinks=(sink := Memory(),))

@@ -489,7 +489,7 @@ class Engine:
             return
         if not step.stepped:
             watched = step.held.watched
-            step.maybe_stepped = watched.late or not watched.calls_hooks
+            step.maybe_stepped = watched.observed.late or not watched.calls_hooks
             unseen = step.maybe_stepped and step.sampled and step.info.scale is None
             if look_at_weights and unseen and self._reader.shards is None:
                 step.reading_after = self._reader.measure_after(step.held, sampled=True)
@@ -524,7 +524,7 @@ class Engine:
         step = self._open
         if step is None or watched is not self._optimizers.awaited or self._reader is None:
             if watched.overtaken:
-                watched.overtaken, watched.late = False, True
+                watched.overtaken, watched.observed.late = False, True
                 self._note_once(INTERRUPTED.format(between="watch.step of another optimizer", more=""))
             elif self._reader is not None and not self._optimizers.begun[watched.number]:
                 self._reader.steps_unreported(watched)

@@ -126,7 +126,7 @@ def _measure_again_after(step: StepState) -> None:
     if isinstance(block, ShardBlock):
         block.exchange.expect_clipping(block)
     else:
-        step.held.remeasure_always = True
+        step.held.watched.observed.remeasure_always = True
 
 
 def _without_taps(step: StepState, norms: Floats) -> Floats:

@@ -305,6 +305,7 @@ class GradientReader:
                 held.coverage = Coverage(self.layout, found)
         index = {"grad_norm": held.reduce(buffer, "grad_norm", gradients)}
         if sampled:
+            held.watched.observed.samples += 1
             if self._whole_sample:
                 index["zeros"] = held.reduce(buffer, "zeros", gradients, reduction=ZEROS)
             index["weights"] = held.reduce(buffer, "weights", held.weights())

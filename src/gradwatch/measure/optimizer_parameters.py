@@ -64,8 +64,6 @@ class OptimizerParameters:
     """What there is of the gradient; None where it has to be found out."""
     sharded: bool = False
     """Whether there are parameters of which this rank has a part only: parts are what is measured."""
-    remeasure_always: bool = False
-    """Whether all gradients are measured again after each step: a change was seen that the few watched did not show."""
     steps_unreported: bool = False
     """Whether the optimizer has stepped before any step of it was measured."""
     copies_at_step: bool = False
@@ -95,6 +93,11 @@ class OptimizerParameters:
     def never_measured(self) -> bool:
         """Whether the optimizer steps, and no step of it was measured."""
         return self.steps_unreported and self.absent is None
+
+    @property
+    def remeasure_always(self) -> bool:
+        """As of `Observed`."""
+        return self.watched.observed.remeasure_always
 
     def is_fused(self) -> bool:
         """Whether the optimizer writes weights by kernels whose writes torch does not count."""
@@ -198,7 +201,7 @@ class OptimizerParameters:
             # by the largest part that any rank has, so that all ranks copy the same parameters
             sizes = [(largest_part(p), p.element_size()) if _has_norm(p) else (0, 1) for p in self.parameters]
             self._updates = UpdateNorms(sizes)
-        self._updates.copy(self.weights(), buffer)
+        self._updates.copy(self.weights(), buffer, turn=self.watched.observed.samples - 1)
 
     def update_norms(self, buffer: DeviceBuffer) -> dict[str, Indices]:
         """Norms of how far the copied weights have moved since; the copies are let go."""

@@ -6,6 +6,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +21,20 @@ MANY_STEPS = 2
 that take turns come within one."""
 
 
+@dataclass(slots=True, eq=False)
+class Observed:
+    """What the steps of an optimizer have shown. One that replaces it goes on with it: it is used in the same way."""
+
+    ignored: bool = False
+    """Whether its hooks say nothing of the step that was begun."""
+    late: bool = False
+    """Whether it has stepped after another's were measured."""
+    remeasure_always: bool = False
+    """Whether all gradients are measured again after each step: a change was seen that the few watched did not show."""
+    samples: int = 0
+    """Sampled steps, the present one too."""
+
+
 class WatchedOptimizer:
     """One optimizer, and what is known of its steps. It is not kept alive: one that was replaced goes, with all that it
     remembers of each parameter.
@@ -30,9 +45,8 @@ class WatchedOptimizer:
         "calls_hooks",
         "has_returned",
         "held",
-        "ignored",
-        "late",
         "number",
+        "observed",
         "overtaken",
         "ref",
         "replaced",
@@ -45,30 +59,27 @@ class WatchedOptimizer:
         groups = attribute(optimizer, "param_groups", ())
         self.held = frozenset(id(parameter) for group in groups for parameter in group["params"])
         """Identities of the parameters that it held when they were last looked at."""
-        self.steps = 0
-        """Those that it has begun, without those of one that it has replaced."""
+        self.observed, self.steps = Observed(), 0
+        """`steps`: those that it has begun, without those of one that it has replaced."""
         self.calls_hooks = False
         """Whether its hooks were called: wrappers, and what is no torch optimizer, may call none."""
-        self.ignored = False
-        """Whether its hooks say nothing of the step that was begun."""
         self.overtaken = False
         """Whether its gradients were measured, then another's, and it has not stepped since."""
-        self.late = False
-        """Whether it has stepped after another's were measured."""
         self.replaced = self.has_returned = False
         """Whether another goes on with its number; whether it has stepped again after that."""
 
     def ignore(self) -> None:
         """From now on it is as one that calls no hooks: it steps before its steps are begun here."""
-        self.ignored, self.calls_hooks = True, False
+        self.observed.ignored, self.calls_hooks = True, False
 
     def take_over(self, before: WatchedOptimizer) -> None:
         """Go on with the number of `before`."""
-        before.replaced, self.number = True, before.number
+        before.replaced, self.number, self.observed = True, before.number, before.observed
 
     def come_back(self, number: int) -> None:
         """It steps again after it was replaced."""
         self.replaced, self.has_returned, self.number = False, True, number
+        self.observed = replace(self.observed)
 
 
 class OptimizerSteps:
@@ -227,7 +238,7 @@ def _entering(this: weakref.ref[OptimizerSteps], watched: WatchedOptimizer) -> C
         if torch.compiler.is_compiling():
             torch.compiler.disable(about_to_step)(optimizer, args, kwargs)
             return
-        if (steps := this()) is None or watched.ignored:
+        if (steps := this()) is None or watched.observed.ignored:
             return
         steps.inside, steps.evaluated, watched.calls_hooks = watched, False, True
         if watched is steps.awaited:
@@ -241,7 +252,7 @@ def _leaving(this: weakref.ref[OptimizerSteps], watched: WatchedOptimizer) -> Ca
         if torch.compiler.is_compiling():
             torch.compiler.disable(stepped)(optimizer, args, kwargs)
             return
-        if (steps := this()) is None or watched.ignored:
+        if (steps := this()) is None or watched.observed.ignored:
             return
         try:
             steps.after_step(watched)

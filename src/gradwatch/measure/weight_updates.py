@@ -44,15 +44,13 @@ class UpdateNorms:
                 self._turns[-1][member] = stride
         self._copies_of_turn: dict[int, _WeightCopies] = {}
         self._current: _WeightCopies | None = None
-        self._turn = 0
 
-    def copy(self, weights: Sequence[Any], buffer: DeviceBuffer) -> None:
-        """Copy those of `weights`, one per tensor of `sizes`, whose turn it is."""
+    def copy(self, weights: Sequence[Any], buffer: DeviceBuffer, *, turn: int) -> None:
+        """Copy those of `weights`, one per tensor of `sizes`, whose turn it is. `turn` counts the samples."""
         self.drop()
         if not self._turns:
             return
-        turn = self._turn
-        self._turn = (turn + 1) % len(self._turns)
+        turn %= len(self._turns)
         try:
             copies = self._copies_of_turn[turn]
             copies.make(weights)
