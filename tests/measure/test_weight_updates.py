@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -153,6 +155,26 @@ def test_weights_that_are_moved_back_before_the_step(through_data: bool) -> None
             watch.step(optimizer)
             optimizer.second_step()
         assert watch.history.series("update_ratio") == pytest.approx([0.0025] * 3, rel=2e-2)
+
+
+def test_copies_are_part_of_the_overhead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that are made as the optimizer begins to step."""
+    copy = UpdateNorms.copy
+
+    def slow(self: UpdateNorms, *args: object, **more: int) -> None:
+        time.sleep(0.02)
+        copy(self, *args, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(UpdateNorms, "copy", slow)
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+    with Watch(model, sinks=(), signals="off") as watch:
+        for _ in range(5):
+            before = watch._engine.overhead.seconds
+            model(torch.ones(1, 8)).sum().backward()
+            watch.step(optimizer)
+            optimizer.step()
+            assert watch._engine.overhead.seconds - before >= 0.02
 
 
 @pytest.mark.parametrize("changed", [0, 29, 30])

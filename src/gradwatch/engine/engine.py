@@ -514,10 +514,12 @@ class Engine:
         step = self._open
         if step is None or step.held.watched is not watched or self._reader is None:
             return
+        begun = perf_counter()
         if step.unscales_inside:
             step.remeasure_inside(self._reader)
         if step.sampled and not step.inside and not (self.replay.devices and is_capturing()):
             step.held.copy_weights(self._reader.buffer)
+        self.overhead.seconds += perf_counter() - begun
 
     def _after_step(self, watched: WatchedOptimizer) -> None:
         """An optimizer has stepped."""
