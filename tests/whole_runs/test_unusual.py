@@ -163,6 +163,21 @@ def test_one_optimizer_of_all_rounds_beside_one_that_is_made_anew() -> None:
     assert not outer._optimizer_step_post_hooks
 
 
+def test_one_that_is_measured_before_another_replaces_it_and_steps_after_has_not_skipped() -> None:
+    model = net()
+    first, second = (torch.optim.SGD(model.parameters(), lr=0.01) for _ in range(2))
+    with Watch(model, sinks=(sink := Memory(),), signals="off") as watch:
+        for step in range(12):
+            backward(model, first, step)
+            optimizers = [first, second][: 1 + (step > 5)]
+            for optimizer in optimizers:
+                watch.step(optimizer)
+            for optimizer in optimizers:
+                optimizer.step()
+    assert not any("skipped" in record.scalars for record in sink.records)
+    assert len(watch.verdict.notes) == 1
+
+
 def test_two_of_the_same_parameters_that_are_made_anew() -> None:
     model, numbers = net(), []
     with Watch(model, sinks=(), signals="off") as watch:

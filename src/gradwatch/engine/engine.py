@@ -489,7 +489,7 @@ class Engine:
             return
         if not step.stepped:
             watched = step.held.watched
-            step.maybe_stepped = watched.observed.late or not watched.calls_hooks
+            step.maybe_stepped = watched.observed.late or watched.replaced or not watched.calls_hooks
             unseen = step.maybe_stepped and step.sampled and step.info.scale is None
             if look_at_weights and unseen and self._reader.shards is None:
                 step.reading_after = self._reader.measure_after(step.held, sampled=True)
