@@ -61,6 +61,11 @@ class GradientHooks:
         for index in indices if len(self.hooks) else ():
             self.calls[index], self.steps[index] = 0, step
 
+    def factors_of(self, active: ActiveIntervention, dtype: torch.dtype) -> Tensor:
+        """The factors of one intervention since `used`, shape [n]."""
+        factors = self.factors[active.number].to(dtype)
+        return factors if active.device_indices is None else factors[active.device_indices]
+
     def norms_before(self, interventions: Sequence[ActiveIntervention], norms: Tensor, *, ranks: int) -> Tensor:
         """The norms of the gradients before the hooks acted on them, shape [parameters]; NaN where unknown.
 

@@ -20,13 +20,13 @@ from gradwatch.engine.interventions.active_intervention import ActiveInterventio
 from gradwatch.engine.interventions.gates import GateDecision, Gates
 from gradwatch.engine.interventions.gradient_hooks import GradientHooks, HookAction
 from gradwatch.engine.interventions.signal_hooks import SignalHooks
-from gradwatch.engine.interventions.step_effect import AppliedFactors, StepEffect
+from gradwatch.engine.interventions.step_effect import StepChanges, StepEffect
 from gradwatch.engine.interventions.step_gradients import DeviceSlots, StepGradients, norms_in, slots_on_device
 from gradwatch.engine.interventions.step_plan import StepPlan, described, make_plan, scope_of
 from gradwatch.engine.pending_actions import PendingActions
 from gradwatch.hooks.hook_set import HookCosts
-from gradwatch.interventions import Editing, Intervention, Scaling, StopCondition
-from gradwatch.measure.device_buffer import HostCopy, Indices
+from gradwatch.interventions import Editing, Gate, Intervention, Scaling, StopCondition
+from gradwatch.measure.device_buffer import Indices
 from gradwatch.measure.devices import moved
 from gradwatch.measure.gradient_reader import GradientReader
 from gradwatch.measure.layers import NoSuchLayer, is_lazy
@@ -160,13 +160,7 @@ class InterventionRuntime:
         reader.latest = None
         self.gates.begin_step(held.watched)
         self.pending = False
-        # an error that is not of one of them, as where a hook could not be attached, is of all
-        of_all, in_hooks = self.hook_costs.errors, [one for one in self.active if one.hooked or len(one.sites)]
-        failed = [(one, error) for error in of_all for one in in_hooks]
-        of_all.clear()
-        failed += [*(self.gradient_hooks.errors if self.gradient_hooks else ()), *self.signal_hooks.errors]
-        for active, error in failed:
-            self._drop(active, error)
+        self._drop_failed()
         if self.active and reader.layout is not self._layout:
             self.open(reader)
         if not self.active:
@@ -175,66 +169,17 @@ class InterventionRuntime:
             self._note_unused_hooks()
         assert self.gradient_hooks is not None
         norms = self._norms(reader, reading.index["grad_norm"])
-        plan = self._plans.get(held.watched)
-        if plan is None or plan.absent is not held.absent:
-            plan = self._plans[held.watched] = make_plan(self.active, held, len(norms), norms.device)
+        plan = self._plan(held, norms)
         scale, last = info.scale_in_gradients, self.active[-1]
         gradients = StepGradients(reader, held, plan, norms, step=step, scale=scale, last=last)
-        decisions: list[GateDecision] = []
-        applied, sent = self.signal_hooks.collect(self.active, step + 1)
-        for active, present, (indices, within) in zip(tuple(self.active), plan.present, plan.applied, strict=True):
-            if not len(indices):
-                continue
-            try:
-                if active.hooked:
-                    done, chosen = self.gradient_hooks.factors[active.number].to(norms.dtype), active.device_indices
-                    factors: Tensor | float = done if chosen is None else done[chosen]
-                elif isinstance(active.action, Editing):
-                    factors = gradients.edit(active, active.action, present)
-                elif isinstance(active.action, Scaling):
-                    window = info.window(passes) if active.action.across_steps else 1.0
-                    factors = gradients.scaling_factors(
-                        active, active.action, present, window=window, partial=within is not None
-                    )
-                else:
-                    decision = self.gates.decide(
-                        active,
-                        gradients.norms_of(active),
-                        present,
-                        step,
-                        run_step=info.step,
-                        watched=held.watched,
-                        scaled=info.scale is not None,
-                        intact=gradients.intact,
-                    )
-                    decisions.append(decision)
-                    if decision.skips:
-                        break
-                    continue
-            except Exception as error:
-                self._drop(active, error)
-                continue
-            if isinstance(factors, Tensor):
-                applied.append(AppliedFactors(active, indices, None))
-                sent[str(active.number)] = factors if within is None else factors[within]
-            else:
-                applied.append(AppliedFactors(active, indices, factors))
-            if isinstance(active.action, Scaling) and not (active.dry or active.hooked):
-                gradients.multiply(active, indices, factors)
-        if decisions and decisions[-1].skips:  # no gradient is left, and what was done to them has no effect
-            self.gradient_hooks.used(held.indices, step + 1)
-            applied = [one for one in applied if one.active.on_signals]
-            sent = {str(one.active.number): sent[str(one.active.number)] for one in applied}
-            return StepEffect(applied, HostCopy(sent), decisions)
-        gradients.apply_factors()
-        held.mark()
-        self.gates.batchnorm.save()
-        if any(one.active.hooked and not one.active.dry for one in applied):
-            sent["before"] = self.gradient_hooks.norms_before(self.active, norms, ranks=self._mode.ranks)
-        if gradients.edited:
-            sent["after"] = gradients.norms
+        changes = self.signal_hooks.collect(self.active, step + 1)
+        self._act_in_order(changes, gradients, plan, info, passes)
+        if changes.skips:
+            changes = changes.of_signals()
+        else:
+            self._complete(changes, gradients, norms)
         self.gradient_hooks.used(held.indices, step + 1)
-        return StepEffect(applied, HostCopy(sent), decisions)
+        return changes.send()
 
     def begin_backward(self, scale: Callable[[], Tensor | None]) -> None:
         """A backward pass begins; `scale` gives the loss scale that will be in its gradients, 0-d."""
@@ -306,6 +251,94 @@ class InterventionRuntime:
         if self.gradient_hooks is not None:
             self.gradient_hooks.steps = [step] * len(self.gradient_hooks.steps)
         self.signal_hooks.step = step
+
+    def _drop_failed(self) -> None:
+        """Switch off the interventions whose hooks have raised since the last step."""
+        # an error that is not of one of them, as where a hook could not be attached, is of all
+        of_all, in_hooks = self.hook_costs.errors, [one for one in self.active if one.hooked or len(one.sites)]
+        failed = [(one, error) for error in of_all for one in in_hooks]
+        of_all.clear()
+        failed += [*(self.gradient_hooks.errors if self.gradient_hooks else ()), *self.signal_hooks.errors]
+        for active, error in failed:
+            self._drop(active, error)
+
+    def _plan(self, held: OptimizerParameters, norms: Tensor) -> StepPlan:
+        """The plan for the gradients that `held` has now: that of the last step, unless others are absent."""
+        plan = self._plans.get(held.watched)
+        if plan is None or plan.absent is not held.absent:
+            plan = self._plans[held.watched] = make_plan(self.active, held, len(norms), norms.device)
+        return plan
+
+    def _act_in_order(
+        self, changes: StepChanges, gradients: StepGradients, plan: StepPlan, info: StepInfo, passes: int
+    ) -> None:
+        """Let the interventions act one after the other, until a gate skips the step; put what they do into `changes`.
+        Those that raise are switched off.
+        """
+        window = info.window(passes)
+        for active, present, (indices, within) in zip(tuple(self.active), plan.present, plan.applied, strict=True):
+            if not len(indices):
+                continue
+            try:
+                if isinstance(active.action, Gate):
+                    decision = self._decide(active, gradients, present, info)
+                    changes.decisions.append(decision)
+                    if decision.skips:
+                        return
+                    continue
+                factors = self._factors(active, gradients, present, window=window, partial=within is not None)
+            except Exception as error:
+                self._drop(active, error)
+                continue
+            changes.add(active, indices, factors, within)
+            if isinstance(active.action, Scaling) and not (active.dry or active.hooked):
+                gradients.multiply(active, indices, factors)
+
+    def _decide(
+        self, active: ActiveIntervention, gradients: StepGradients, present: Tensor, info: StepInfo
+    ) -> GateDecision:
+        """Let a gate decide on the step."""
+        return self.gates.decide(
+            active,
+            gradients.norms_of(active),
+            present,
+            gradients.step,
+            run_step=info.step,
+            watched=gradients.held.watched,
+            scaled=info.scale is not None,
+            intact=gradients.intact,
+        )
+
+    def _factors(
+        self, active: ActiveIntervention, gradients: StepGradients, present: Tensor, *, window: float, partial: bool
+    ) -> Tensor | float:
+        """The factors of an intervention, shape [n], or one for all: those of its hooks, of the edit that it makes now,
+        or of the multiplication that is to come. `window`, `partial`: as of `StepGradients.scaling_factors`.
+        """
+        action = active.action
+        if active.hooked:
+            assert self.gradient_hooks is not None
+            return self.gradient_hooks.factors_of(active, gradients.norms.dtype)
+        if isinstance(action, Editing):
+            return gradients.edit(active, action, present)
+        assert isinstance(action, Scaling)
+        window = window if action.across_steps else 1.0
+        return gradients.scaling_factors(active, action, present, window=window, partial=partial)
+
+    def _complete(self, changes: StepChanges, gradients: StepGradients, norms: Tensor) -> None:
+        """No gate skips the step: multiply the gradients, and add to `changes` the norms before hooks and after edits.
+
+        `norms`: those that were measured, shape [parameters].
+        """
+        assert self.gradient_hooks is not None
+        gradients.apply_factors()
+        gradients.held.mark()
+        self.gates.batchnorm.save()
+        if any(one.active.hooked and not one.active.dry for one in changes.applied):
+            before = self.gradient_hooks.norms_before(self.active, norms, ranks=self._mode.ranks)
+            changes.numbers["before"] = before
+        if gradients.edited:
+            changes.numbers["after"] = gradients.norms
 
     def _attach(self, reader: GradientReader, device: torch.device) -> None:
         """Attach the hooks of the parameters on which interventions act in hooks."""

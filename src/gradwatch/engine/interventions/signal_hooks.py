@@ -13,7 +13,7 @@ from gradwatch.core.alert import short_list
 from gradwatch.engine.diagnosis import Diagnosis
 from gradwatch.engine.interventions.active_intervention import ActiveIntervention, CannotAct
 from gradwatch.engine.interventions.gradient_hooks import HookAction, apply_action, keep_most_changed
-from gradwatch.engine.interventions.step_effect import AppliedFactors
+from gradwatch.engine.interventions.step_effect import StepChanges
 from gradwatch.hooks.hook_set import HookCosts, HookSet, OutputHook, recorded
 from gradwatch.interventions import Editing, ParameterScope, Scaling
 from gradwatch.measure.devices import moved
@@ -110,26 +110,19 @@ class SignalHooks:
         if self._layers:
             self._scale = scale()
 
-    def collect(
-        self, interventions: Sequence[ActiveIntervention], step: int
-    ) -> tuple[list[AppliedFactors], dict[str, Tensor]]:
-        """What has been done since the last call, and the factors, by the interventions' numbers as text.
-
-        `step`: the number of the next step.
-        """
+    def collect(self, interventions: Sequence[ActiveIntervention], step: int) -> StepChanges:
+        """What has been done since the last call. `step`: the number of the next step."""
         self.step = step
-        applied: list[AppliedFactors] = []
-        factors: dict[str, Tensor] = {}
+        changes = StepChanges()
         if not self._layers:
-            return applied, factors
+            return changes
         for active in interventions:
             if len(active.sites):
                 device_indices = moved(torch.from_numpy(active.sites), self._factors.device)
-                factors[str(active.number)] = self._factors[active.number][device_indices]
-                applied.append(AppliedFactors(active, active.sites, None))
+                changes.add(active, active.sites, self._factors[active.number][device_indices])
         self.errors.clear()
         self._factors.fill_(1.0)
-        return applied, factors
+        return changes
 
     def _hook(self, site: int, actions: Sequence[HookAction]) -> Callable[[Tensor | None], Tensor | None]:
         this, device = weakref.ref(self), self._factors.device

@@ -1,11 +1,12 @@
-"""What the interventions did at one step: their factors, copied to the host."""
+"""What the interventions do at one step: their factors, on the device and then copied to the host."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
+from torch import Tensor
 
 from gradwatch.core.record import Floats, Layout
 from gradwatch.engine.interventions.active_intervention import ActiveIntervention
@@ -24,6 +25,43 @@ class AppliedFactors:
     of layers."""
     factor: float | None
     """The factor of all of them if the host knows it; None if the factors are in `StepEffect.host_copy`."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepChanges:
+    """What interventions have done at a step so far; the numbers are on the device."""
+
+    applied: list[AppliedFactors] = field(default_factory=list)
+    numbers: dict[str, Tensor] = field(default_factory=dict)
+    """As in `StepEffect.host_copy`."""
+    decisions: list[GateDecision] = field(default_factory=list)
+
+    @property
+    def skips(self) -> bool:
+        """Whether the host knows already that the step does not happen."""
+        return any(decision.skips for decision in self.decisions)
+
+    def add(
+        self, active: ActiveIntervention, indices: Indices, factors: Tensor | float, within: Tensor | None = None
+    ) -> None:
+        """Add the `factors` of an intervention, shape [n], or one for all, of which it has applied those at `within`,
+        None for all, to what is at `indices`.
+        """
+        if isinstance(factors, Tensor):
+            self.applied.append(AppliedFactors(active, indices, None))
+            self.numbers[str(active.number)] = factors if within is None else factors[within]
+        else:
+            self.applied.append(AppliedFactors(active, indices, factors))
+
+    def of_signals(self) -> StepChanges:
+        """What counts if the step is skipped: no gradient is left, and what was done to them has no effect."""
+        applied = [one for one in self.applied if one.active.on_signals]
+        numbers = {str(one.active.number): self.numbers[str(one.active.number)] for one in applied}
+        return StepChanges(applied, numbers, self.decisions)
+
+    def send(self) -> StepEffect:
+        """Start the copy to the host; nothing is added afterwards."""
+        return StepEffect(self.applied, HostCopy(self.numbers), self.decisions)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -47,7 +47,8 @@ class StepGradients:
         """Whether norms were measured again after an edit."""
         self.intact = None if reader.shards is None else reader.shards.latest["failed"] == 0
         """Of shards, bool, 0-d: where it is false, nothing is done: what has failed on one rank is done on none."""
-        self._reader, self._held, self._step, self._scale = reader, held, step, scale
+        self.held, self.step = held, step
+        self._reader, self._scale = reader, scale
         own = frozenset(held.indices)
         everything = not own or len(own) == len(reader.parameters)
         others = () if everything else [p.grad for i, p in enumerate(reader.parameters) if i not in own]
@@ -66,7 +67,7 @@ class StepGradients:
         """The factors of `action`, shape [n], or one for all. `window`: norms are divided by it; `partial`: whether
         some of the n gradients are not `present`.
         """
-        factors = action.factors(self.norms_of(active) / window, present, self._step)
+        factors = action.factors(self.norms_of(active) / window, present, self.step)
         if not isinstance(factors, Tensor):
             return factors
         factors = factors.nan_to_num(1.0, 1.0, 1.0)
@@ -127,7 +128,7 @@ class StepGradients:
 
     def apply_factors(self) -> None:
         """Multiply the gradients."""
-        held, known, factors = self._held, self._constants, self._product
+        held, known, factors = self.held, self._constants, self._product
         if factors is not None:
             numbers = host_view(factors)
             if numbers is not None and not known and (numbers == 1.0).all():
@@ -159,7 +160,7 @@ class StepGradients:
         groups: dict[tuple[object, ...], tuple[list[int], list[Tensor], list[Tensor]]] = {}
         for index in indices:
             member = self._plan.member_of.get(index)
-            parameter = None if member is None else self._held.parameters[member]
+            parameter = None if member is None else self.held.parameters[member]
             if parameter is None or parameter.grad is None or member in self._in_shared_memory():
                 continue
             gradient, weight = parameter.grad.detach(), parameter.detach()
@@ -188,12 +189,12 @@ class StepGradients:
         Raises ValueError where the gradient is a sum over ranks that has not been taken yet.
         """
         member = self._plan.member_of.get(index)
-        parameter = None if member is None else self._held.parameters[member]
+        parameter = None if member is None else self.held.parameters[member]
         if parameter is None or parameter.grad is None:
             return None
         if is_partial(parameter.grad):
             raise ValueError("a gradient is a sum over ranks that is still pending; only factors can act on it")
-        local, scale, step = stored_part(parameter.grad), self._scale, self._step
+        local, scale, step = stored_part(parameter.grad), self._scale, self.step
         if action.whole_rows and not is_row_sharded(parameter.grad):
             new, differs = action.edit(full_tensor(parameter.grad), full_tensor(parameter.detach()), scale, step)
             new = shard_like(new, parameter.grad)
@@ -214,8 +215,8 @@ class StepGradients:
         return self._shared_memory
 
     def _gradients(self) -> list[Tensor | None]:
-        gradients = [parameter.grad for parameter in self._held.parameters]
-        if not self._held.sharded:
+        gradients = [parameter.grad for parameter in self.held.parameters]
+        if not self.held.sharded:
             return gradients
         return [None if gradient is None else stored_part(gradient) for gradient in gradients]
 
