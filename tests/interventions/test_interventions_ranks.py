@@ -14,6 +14,7 @@ import ranks
 import sharded_training
 from clipping_reference import far, joint_factors, layer_of
 from gradwatch import AdaptiveClip, Clip, GradWatch, Scale, SpikeClip, Zero
+from gradwatch.core.schedule import FIRST_STEPS
 from gradwatch.sinks.memory import Memory
 from reference import names
 
@@ -83,15 +84,15 @@ def test_clipping_of_the_whole(variant: str) -> None:
     assert first["rates"] == second["rates"]
 
 
-def failing(kind: str, owner: str, method: str) -> dict[str, Any]:
-    """Something of ours fails on rank 1 in the fourth step."""
+def failing(kind: str, owner: str, method: str, first: int = 3) -> dict[str, Any]:
+    """Something of ours fails on rank 1 from step `first` on."""
     home, _, name = owner.rpartition(".")
     cls = getattr(import_module(home), name)
     original, calls = getattr(cls, method), []
 
     def fails(*args: Any, **kwargs: Any) -> Any:
         calls.append(method)
-        if len(calls) > 3 and distributed.get_rank() == 1:
+        if len(calls) > first and distributed.get_rank() == 1:
             raise ddp_training.PlannedError("inside")
         return original(*args, **kwargs)
 
@@ -124,6 +125,14 @@ def test_a_failure_of_the_watching_on_one_rank_ends_no_intervention(kind: str, o
 @pytest.mark.slow
 def test_a_failure_on_one_shard_ends_interventions_on_all() -> None:
     first, second = ranks.run(failing, "fsdp", "gradwatch.measure.stale_gradients.StaleGradientCheck", "take")
+    assert "PlannedError" in second["reported"]
+    assert first["weights"] == second["weights"]
+
+
+@pytest.mark.slow
+def test_a_failure_after_the_exchange_of_norms_brings_no_second_exchange() -> None:
+    """The ranks would wait for each other."""
+    first, second = ranks.run(failing, "fsdp", "gradwatch.engine.engine", "read", FIRST_STEPS, timeout=60.0)
     assert "PlannedError" in second["reported"]
     assert first["weights"] == second["weights"]
 

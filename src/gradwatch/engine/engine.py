@@ -40,6 +40,7 @@ from gradwatch.measure.noise_scale import NoiseScale
 from gradwatch.measure.nonfinite_source import NonfiniteSource
 from gradwatch.measure.optimizer_steps import OptimizerSteps, WatchedOptimizer
 from gradwatch.measure.shard_exchange import ShardExchange
+from gradwatch.measure.site_values import Reading
 from gradwatch.measure.step_info import StepInfo
 from gradwatch.sinks import Sink
 
@@ -125,6 +126,8 @@ class Engine:
         """Of each of the steps that are being judged: `Record.step`, and its number among those of its optimizer."""
         self._open: StepState | None = None
         """The step that was measured and has not ended."""
+        self._reading: Reading | None = None
+        """What was read of the gradients that are about to be used, if it was; also where something failed since."""
         self._measuring = self._sampling = self._whole_sample = False
         """Whether the coming step is measured, whether it is sampled, and with what only some samples measure."""
         self._suspended = False
@@ -187,7 +190,7 @@ class Engine:
         self.replay.close()
         self._open, stays = None, keep_interventions and bool(self.interventions.active)
         if not stays:
-            self._model = None
+            self._model = self._reading = None
             self._optimizers.clear()
             self.interventions.detach()
         if self._reader is not None:
@@ -342,7 +345,7 @@ class Engine:
         if self.replay.devices and is_capturing():
             self._note_once(f"a step that is captured into a CUDA graph is not measured{self.interventions.neither}")
             return
-        self.interventions.pending = self.interventions.given
+        self.interventions.pending, self._reading = self.interventions.given, None
         if not self._loss_pass.begun:  # a plugin of the Trainer does not call `on_before_backward`
             self._loss_pass.begun, self._loss_pass.announced = True, False
         try:
@@ -357,7 +360,13 @@ class Engine:
             watched = self._optimizers.enlist(optimizer)
             index = max(0, self._optimizers.begun[watched.number] - 1)
             self.interventions.act_unrecorded(
-                watched, index, info, self.source.passes, reader=self._reader, pending_actions=self.queue.pending
+                watched,
+                index,
+                info,
+                self.source.passes,
+                reading=self._reading,  # ranks that exchange what they read must all do so the same number of times
+                reader=self._reader,
+                pending_actions=self.queue.pending,
             )
             self.overhead.seconds += self.interventions.hook_costs.take_seconds()
 
@@ -426,7 +435,9 @@ class Engine:
         held.copies_at_step = watched.calls_hooks and not self._optimizers.evaluated
         samples = self.samples if self._sampling else None
         count = self.step_count - 1
-        step = read(held, index, count, info, loss, reader=reader, samples=samples, source=self.source)
+        # collective operations come first: before them one rank alone cannot fail
+        self._reading = reading = reader.measure(held, info, sampled=self._sampling, loss=loss)
+        step = read(held, index, count, info, loss, reading, reader=reader, samples=samples, source=self.source)
         self._open, step.inside = step, self._optimizers.evaluated
         if samples is not None:  # with two optimizers, a backward pass may be another's
             step.own_passes = self._mode.loop == "automatic" and len(self._optimizers) == 1 and not reader.waiting

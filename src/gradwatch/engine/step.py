@@ -146,20 +146,20 @@ def read(
     step_count: int,
     info: StepInfo,
     loss: Tensor | None,
+    reading: Reading,
     *,
     reader: GradientReader,
     samples: SampledStep | None,
     source: NonfiniteSource,
 ) -> StepState:
-    """Read what a step has before its optimizer steps. `samples`: on sampled steps.
+    """Read what a step has before its optimizer steps, besides the `reading` of its gradients. `samples`: on sampled
+    steps.
 
     `index`: the optimizer's steps before this one, `step_count`: those of all; `loss`: of this rank, 0-d.
     """
     scalars = {**optimizer_numbers(held.watched.ref()), **info.scalars}
     if source.passes and scalars.get("accumulate", 1.0) > 1:
         scalars["accumulated"] = float(source.passes)
-    # collective operations come first: before them one rank alone cannot fail
-    reading = reader.measure(held, info, sampled=samples is not None, loss=loss)
     step = StepState(
         held=held,
         optimizer_number=held.watched.number,

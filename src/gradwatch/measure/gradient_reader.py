@@ -61,8 +61,6 @@ class GradientReader:
         self.deferred_errors: AbstractContextManager[None] = nullcontext()
         """With shards, a context that keeps an error for the next exchange, in which the other ranks wait."""
         self.tensor_taps = TensorTaps(errors, loss_pass)
-        self.latest: Reading | None = None
-        """What `measure` has read of the gradients that are about to be used, if it has."""
         self.waiting = False
         """Whether lazy parameters have not been materialised yet."""
         self._whole_sample = True
@@ -212,8 +210,7 @@ class GradientReader:
             with self.deferred_errors:
                 if not self.errors:
                     index = self._reduce(held, sampled=sampled, scale=info.scale_in_gradients)
-            self.latest = self._of_ranks(held, BEFORE if sampled else BEFORE[:1], index, loss)
-            return self.latest
+            return self._of_ranks(held, BEFORE if sampled else BEFORE[:1], index, loss)
         index, host_copy = self._reduce(held, sampled=sampled, scale=info.scale_in_gradients), None
         if sampled:
             index |= self._arrived(held, info.scale)
@@ -223,8 +220,7 @@ class GradientReader:
         assert held.coverage is not None, "they were reduced"
         row, finite = self._block.add(loss)
         unusual = held.unusual or not finite
-        self.latest = Reading(self.layout, held.coverage, index, host_copy, self._block, row, unusual)
-        return self.latest
+        return Reading(self.layout, held.coverage, index, host_copy, self._block, row, unusual)
 
     def remeasure(self, held: OptimizerParameters, *, scale: Tensor | None = None) -> bool:
         """Measure again the gradients that the optimizer uses or has just used; whether others are there than before.

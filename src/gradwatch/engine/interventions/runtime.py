@@ -157,7 +157,6 @@ class InterventionRuntime:
         `step`: the optimizer's steps before this one. `passes`: backward passes that led to it, 0 where that is
         not known.
         """
-        reader.latest = None
         self.gates.begin_step(held.watched)
         self.pending = False
         self._drop_failed()
@@ -194,18 +193,21 @@ class InterventionRuntime:
         info: StepInfo,
         passes: int,
         *,
+        reading: Reading | None,
         reader: GradientReader,
         pending_actions: PendingActions,
     ) -> None:
-        """Read the gradients and `act` on them, at a step without a record or at a further closure of LBFGS."""
+        """`act` at a step without a record or at a further closure of LBFGS.
+
+        `reading`: what was read of the gradients; None where they have to be read now.
+        """
         self.pending = False
         if not self.active:
             return
         try:
             reader.register((watched,))
             held = reader.held_by(watched)
-            # ranks that exchange what they have read must all do so the same number of times
-            reading = reader.latest or reader.measure(held, info)
+            reading = reading or reader.measure(held, info)
             effect = self.act(held, step, info, passes, reading, reader=reader)
             held.marked = None
         except Exception as error:
