@@ -61,7 +61,7 @@ class BlockBuilder:
                 step.scalars["loss"] = losses[reading.block][reading.row]
                 finite &= isfinite(step.scalars["loss"])
             if not step.norms_only:
-                columns.put(row, step.other_values(grad_norm[row]))
+                _complete_norms(step, grad_norm[row], row, columns)
             if finite and step.norms_only:
                 self._finite_until = step.step_count
             else:
@@ -191,6 +191,22 @@ class _SiteStatistics:
                 self.measured[name] = np.zeros(self._shape[0], dtype=bool)
             self.values[name][rows] = column
             self.measured[name][rows] = ~np.isnan(column).all(axis=-1)
+
+
+def _complete_norms(step: StepState, grad_norm: Floats, row: int, columns: _SiteStatistics) -> None:
+    """Put what a step has besides its norms into a row of `columns`.
+
+    `grad_norm`: the norms as they were read, shape [sites]. Those of tapped tensors are put in, and those from before
+    interventions in hooks take the place of those that hooks have changed.
+    """
+    columns.put(row, step.sampled_values())
+    if step.tapped is not None:
+        columns.put(row, step.tapped.into(grad_norm))
+    if step.effect is not None:
+        values = step.effect.values(step.reading, grad_norm.copy())
+        columns.put(row, values.statistics)
+        grad_norm[:] = values.norms_before
+        step.norms_left = values.norms_left
 
 
 def _gradient_norms(steps: Sequence[StepState]) -> Floats:

@@ -59,8 +59,8 @@ class StepState:
     """Whether every backward pass since the optimizer's last step was for this one."""
     effect: StepEffect | None = None
     """What interventions have done to the gradients."""
-    used: Floats | None = None
-    """The norms that they have left, shape [sites]; None without any, and before `other_values`."""
+    norms_left: Floats | None = None
+    """The norms that they have left, shape [sites]; None without any, and until the step is in a block."""
     clip_checked: tuple[int, ...] = ()
     """Members of `held` whose norms were taken again after a clipping: they will show whether the optimizer has
     used all gradients times one factor, which follows from their total norm. Empty where all were measured again, or
@@ -107,18 +107,11 @@ class StepState:
         effect = self.effect.host_copies if self.effect else ()
         return (*self.reading.host_copies, *parts, *effect)
 
-    def other_values(self, grad_norm: Floats) -> dict[str, Floats]:
-        """Statistic -> one number per site, all but `grad_norm`, which is given and completed: shape [sites]."""
+    def sampled_values(self) -> dict[str, Floats]:
+        """Statistic -> one number per site: what a sample has besides `grad_norm`; empty without one."""
         values = self.reading.values()
         if self.signals is not None:
             values |= self.signals.values() if self.signal_values is None else self.signal_values
-        if self.tapped is not None:
-            values |= self.tapped.into(grad_norm)
-        if self.effect is not None:
-            changed, self.used = self.effect.values(self.reading, grad_norm.copy())
-            values |= changed
-            if (before := values.pop("grad_norm", None)) is not None:
-                grad_norm[:] = before
         return values
 
     @property

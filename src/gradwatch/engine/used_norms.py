@@ -58,14 +58,14 @@ class UsedNorms:
         """Put those of a step that its optimizer has taken among the `values` that were read after it, or compare those
         that are there with `grad_norm`, shape [sites].
         """
-        before = _without_taps(step, grad_norm.copy() if step.used is None else step.used)
+        before = _without_taps(step, grad_norm.copy() if step.norms_left is None else step.norms_left)
         after = values.get("grad_norm_clipped")
         if after is None:
             if not (step.changed or self._edited):
                 values["grad_norm_clipped"] = before
             return
         unseen, scaled = False, step.info.scale is not None
-        by_norm = self._mode.clip_norm is not None and step.used is None and not scaled
+        by_norm = self._mode.clip_norm is not None and step.norms_left is None and not scaled
         if not step.changed or (by_norm and step.held.clip_checks()):
             with np.errstate(invalid="ignore"):
                 expected = before * self._clip_factor(before[0]) if step.changed else before

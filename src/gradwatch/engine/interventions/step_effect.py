@@ -65,6 +65,19 @@ class StepChanges:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class EffectValues:
+    """What the factors of a step come to: one number per site, shape [sites]."""
+
+    statistics: dict[str, Floats]
+    """`clip_factor` and `clip_rate`, NaN for layers on which nothing acts. Signals of a layer count like its gradients.
+    """
+    norms_before: Floats
+    """The norms before all interventions: those that were read, unless hooks had changed the gradients by then."""
+    norms_left: Floats
+    """The norms that the interventions have left."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class StepEffect:
     """What all interventions did at one step; the factors are available when `host_copy` is done."""
 
@@ -97,15 +110,11 @@ class StepEffect:
             return np.full(len(one.indices), one.factor)
         return self.host_copy.wait()[str(one.active.number)]
 
-    def values(self, reading: Reading, read: Floats) -> tuple[dict[str, Floats], Floats]:
-        """`clip_factor` and `clip_rate`, one number per site, NaN for layers on which nothing acts, and the `grad_norm`
-        from before, if hooks have changed it; and the norms after the interventions, shape [sites]. Signals of a layer
-        count like its gradients.
-
-        `read`: the norms of `reading`, shape [sites].
-        """
-        values, used = self._gradients(reading, read)
-        rate, factor, layers = values["clip_rate"], values["clip_factor"], reading.layout.layers
+    def values(self, reading: Reading, read: Floats) -> EffectValues:
+        """`read`: the norms of `reading`, shape [sites]."""
+        values = self._of_gradients(reading, read)
+        rate, factor = values.statistics["clip_rate"], values.statistics["clip_factor"]
+        layers = reading.layout.layers
         for one in self.applied:
             if one.active.on_signals:
                 sites, factors_of_sites = one.indices, self.factors(one)
@@ -113,9 +122,10 @@ class StepEffect:
                 size = np.abs(factors_of_sites)
                 factor[sites] = np.where(np.isnan(factor[sites]), size, factor[sites] * size)
                 rate[0] = float(np.mean(rate[layers][~np.isnan(rate[layers])] > 0))
-        return values, used
+        return values
 
-    def _gradients(self, reading: Reading, read: Floats) -> tuple[dict[str, Floats], Floats]:
+    def _of_gradients(self, reading: Reading, read: Floats) -> EffectValues:
+        """`values` without what was done to signals."""
         layout, coverage = reading.layout, reading.coverage
         count = len(layout.parameters)
         counted, applied, acted_on = np.ones(count), np.ones(count), np.zeros(count, dtype=bool)
@@ -130,17 +140,17 @@ class StepEffect:
         acted_on &= coverage.measured
         touched, covered = acted_on & (counted != 1.0), sums(layout, acted_on) > 0
         rate, factor = np.where(covered, 0.0, np.nan), np.where(covered, 1.0, np.nan)
-        values, used = {"clip_rate": rate, "clip_factor": factor}, read
+        statistics, before, left = {"clip_rate": rate, "clip_factor": factor}, read, read
         if not touched.any():
-            return values, used
-        norm, before, numbers = reading.per_parameter("grad_norm"), read, self.host_copy.wait()
+            return EffectValues(statistics, before, left)
+        norm, numbers = reading.per_parameter("grad_norm"), self.host_copy.wait()
         if (applied != 1.0).any():
-            used = _after(layout, coverage, norm, applied, numbers.get("after", np.nan))
+            left = _after(layout, coverage, norm, applied, numbers.get("after", np.nan))
         if "before" in numbers:
             norm = np.where(np.isnan(numbers["before"]), norm, numbers["before"])
-            values["grad_norm"] = before = norms(layout, norm, coverage)
+            before = norms(layout, norm, coverage)
         with np.errstate(invalid="ignore", divide="ignore"):
-            after = used if before is read and np.array_equal(applied, counted, equal_nan=True) else None
+            after = left if before is read and np.array_equal(applied, counted, equal_nan=True) else None
             ratio = (_after(layout, coverage, norm, counted) if after is None else after) / before
             ratio[np.isinf(before)] = np.nan
             ratio[layout.parameters] = size = np.abs(counted)
@@ -150,7 +160,7 @@ class StepEffect:
         changed = sums(layout, touched) > 0
         rate[covered & changed] = 1.0
         rate[0] = np.count_nonzero(changed[layout.layers]) / np.count_nonzero(covered[layout.layers])
-        return values, used
+        return EffectValues(statistics, before, left)
 
 
 def _after(
