@@ -96,7 +96,7 @@ class StepState:
         """Read the gradients again while they still contain the loss scale that the optimizer is about to remove."""
         if is_scaled(self.optimizer):
             self.remeasured, self.changed = True, self.held.take_changed()
-            if self.changed or self.sampled or self.held.remeasure_always:
+            if self.changed or self.sampled or self.held.watched.observed.remeasure_always:
                 self.changed |= reader.remeasure(self.held, scale=self.info.scale)
 
     @property
@@ -191,14 +191,14 @@ def read_after(step: StepState, *, reader: GradientReader, clipped: bool, by_nor
     """Read what there is after the optimizer step. `clipped`: gradients are known to be clipped, `by_norm`: all of them
     by their common norm.
     """
-    held, shards = step.held, reader.shards
+    held, shards, observed = step.held, reader.shards, step.held.watched.observed
     clipped |= shards is not None and shards.clipped
     if step.evaluations == 1 and not step.remeasured:
         step.changed = held.take_changed()
-        if by_norm and step.changed and step.norms_only and step.info.scale is None and not held.remeasure_always:
+        if by_norm and step.changed and step.norms_only and step.info.scale is None and not observed.remeasure_always:
             step.clip_checked = reader.check_clipping(held, step.reading)
         # ranks look again together; a change that only this one sees is reported, not measured
-        wanted = step.sampled or clipped or (shards is None and (step.changed or held.remeasure_always))
+        wanted = step.sampled or clipped or (shards is None and (step.changed or observed.remeasure_always))
         if wanted and not step.clip_checked:
             step.changed |= reader.remeasure(held)
     if held.stale_gradients.hooked or step.changed or step.remeasured or step.effect or step.evaluations > 1:

@@ -94,11 +94,6 @@ class OptimizerParameters:
         """Whether the optimizer steps, and no step of it was measured."""
         return self.steps_unreported and self.absent is None
 
-    @property
-    def remeasure_always(self) -> bool:
-        """As of `Observed`."""
-        return self.watched.observed.remeasure_always
-
     def is_fused(self) -> bool:
         """Whether the optimizer writes weights by kernels whose writes torch does not count."""
         return any(group.get("fused") for group in getattr(self.watched.ref(), "param_groups", ()))
