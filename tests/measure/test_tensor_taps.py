@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gradwatch import Watch, tap
+from gradwatch import Scale, Watch, tap
 from gradwatch.core.alert import Finding
 from gradwatch.core.record import Missing
 from gradwatch.measure import tensor_taps
@@ -81,6 +81,11 @@ def test_in_other_precisions(dtype: torch.dtype) -> None:
 
 def test_over_several_backward_passes() -> None:
     check(*run(Tapping(loop), backwards=3))
+
+
+def test_beside_an_intervention_in_hooks() -> None:
+    """It changes the gradients of parameters: the norms from before it are those of the layers alone."""
+    check(*run(Tapping(loop), interventions=[Scale(0.5, at="hook")]))
 
 
 @pytest.mark.parametrize("name", INNERS)

@@ -196,17 +196,17 @@ class _SiteStatistics:
 def _complete_norms(step: StepState, grad_norm: Floats, row: int, columns: _SiteStatistics) -> None:
     """Put what a step has besides its norms into a row of `columns`.
 
-    `grad_norm`: the norms as they were read, shape [sites]. Those of tapped tensors are put in, and those from before
-    interventions in hooks take the place of those that hooks have changed.
+    `grad_norm`: the norms as they were read, shape [sites]. Those from before interventions in hooks take the place of
+    those that hooks have changed, and those of tapped tensors are put in.
     """
     columns.put(row, step.sampled_values())
-    if step.tapped is not None:
-        columns.put(row, step.tapped.into(grad_norm))
     if step.effect is not None:
         values = step.effect.values(step.reading, grad_norm.copy())
         columns.put(row, values.statistics)
         grad_norm[:] = values.norms_before
         step.norms_left = values.norms_left
+    if step.tapped is not None:  # of which interventions know nothing
+        columns.put(row, step.tapped.into(grad_norm))
 
 
 def _gradient_norms(steps: Sequence[StepState]) -> Floats:
