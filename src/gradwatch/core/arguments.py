@@ -12,6 +12,8 @@ from pathlib import Path
 from reprlib import Repr
 from typing import Any
 
+from gradwatch.core.guard import message_of
+
 SHOWN_CHARACTERS = 80
 """The most characters of a value that a message shows."""
 
@@ -54,10 +56,7 @@ def cut(text: str) -> str:
 
 def damage(error: Exception) -> str:
     """What is wrong with a state, in one line: what a ValueError says; of any other error, which class it is, too."""
-    try:
-        text = " ".join(str(error).split())[:DAMAGE_CHARACTERS]
-    except Exception:  # of an object nested deeper than Python's calls go
-        text = ""
+    text = message_of(error)[:DAMAGE_CHARACTERS]
     if isinstance(error, ValueError) and "state" in text:
         return text
     return f"the state is damaged: {type(error).__name__}: {text}"

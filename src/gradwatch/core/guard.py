@@ -35,10 +35,15 @@ def guard(method: Callable[P, T]) -> Callable[P, T | None]:
     return guarded
 
 
+def message_of(error: BaseException) -> str:
+    """What it says, in one line; empty where that cannot be had."""
+    try:
+        return " ".join(str(error).split())
+    except Exception:  # of a class of the user's own, or an object nested deeper than Python's calls go
+        return ""
+
+
 def error_text(error: BaseException) -> str:
     """In one line, 'ValueError: what it says'; the class alone where it says nothing."""
-    try:
-        text = " ".join(str(error).split())
-    except Exception:  # a class of the user's own
-        text = ""
+    text = message_of(error)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

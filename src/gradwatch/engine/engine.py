@@ -432,11 +432,12 @@ class Engine:
         if rescan or held is None or reader.waiting or tapped:
             self._register((watched,), rescan=rescan)
             held = reader.held_by(watched)
-        held.copies_at_step = watched.calls_hooks and not self._optimizers.evaluated
         samples = self.samples if self._sampling else None
         count = self.step_count - 1
         # collective operations come first: before them one rank alone cannot fail
         self._reading = reading = reader.measure(held, info, sampled=self._sampling, loss=loss)
+        if self._sampling and (self._optimizers.evaluated or not watched.calls_hooks):
+            reader.copy_weights(held)  # others are copied in `_before_step`
         step = read(held, index, count, info, loss, reading, reader=reader, samples=samples, source=self.source)
         self._open, step.inside = step, self._optimizers.evaluated
         if samples is not None:  # with two optimizers, a backward pass may be another's
@@ -529,7 +530,7 @@ class Engine:
         if step.unscales_inside:
             step.remeasure_inside(self._reader)
         if step.sampled and not step.inside and not (self.replay.devices and is_capturing()):
-            step.held.copy_weights(self._reader.buffer)
+            self._reader.copy_weights(step.held)
         self.overhead.seconds += perf_counter() - begun
 
     def _after_step(self, watched: WatchedOptimizer) -> None:

@@ -30,7 +30,7 @@ class UsedNorms:
     - where nothing has changed the gradients: those measured, or what interventions left of them;
     - NaN, also where the optimizer has not stepped.
 
-    Where gradients turn out to have changed with nothing to show it, those of later steps are measured again.
+    If the gradients have changed before the step, and only a sample shows it, later ones are measured again as well.
     """
 
     def __init__(self, diagnosis: Diagnosis, mode: TrainingMode) -> None:
@@ -71,8 +71,7 @@ class UsedNorms:
                 expected = before * self._clip_factor(before[0]) if step.changed else before
             unseen = not np.allclose(after, expected, rtol=DISAGREE, atol=TINY, equal_nan=True)
         if unseen:
-            self._edited |= step.held.sharded
-            _measure_again_after(step)
+            self._measure_later_ones_again(step)
         if (unseen or step.changed) and not scaled:
             self._doubt(before, after)
 
@@ -93,8 +92,19 @@ class UsedNorms:
         expected = numbers.slots[reading.row, slots] * factor
         if np.allclose(numbers.clipped[reading.row], expected, rtol=DISAGREE, atol=TINY, equal_nan=True):
             return factor
-        _measure_again_after(step)
+        self._measure_later_ones_again(step)
         return np.nan
+
+    def _measure_later_ones_again(self, step: StepState) -> None:
+        """The gradients of `step` changed between the measurement and the step, and nothing but this check shows it:
+        later steps measure theirs again.
+        """
+        block = step.reading.block
+        if isinstance(block, ShardBlock):
+            self._edited = True
+            block.exchange.expect_clipping(block)
+        else:
+            step.held.watched.observed.remeasure_always = True
 
     def _doubt(self, before: Floats, after: Floats) -> None:
         """Note, once, that gradients were measured with a loss scale that GradWatch was not given."""
@@ -116,17 +126,6 @@ class UsedNorms:
             "and in what interventions compared with their limits. In a plain loop: Watch(model, scaler=scaler)",
             log=not self._mode.rank,
         )
-
-
-def _measure_again_after(step: StepState) -> None:
-    """The gradients of `step` have changed between the measurement and the step, and nothing has shown it: measure
-    those of later steps again after each.
-    """
-    block = step.reading.block
-    if isinstance(block, ShardBlock):
-        block.exchange.expect_clipping(block)
-    else:
-        step.held.watched.observed.remeasure_always = True
 
 
 def _without_taps(step: StepState, norms: Floats) -> Floats:

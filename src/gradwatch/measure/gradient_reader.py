@@ -222,6 +222,12 @@ class GradientReader:
         unusual = held.unusual or not finite
         return Reading(self.layout, held.coverage, index, host_copy, self._block, row, unusual)
 
+    def copy_weights(self, held: OptimizerParameters) -> None:
+        """Keep the weights of a sampled step until `measure_after`."""
+        with self.deferred_errors:
+            if not self.errors:
+                held.copy_weights(self.buffer)
+
     def remeasure(self, held: OptimizerParameters, *, scale: Tensor | None = None) -> bool:
         """Measure again the gradients that the optimizer uses or has just used; whether others are there than before.
 
@@ -305,8 +311,6 @@ class GradientReader:
             if self._whole_sample:
                 index["zeros"] = held.reduce(buffer, "zeros", gradients, reduction=ZEROS)
             index["weights"] = held.reduce(buffer, "weights", held.weights())
-            if not held.copies_at_step:
-                held.copy_weights(buffer)
         if scale is not None:
             buffer["grad_norm"].div_(moved(scale, buffer.device))
         return index

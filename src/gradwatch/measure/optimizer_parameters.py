@@ -66,8 +66,6 @@ class OptimizerParameters:
     """Whether there are parameters of which this rank has a part only: parts are what is measured."""
     steps_unreported: bool = False
     """Whether the optimizer has stepped before any step of it was measured."""
-    copies_at_step: bool = False
-    """Whether the weights are copied as the optimizer begins to step, not with the measurement."""
     unusual: bool = True
     """Whether the gradients looked unlike those of the step before, at a glance: not finite, far larger or smaller."""
     marked: tuple[list[Tensor | None], list[int]] | None = None
