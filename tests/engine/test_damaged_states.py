@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 import random
+from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from io import BytesIO
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -16,6 +19,7 @@ from torch.utils.data import DataLoader
 
 from damaged_files import damaged_content
 from gradwatch import Clip, GradWatch, SkipNonFinite, SpikeClip
+from gradwatch.engine.joined_arrays import joined, separated
 from gradwatch.sinks.log import Log
 from models import module_of
 from quick import cases
@@ -67,7 +71,26 @@ def weights() -> dict[str, bytes]:
 
 def tried(number: int, caplog: pytest.LogCaptureFixture) -> bool:
     """Whether the state was declined."""
-    return taken_or_declined(damaged_content(whole(), random.Random(number)), caplog, number)
+    state, rng = whole(), random.Random(number)
+    damaged = damaged_content(state, rng) if number % 2 else with_another_history(state, rng)
+    return taken_or_declined(damaged, caplog, number)
+
+
+def with_another_history(state: dict[str, Any], rng: random.Random) -> dict[str, Any]:
+    """One of whose history a part is another one, as far as JSON has it."""
+    history = separated(state["diagnosis"]["history"])
+    while True:
+        with suppress(TypeError, ValueError, RecursionError):
+            damaged = damaged_content(exchanged(history, np.ndarray, torch.from_numpy), rng)
+            state["diagnosis"]["history"] = joined(exchanged(damaged, torch.Tensor, np.asarray))
+            return state
+
+
+def exchanged(tree: Any, kind: type, new: Callable[[Any], Any]) -> Any:
+    """`tree` with `new` of all that is of that kind."""
+    if isinstance(tree, kind):
+        return new(tree)
+    return {key: exchanged(value, kind, new) for key, value in tree.items()} if isinstance(tree, dict) else tree
 
 
 def whole() -> Any:
@@ -108,7 +131,7 @@ def test_the_whole_state_is_taken(caplog: pytest.LogCaptureFixture) -> None:
 def test_a_state_for_layers_that_come_with_the_first_batch(caplog: pytest.LogCaptureFixture) -> None:
     """It waits for them, and is declined then."""
     state = whole()
-    state["diagnosis"]["history"]["keys"] = 3
+    state["diagnosis"]["history"]["text"] = 3
     watch = GradWatch(sinks=())
     module = module_of(nn.LazyLinear(1), lambda net, batch, _: net(batch).square().mean(), lr=0.1)
     quiet_trainer(watch, Restores(watch, state)).fit(module, DataLoader(torch.randn(STEPS, 3), batch_size=None))

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import quick
 from gradwatch import GradWatch
 from gradwatch.core.alert import Alert
+from gradwatch.engine.joined_arrays import joined, separated
 from gradwatch.sinks.log import Log
 from gradwatch.sinks.memory import Memory
 from models import mlp, module_of
@@ -234,12 +235,14 @@ def renamed(first: int) -> Callable[[dict[str, Any]], Any]:
     """The state of a model whose layers from the `first` on had other names."""
 
     def change(callbacks: dict[str, Any]) -> None:
-        history = callbacks["GradWatch"]["diagnosis"]["history"]
+        diagnosis = callbacks["GradWatch"]["diagnosis"]
+        history = separated(diagnosis["history"])
         known = {f"net.{i}" for i in range(first)}
         history["sites"] = [
             name if ".".join(name.split(".")[:2]) in known | {"total"} else f"old.{name}" for name in history["sites"]
         ]
         history["order"] = []
+        diagnosis["history"] = joined(history)
 
     return change
 
@@ -249,8 +252,8 @@ DECLINED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "no version": (lambda callbacks: callbacks["GradWatch"]["diagnosis"].pop("version"), "version None"),
     "another model": (renamed(6), "another model: it does not know 24 of the 33 layers and parameters"),
     "damaged history": (
-        lambda callbacks: callbacks["GradWatch"]["diagnosis"]["history"].pop("keys"),
-        "the state is damaged: KeyError: 'keys'",
+        lambda callbacks: callbacks["GradWatch"]["diagnosis"]["history"].pop("text"),
+        "the state is damaged: KeyError: 'text'",
     ),
     "damaged incidents": (
         lambda callbacks: callbacks["GradWatch"]["diagnosis"]["incidents"].update(open={"vanishing": 7}),

@@ -16,8 +16,8 @@ RESERVED_BYTES = 64 * 2**20
 parameters with Adam's state, or the events of half a million logged numbers."""
 
 MIN_FILE_LIMIT = 2**32
-"""File size limit, bytes, under which GradWatch adds nothing to files of the user: it adds 4 MiB to a checkpoint at
-most. Judgement."""
+"""File size limit, bytes, under which GradWatch adds nothing to files of the user: it adds a few MiB to a
+checkpoint. Judgement."""
 
 
 class NoRoom(OSError):  # noqa: N818 (its name is in messages)

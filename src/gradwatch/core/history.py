@@ -323,8 +323,12 @@ class History:
         self.layout = layout
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole history: arrays of shape [records] or [records, sites], views valid until the next record."""
+        """The whole history: arrays of shape [records] or [records, sites], views valid until the next record; of each
+        statistic the records at which it was measured, by their places, and its rows there.
+        """
         rows = self._rows()
+        first, last = self._numbers(rows)
+        measured = {name: column.between(first, last) for name, column in self._columns.items()}
         return {
             "sites": [site.name for site in self.layout.sites],
             "sizes": [site.numel for site in self.layout.sites],
@@ -335,10 +339,7 @@ class History:
             "keys": self._keys[rows],
             "codes": self._codes[rows],
             "trusted": self._trusted[rows],
-            "columns": {
-                name: column.window(*self._numbers(rows), known=self._count, sites=ALL_SITES)
-                for name, column in self._columns.items()
-            },
+            "columns": {name: {"at": there - first, "rows": found} for name, (there, found) in measured.items()},
             "scalars": {name: column[rows] for name, column in self._scalars.items()},
             "count": self._count,
             "written": {
@@ -378,22 +379,22 @@ class History:
         newest = slice(max(0, len(state["keys"]) - self.capacity), None)
 
         def mapped(rows: NDArray[T], fill: float) -> NDArray[T]:
-            moved = np.full((len(rows[newest]), len(self.layout)), fill, dtype=rows.dtype)
-            moved[:, here] = rows[newest][:, found]
+            moved = np.full((len(rows), len(self.layout)), fill, dtype=rows.dtype)
+            moved[:, here] = rows[:, found]
             return moved
 
         self._keys = np.array(state["keys"][newest], dtype=np.int64)
-        self._codes = mapped(state["codes"], NOT_SAMPLED)
-        self._trusted = mapped(state["trusted"], True)
+        self._codes = mapped(state["codes"][newest], NOT_SAMPLED)
+        self._trusted = mapped(state["trusted"][newest], True)
         self._scalars = {name: np.array(rows[newest], dtype=np.float64) for name, rows in state["scalars"].items()}
         self._end, self._count = len(self._keys), int(state["count"])
         self._first = dict.fromkeys((*state["written"], *self._scalars), 0)
-        numbers = np.arange(self._count - self._end, self._count) + 1
         for name, column in state["columns"].items():
-            values = mapped(column, np.nan)
-            there = ~np.isnan(values).all(axis=1) | (name == "grad_norm")
+            values, places = mapped(column["rows"], np.nan), column["at"] - newest.start
+            there = (places >= 0) & (~np.isnan(values).all(axis=1) | (name == "grad_norm"))
+            numbers = self._count + 1 - self._end + places[there]
             self._columns[name] = MeasuredRows(len(self.layout), forgotten=int(state["written"].get(name, 0)))
-            self._columns[name].extend(numbers[there], values[there], most=self._most_rows)
+            self._columns[name].extend(numbers, values[there], most=self._most_rows)
         self._openings[: self._count + 1 if self._count < OPENING else None] = state["opening"]
         gone = set(state["sites"]) - set(state["activations"]) - self.layout.index.keys()
         if not unknown and not gone:

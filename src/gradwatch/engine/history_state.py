@@ -1,4 +1,4 @@
-"""The history in a checkpoint: about 4 MiB of tensors at most; of a long history some records are thinned out."""
+"""The history in a checkpoint: about 1 MiB at most; of a long history some records are thinned out."""
 
 from __future__ import annotations
 
@@ -7,15 +7,13 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from gradwatch.core.arguments import MOST, check_whole
 from gradwatch.core.history import OPENING
 from gradwatch.core.record import MEASURED, NOT_SAMPLED, Floats, Mask, Missing, as_float32
-from gradwatch.sinks.incident_file import with_tensors
 
-STATE_BYTES = 4 * 2**20
-"""Memory for a history in a checkpoint, bytes. Judgement: little beside a million parameters and their Adam state."""
+STATE_BYTES = 2**20
+"""Bytes for a history in a checkpoint. Judgement: what 90,000 parameters and their Adam state take."""
 
 NEWEST_RECORDS = 128
 """Newest records of each optimizer that are always kept whole. The baseline of `rules/spike.py` has 100."""
@@ -28,8 +26,8 @@ NEWEST_SAMPLES = 16
 
 
 def packed(state: Mapping[str, Any]) -> dict[str, Any]:
-    """`History.state_dict()` of any length in tensors, numbers and text, about `STATE_BYTES` or `NEWEST_RECORDS`
-    records.
+    """`History.state_dict()` of any length in about `STATE_BYTES`, or `NEWEST_RECORDS` records if these take more: arrays,
+    numbers and text.
 
     Every record keeps its step, its whole-step numbers, its totals, and the reasons why sites have no number, so that
     rules which count positions and reasons give the same results. Where the numbers of all sites do not fit, the
@@ -38,22 +36,23 @@ def packed(state: Mapping[str, Any]) -> dict[str, Any]:
     counts only those in whole records, and the growth of weights that began at zero is judged by fewer samples. Numbers
     of sites are kept as float32.
     """
-    codes, columns = state["codes"], state["columns"]
-    whole = _whole(state)
-    norms = columns.get("grad_norm", np.full(codes.shape, np.nan))
-    rows, sites = _last_signs(codes == MEASURED, norms, whole)
-    dropped = (codes == MEASURED) & ~whole[:, None]
-    dropped[:, 0] = dropped[rows, sites] = False  # site 0 is the total, which stays
-    thin = {
+    whole, codes, columns = _whole(state), state["codes"], state["columns"]
+    rows = sites = np.zeros(0, dtype=np.intp)
+    norms = np.full(codes.shape, np.nan)
+    if not whole.all():
+        if "grad_norm" in columns:
+            norms[columns["grad_norm"]["at"]] = columns["grad_norm"]["rows"]
+        rows, sites = _last_signs(codes == MEASURED, norms, whole)
+        dropped = (codes == MEASURED) & ~whole[:, None]
+        dropped[:, 0] = dropped[rows, sites] = False  # site 0 is the total, which stays
+        codes = np.where(dropped, np.int8(NOT_SAMPLED), codes)
+    return {
         **state,
-        "totals": {name: column[:, 0] for name, column in columns.items()},
-        "columns": {name: _compact(column, whole) for name, column in columns.items()},
+        "columns": {name: _compact(column["at"], column["rows"], whole) for name, column in columns.items()},
         "signs": {"rows": rows, "sites": sites, "values": as_float32(norms[rows, sites])},
-        "codes": _runs(np.where(dropped, np.int8(NOT_SAMPLED), codes)),
+        "codes": _runs(codes),
         "trusted": _runs(state["trusted"]),
     }
-    found: dict[str, Any] = with_tensors(thin)
-    return found
 
 
 def unpacked(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -61,25 +60,20 @@ def unpacked(state: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises an exception of any class for anything else.
     """
-    thin = _with_arrays(state)
-    records, sites = len(thin["keys"]), len(thin["sites"])
-    keys = np.asarray(thin["keys"], dtype=np.int64).reshape(records, 3)
-    scalars = {str(name): np.asarray(column, dtype=np.float64) for name, column in thin["scalars"].items()}
-    columns: dict[str, Floats] = {}
-    for name, total in thin["totals"].items():
-        part, column = thin["columns"][name], np.full((records, sites), np.nan)
-        column[np.ix_(part["rows"], part["sites"])] = part["values"]
-        column[:, 0] = total
-        columns[str(name)] = column
-    signs = thin["signs"]
+    records, sites = len(state["keys"]), len(state["sites"])
+    keys = np.asarray(state["keys"], dtype=np.int64).reshape(records, 3)
+    scalars = {str(name): np.asarray(column, dtype=np.float64) for name, column in state["scalars"].items()}
+    columns = {str(name): _spread(column, records, sites) for name, column in state["columns"].items()}
+    signs = state["signs"]
     if "grad_norm" in columns:
-        columns["grad_norm"][signs["rows"], signs["sites"]] = signs["values"]
-    codes, trusted = _repeated(thin["codes"], records), _repeated(thin["trusted"], records)
-    names, order = [str(name) for name in thin["sites"]], [str(name) for name in thin["order"]]
-    edges = None if thin["edges"] is None else np.asarray(thin["edges"], dtype=np.int64).reshape(-1, 2)
-    opening = tuple(float(total) for total in thin["opening"])
+        column = columns["grad_norm"]
+        column["rows"][column["at"].searchsorted(signs["rows"]), signs["sites"]] = signs["values"]
+    codes, trusted = _repeated(state["codes"], records), _repeated(state["trusted"], records)
+    names, order = [str(name) for name in state["sites"]], [str(name) for name in state["order"]]
+    edges = None if state["edges"] is None else np.asarray(state["edges"], dtype=np.int64).reshape(-1, 2)
+    opening = tuple(float(total) for total in state["opening"])
     same = {(records, sites), codes.shape, trusted.shape} | {(len(column), sites) for column in scalars.values()}
-    if len(same) > 1 or len(opening) != 2 or len(thin["sizes"]) != sites:
+    if len(same) > 1 or len(opening) != 2 or len(state["sizes"]) != sites:
         raise ValueError("its records are not all of one size")
     if ((keys < 0) | (keys > MOST)).any():
         raise ValueError("it has steps that no training reaches")
@@ -88,13 +82,13 @@ def unpacked(state: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError("it has sites or reasons that it does not name")
     return {
         "sites": names,
-        "sizes": [int(size) for size in thin["sizes"]],
-        "activations": [str(name) for name in thin["activations"]],
-        "taps": [(str(name), int(numel), str(dtype)) for name, numel, dtype in thin["taps"]],
+        "sizes": [int(size) for size in state["sizes"]],
+        "activations": [str(name) for name in state["activations"]],
+        "taps": [(str(name), int(numel), str(dtype)) for name, numel, dtype in state["taps"]],
         "order": order,
         "edges": edges,
-        "count": max(records, check_whole("count", thin["count"], "records", least=0)),
-        "written": {str(name): check_whole(name, count, "a record") for name, count in thin["written"].items()},
+        "count": max(records, check_whole("count", state["count"], "records", least=0)),
+        "written": {str(name): check_whole(name, count, "a record") for name, count in state["written"].items()},
         "opening": opening,
         "keys": keys,
         "scalars": scalars,
@@ -106,17 +100,22 @@ def unpacked(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def _whole(state: Mapping[str, Any]) -> Mask:
     """Which records are kept with the numbers of all their sites, shape [records]."""
-    there = [~np.isnan(column) for column in state["columns"].values()]
-    records = len(state["keys"])
-    size = 4 * sum((numbers.sum(axis=1) for numbers in there), np.zeros(records))
-    always = 8 * records * (3 + len(state["scalars"]) + len(there)) + _runs(state["codes"])["rows"].nbytes
-    whole = np.zeros(records, dtype=bool)
+    records, columns = len(state["keys"]), [(column["at"], column["rows"]) for column in state["columns"].values()]
+    always = 8 * records * (3 + len(state["scalars"])) + _runs(state["codes"])["rows"].nbytes
+    always += sum(12 * len(at) for at, _ in columns)
+    if always + sum(4 * rows.size for _, rows in columns) <= STATE_BYTES:
+        return np.ones(records, dtype=bool)
+    whole, size = np.zeros(records, dtype=bool), np.zeros(records)
     whole[:OPENING] = True
     optimizers, recent = state["keys"][:, 2], np.arange(records) >= records - ALTERNATING_OPTIMIZERS * NEWEST_RECORDS
-    for own in (optimizers == number for number in np.unique(optimizers)):
-        whole[np.flatnonzero(own & recent)[-NEWEST_RECORDS:]] = True
-        for numbers in there:
-            whole[np.flatnonzero(own & numbers.any(axis=1))[-NEWEST_SAMPLES:]] = True
+    for number in np.unique(optimizers):
+        whole[np.flatnonzero((optimizers == number) & recent)[-NEWEST_RECORDS:]] = True
+    for at, rows in columns:
+        numbers = np.count_nonzero(~np.isnan(rows), axis=1)
+        size[at] += 4 * numbers
+        there = at[numbers > 0]
+        for number in np.unique(optimizers[there]):
+            whole[there[optimizers[there] == number][-NEWEST_SAMPLES:]] = True
     left = STATE_BYTES - always - size[whole].sum()
     newest_first = np.cumsum(np.where(whole, 0, size)[::-1])[::-1]
     return np.asarray(whole | (newest_first <= left))
@@ -134,12 +133,31 @@ def _last_signs(measured: Mask, norms: Floats, whole: Mask) -> tuple[NDArray[np.
     return places[:, 0], places[:, 1]
 
 
-def _compact(column: Floats, whole: Mask) -> dict[str, NDArray[Any]]:
-    """The numbers of `column` [records, sites] in the records that are kept whole, without what is NaN throughout."""
-    there = ~np.isnan(column) & whole[:, None]
-    there[:, 0] = False
-    rows, sites = np.flatnonzero(there.any(axis=1)), np.flatnonzero(there.any(axis=0))
-    return {"rows": rows, "sites": sites, "values": as_float32(column[np.ix_(rows, sites)])}
+def _compact(at: NDArray[np.int64], rows: Floats, whole: Mask) -> dict[str, NDArray[Any]]:
+    """Of a statistic's `rows` [k, sites], measured at the records `at`: all totals, and the numbers of sites in the
+    records that are kept whole, without sites at which it is NaN throughout.
+    """
+    kept = np.flatnonzero(whole[at])
+    numbers = rows[kept]
+    sites = 1 + np.flatnonzero(~np.isnan(numbers[:, 1:]).all(axis=0))
+    return {
+        "at": at.astype(np.int32),
+        "totals": rows[:, 0],
+        "kept": kept.astype(np.int32),
+        "sites": sites.astype(np.int32),
+        "values": as_float32(numbers[:, sites]),
+    }
+
+
+def _spread(column: Mapping[str, Any], records: int, sites: int) -> dict[str, NDArray[Any]]:
+    """What `_compact` made, with NaN where nothing is kept."""
+    at = np.asarray(column["at"], dtype=np.int64)
+    if len(at) and (at[0] < 0 or at[-1] >= records or (np.diff(at) <= 0).any()):
+        raise ValueError("it has numbers of records that are not there")
+    rows = np.full((len(at), sites), np.nan)
+    rows[np.ix_(column["kept"], column["sites"])] = column["values"]
+    rows[:, 0] = column["totals"]
+    return {"at": at, "rows": rows}
 
 
 def _runs(rows: NDArray[Any]) -> dict[str, NDArray[Any]]:
@@ -151,10 +169,3 @@ def _runs(rows: NDArray[Any]) -> dict[str, NDArray[Any]]:
 def _repeated(runs: Mapping[str, NDArray[Any]], records: int) -> NDArray[Any]:
     lengths = np.diff(np.r_[runs["starts"], records])
     return np.repeat(runs["rows"], lengths, axis=0)
-
-
-def _with_arrays(tree: Any) -> Any:
-    if isinstance(tree, Tensor):
-        # runs once, before training: a checkpoint may have been loaded onto the device
-        return np.asarray(tree.detach().to("cpu"))
-    return {key: _with_arrays(value) for key, value in tree.items()} if isinstance(tree, Mapping) else tree

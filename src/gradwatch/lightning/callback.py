@@ -171,7 +171,8 @@ class GradWatch(PackageAware, Callback):
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to raise the alerts of an uninterrupted one: baselines, alerts, counters.
 
-        Tensors, numbers and text only, at most about 4 MiB; nothing where all room is left to the user's own.
+        Tensors, numbers and text only, about 1 MiB at most for 100 layers; nothing where all room is left to the
+        user's own.
         """
         return self._state() or {}
 
