@@ -26,7 +26,7 @@ NEWEST_SAMPLES = 16
 
 
 def packed(state: Mapping[str, Any]) -> dict[str, Any]:
-    """`History.state_dict()` of any length in about `STATE_BYTES`, or `NEWEST_RECORDS` records if these take more: arrays,
+    """`History.state_dict()` of any length in `STATE_BYTES`, or `NEWEST_RECORDS` records if these take more: arrays,
     numbers and text.
 
     Every record keeps its step, its whole-step numbers, its totals, and the reasons why sites have no number, so that
