@@ -17,8 +17,10 @@ from torch.nn.utils import prune
 
 from gradwatch import Clip, Scale, Watch
 from gradwatch.core.record import Missing
+from gradwatch.core.training_loop import TrainingMode
 from gradwatch.engine.interventions.step_plan import StepPlan
 from gradwatch.measure.layers import REMOVED
+from gradwatch.measure.nonfinite_source import NonfiniteSource
 from gradwatch.measure.optimizer_parameters import OptimizerParameters
 from reference import bits, gradient_norms, hooks_on
 from usage_runs import LightningRun
@@ -216,13 +218,10 @@ def test_what_is_taken_out_is_freed(options: dict[str, Any]) -> None:
     train_with_edits({AT: out, AT + 3: look}, **options)
 
 
-def test_of_micro_batches_too() -> None:
-    """Sentinels look at parameters where several backward passes make a step."""
-    from gradwatch.core.training_loop import TrainingMode
-    from gradwatch.measure.nonfinite_source import NonfiniteSource
-
+def test_what_ranks_look_at_too() -> None:
     model = net()
-    origin, parameters = NonfiniteSource(TrainingMode(accumulate=2), []), list(model.parameters())
+    origin, parameters = NonfiniteSource(TrainingMode(), []), list(model.parameters())
+    origin.store.several = True
     origin.arm(parameters)
     before = hooks_on(model)
     origin.arm(parameters)
@@ -231,6 +230,32 @@ def test_of_micro_batches_too() -> None:
     assert not model[2].weight._backward_hooks
     origin.disarm()
     assert hooks_on(model, nn.ParameterList([REMOVED])) == []
+
+
+def test_of_micro_batches_too() -> None:
+    """Where several backward passes make a step, gradients are looked at after each, without hooks."""
+    model = net()
+    parameters = list(model.parameters())
+    origin = NonfiniteSource(TrainingMode(accumulate=2), [])
+
+    def alarms(bad: nn.Parameter | None) -> bool:
+        """Whether a pass does that leaves NaN at `bad`."""
+        for parameter in parameters:
+            parameter.grad = torch.full_like(parameter, torch.nan if parameter is bad else 1.0)
+        origin.backward()
+        origin.look()
+        return origin.alarmed
+
+    origin.arm(parameters)
+    assert hooks_on(model) == []
+    assert list(map(alarms, (None, model[2].bias, model[2].bias))) == [False, True, False]
+    assert origin.store.lookup(0, wait=False) == (0, 1)
+    origin.take_passes(1)
+    assert (origin.passes, origin.alarmed) == (3, False)
+    origin.arm([REMOVED if parameter is model[2].bias else parameter for parameter in parameters])
+    assert not alarms(model[2].bias)
+    origin.disarm()
+    assert not alarms(model[0].bias)
 
 
 def test_a_pattern_may_lose_its_last_layer() -> None:

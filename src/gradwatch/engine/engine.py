@@ -308,7 +308,7 @@ class Engine:
         self._loss_pass.begun, self._loss_pass.announced = True, self._mode.loop == "automatic"
         if self.failed:
             return
-        if self.source.may_hook:
+        if self.source.may_look:
             self.source.backward()
         self.replay.loss, self._announced = copy, True
         if self._sampling and isinstance(loss, Tensor):
@@ -325,6 +325,8 @@ class Engine:
         self._reader.tensor_taps.in_batch = self._announced = False
         if self._open is not None:
             self._finish()
+        if self.source.may_look:
+            self.source.look()
         self.replay.end(alarmed=self.source.alarmed, scaled=self._mode.scaled)
         self.overhead.stop()
 
@@ -419,7 +421,7 @@ class Engine:
         self.step_count += 1
         if reader.shards is not None and not self._joins_ranks(reader.shards, index, planned):
             return
-        if self.source.may_hook:
+        if self.source.may_look:
             self.source.take_passes(self.step_count)
         if not (self.schedule.every_step or self.schedule.is_measured(index)):
             if self.interventions.given and reader.current(watched) is None:
@@ -601,7 +603,7 @@ class Engine:
         if self._measuring:
             self._whole_sample = self._sampling and self.schedule.is_whole_sample(index)
             self._reader.arm(sampled=self._sampling, whole_sample=self._whole_sample)
-            if self.source.may_hook:
+            if self.source.may_look:
                 self.source.arm(() if self._reader.shards else self._reader.parameters)
         else:
             self._reader.disarm()

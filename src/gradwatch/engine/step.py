@@ -178,7 +178,7 @@ def read(
             step.stale = HostCopy({"stale": stale})
         elif stale is not None:
             scalars["stale"] = stale
-    if source.may_hook:
+    if source.may_look:
         step.sentinels = source.send()
     reader.tensor_taps.armed = False
     if reader.tensor_taps.used:

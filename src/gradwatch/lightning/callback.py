@@ -148,7 +148,6 @@ class GradWatch(PackageAware, Callback):
         """Summed over the micro-batches of a step, which Lightning has divided by their number; 0-d."""
         self._scaled = False
         self._metrics: dict[str, object] = {}
-        self._examples = 0
         self._context: TrainerContext | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -279,11 +278,9 @@ class GradWatch(PackageAware, Callback):
 
     @event
     def on_train_batch_start(self, engine: Engine, trainer: Any, batch: Any, batch_idx: int) -> None:
-        accumulate = trainer.accumulate_grad_batches
-        if accumulate * trainer.world_size > 1:
-            self._examples = examples_in(batch)
         if engine.interventions.given:
             engine.interventions.begin_batch()  # first: samples see the changed signals
+        accumulate = trainer.accumulate_grad_batches
         engine.begin(batch, index=batch_idx, epoch=trainer.current_epoch, accumulate=accumulate)
 
     @event
@@ -302,7 +299,9 @@ class GradWatch(PackageAware, Callback):
         loss, self._loss, scale = self._loss, None, None
         if self._scaled and (scale := scale_at(trainer, loss)) is not None and loss is not None:
             loss = loss / scale
-        info = step_info_of(trainer, optimizer, scaled=self._scaled, scale=scale, examples=self._examples)
+        several, batch = trainer.accumulate_grad_batches * trainer.world_size > 1, engine.replay.batch
+        examples = examples_in(batch.data) if several and batch is not None else 0
+        info = step_info_of(trainer, optimizer, scaled=self._scaled, scale=scale, examples=examples)
         engine.measure(optimizer, info, loss)
         if engine.alert_reaction.raised and trainer.world_size == 1:
             raise AlertRaised(engine.alert_reaction.raised)

@@ -16,9 +16,9 @@ from gradwatch.core.training_loop import TrainingMode
 from gradwatch.hooks.hook_set import HookSet, is_tracing
 from gradwatch.measure.device_buffer import DeviceBuffer, HostCopy, host_view
 from gradwatch.measure.layers import has_doubles, is_lazy, main_device, smallest_of_parts
-from gradwatch.measure.reductions import is_vmapped, norm_into
+from gradwatch.measure.reductions import is_vmapped, joined, norm_into
 
-NONFINITE_CHECKS = 8
+NONFINITE_CHECKS = 4
 """Parameters that are looked at: what is not finite runs upstream, and so past the next of them. Judgement."""
 
 TIMEOUT = timedelta(seconds=1)
@@ -28,8 +28,8 @@ _run_numbers = count()
 
 
 class NonfiniteSource:
-    """Counts the backward passes of a step, and hooks small parameters all along the model where their gradients are
-    mixed before it: by ranks, or by micro-batches on the host.
+    """Counts the backward passes of a step, and looks at small parameters all along the model where their gradients are
+    mixed before it: of several ranks in hooks, before these average; of micro-batches on the host after each pass.
     """
 
     def __init__(self, mode: TrainingMode, errors: list[Exception]) -> None:
@@ -40,7 +40,13 @@ class NonfiniteSource:
         """Of the backward pass to come, and of the step that it leads to."""
         self._accumulates = mode.accumulate > 1
         self.alarmed = False
-        """Whether the last backward pass had a gradient that is not finite, as far as the hooks know at once."""
+        """Whether the last backward pass had a gradient that is not finite, as far as the host knows at once, and the
+        optimizer has not stepped.
+        """
+        self._added_up: list[nn.Parameter] = []
+        """Parameters in whose gradients the host sees what the passes of a step have added up."""
+        self._found_at = -1
+        """The last step at which that was not finite."""
         self._hooks = HookSet()
         self._buffer: DeviceBuffer | None = None
         """The norms that the hooks measure; None without hooks."""
@@ -53,8 +59,8 @@ class NonfiniteSource:
         return RankStore()
 
     @cached_property
-    def may_hook(self) -> bool:
-        """Whether hooks may have something to look at. What is watched may be part of what averages over ranks, such as
+    def may_look(self) -> bool:
+        """Whether there may be something to look at. What is watched may be part of what averages over ranks, such as
         the module inside DistributedDataParallel.
         """
         return self.store.several or self._accumulates
@@ -63,29 +69,44 @@ class NonfiniteSource:
         """Look at gradients of some of `parameters` from now on; twice, with the same list of them, does nothing."""
         if parameters is not self._parameters:
             self.disarm()
-        # the passes of one step leave one gradient, of which only the host knows in time which pass made it bad
-        mixed = self._accumulates and all(parameter.device.type == "cpu" for parameter in parameters)
-        if self._buffer is not None or not (self.store.several or mixed):
+        if self._parameters:
             return
+        self._parameters = parameters
         trained = [parameter for parameter in parameters if parameter.requires_grad and not is_lazy(parameter)]
         chosen = smallest_of_parts(trained, NONFINITE_CHECKS)
-        buffer = DeviceBuffer(main_device(parameters), len(chosen), ("norms",), doubles=has_doubles(trained))
-        buffer["norms"].zero_()
-        for place, parameter in enumerate(chosen):
-            self._hooks.on_gradient(parameter, partial(self._look, buffer["norms"][place]))
-        self._buffer, self._parameters = buffer, parameters
+        if self.store.several:
+            self._buffer = DeviceBuffer(main_device(parameters), len(chosen), ("norms",), doubles=has_doubles(trained))
+            self._buffer["norms"].zero_()
+            for place, parameter in enumerate(chosen):
+                self._hooks.on_gradient(parameter, partial(self._look, self._buffer["norms"][place]))
+        elif all(parameter.is_cpu for parameter in chosen):
+            # the passes of one step leave one gradient, of which only the host knows in time which pass made it bad
+            self._added_up = chosen
 
     def disarm(self) -> None:
         self._hooks.remove()
-        self._buffer, self._parameters = None, ()
+        self._buffer, self._parameters, self._added_up = None, (), []
 
     def backward(self) -> None:
         """A backward pass begins; called where the loop says of each to which step it belongs."""
         self._micro += 1
         self.alarmed = False
 
+    def look(self) -> None:
+        """A backward pass is over: whether what it added makes the gradients of the coming step no longer finite."""
+        if not (self._added_up and self._micro) or self._found_at == self._step:
+            return
+        gradients = [one.grad for one in self._added_up if one.grad is not None and one.grad.layout is torch.strided]
+        # a fourth of the time of `nn.utils.get_total_norm`, which is made of it
+        norms = host_view(joined(torch._foreach_norm(gradients))) if gradients else None
+        if norms is not None and not np.isfinite(norms).all():
+            self.alarmed, self._found_at = True, self._step
+            self.store.publish(self._step, self._micro - 1)
+
     def take_passes(self, coming: int) -> None:
         """A step begins: the backward passes up to now led to it, and the next ones lead to step `coming`."""
+        self.look()
+        self.alarmed = False
         self.passes, self._micro, self._step = self._micro, 0, coming
 
     def send(self) -> HostCopy | None:
