@@ -46,14 +46,22 @@ class Pairs(Dataset[tuple[Tensor, Tensor]]):
         return inputs, inputs[:, :10].argmax(1)
 
 
+class Tokens(Pairs):
+    """With lists of numbers beside the tensors, as of text that was not padded."""
+
+    def __getitem__(self, index: int) -> tuple[Any, ...]:  # type: ignore[override]
+        return (*super().__getitem__(index), [[0] * 64 for _ in range(16)])
+
+
 class CallCount(pl.Callback):
-    def __init__(self) -> None:
+    def __init__(self, first: int = FIRST, last: int = LAST) -> None:
         self.calls: Counter[str] = Counter()
+        self.first, self.last = first, last
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.global_step == FIRST:
+        if trainer.global_step == self.first:
             sys.setprofile(self._seen)
-        if trainer.global_step == LAST:
+        if trainer.global_step == self.last:
             sys.setprofile(None)
 
     def on_exception(self, *_: Any) -> None:
@@ -72,3 +80,22 @@ def test_calls_of_an_ordinary_step(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     trainer.fit(classifier(), DataLoader(Pairs(), batch_size=None))
     steps = {folder: calls / (LAST - FIRST) for folder, calls in count.calls.items()}
     assert sum(steps.values()) <= MOST, steps
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize(
+    ("pairs", "accumulated", "most"),
+    [pytest.param(Pairs(), 4, 140, id="accumulated"), pytest.param(Tokens(), 1, 105, id="tokens")],
+)
+def test_calls_of_a_step(
+    pairs: Pairs, accumulated: int, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of several micro-batches, and of batches that are more than tensors."""
+    monkeypatch.setattr(step_queue, "monotonic", lambda: 0.0)
+    first, last = 66, 126  # none of them is sampled
+    count = CallCount(first, last)
+    options = {"max_epochs": -1, "max_steps": last + 2, "accumulate_grad_batches": accumulated}
+    trainer = quiet_trainer(GradWatch(), count, logger=TensorBoardLogger(tmp_path), **options)
+    trainer.fit(classifier(), DataLoader(pairs, batch_size=None))
+    steps = {folder: calls / (last - first) for folder, calls in count.calls.items()}
+    assert sum(steps.values()) <= most, steps

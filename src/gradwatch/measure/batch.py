@@ -18,6 +18,9 @@ from gradwatch.measure.reductions import version_of
 MAX_DEPTH, MAX_ITEMS = 4, 64
 """Levels of containers, and items of each container, that are searched for the tensors of a batch. Judgement."""
 
+PLAIN = frozenset({int, float, bool, str, bytes, type(None)})
+"""Types of what has no tensors: lists of these, such as unpadded tokens, are not searched item by item."""
+
 _VERSION = attrgetter("_version")
 
 
@@ -59,7 +62,7 @@ def tensors_of(
     if isinstance(data, Tensor):
         yield path, data
         return
-    if not depth:
+    if not depth or (isinstance(data, list | tuple) and {*map(type, data[:MAX_ITEMS])} <= PLAIN):
         return
     parts: Iterator[tuple[str, object]]
     if isinstance(data, Mapping):
