@@ -28,13 +28,16 @@ MOST = 60
 """Calls a step, the mean from `FIRST` to `LAST`."""
 
 
-def classifier() -> pl.LightningModule:
+def classifier(*, jumps: float = 1.0) -> pl.LightningModule:
+    """`jumps`: by which the loss of every other batch is multiplied."""
     torch.manual_seed(0)
     body = [module for _ in range(4) for module in (nn.Linear(64, 64), nn.LayerNorm(64), nn.ReLU())]
     net = nn.Sequential(*body, nn.Linear(64, 10))
-    return module_of(
-        net, lambda net, batch, index: F.cross_entropy(net(batch[0]), batch[1]), lr=1e-3, kind=torch.optim.Adam
-    )
+
+    def loss(net: nn.Module, batch: Any, index: int) -> Tensor:
+        return F.cross_entropy(net(batch[0]), batch[1]) * (jumps if index % 2 else 1.0)
+
+    return module_of(net, loss, lr=1e-3, kind=torch.optim.Adam)
 
 
 class Pairs(Dataset[tuple[Tensor, Tensor]]):
@@ -84,18 +87,22 @@ def test_calls_of_an_ordinary_step(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize(
-    ("pairs", "accumulated", "most"),
-    [pytest.param(Pairs(), 4, 140, id="accumulated"), pytest.param(Tokens(), 1, 105, id="tokens")],
+    ("pairs", "accumulated", "jumps", "most"),
+    [
+        pytest.param(Pairs(), 4, 1.0, 140, id="accumulated"),
+        pytest.param(Tokens(), 1, 1.0, 105, id="tokens"),
+        pytest.param(Pairs(), 1, 30.0, 90, id="jumps"),
+    ],
 )
 def test_calls_of_a_step(
-    pairs: Pairs, accumulated: int, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pairs: Pairs, accumulated: int, jumps: float, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of several micro-batches, and of batches that are more than tensors."""
+    """Of several micro-batches, of batches that are more than tensors, and of gradients that jump up and down."""
     monkeypatch.setattr(step_queue, "monotonic", lambda: 0.0)
     first, last = 66, 126  # none of them is sampled
     count = CallCount(first, last)
     options = {"max_epochs": -1, "max_steps": last + 2, "accumulate_grad_batches": accumulated}
     trainer = quiet_trainer(GradWatch(), count, logger=TensorBoardLogger(tmp_path), **options)
-    trainer.fit(classifier(), DataLoader(pairs, batch_size=None))
+    trainer.fit(classifier(jumps=jumps), DataLoader(pairs, batch_size=None))
     steps = {folder: calls / (last - first) for folder, calls in count.calls.items()}
     assert sum(steps.values()) <= most, steps

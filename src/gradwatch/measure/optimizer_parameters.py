@@ -33,8 +33,9 @@ from gradwatch.measure.weight_updates import UpdateNorms
 CHANGE_CHECKS = 8
 """Parameters of an optimizer whose gradients show for all, between samples, whether they were changed. Judgement."""
 
-UNUSUAL = 10.0
-"""Ratio of the sums of all norms by which a step is unlike the one before. Judgement."""
+UNUSUAL, FADES = 10.0, 0.9
+"""Ratio of the sum of all norms to the largest of the steps before, by which a step is unusual; and what is left of
+that with each step. Judgement: in trainings whose norms jump up and down, few steps are."""
 
 DISAGREE = 1e-3
 """Relative difference by which the same norm, taken twice, shows that the gradient was changed between."""
@@ -67,7 +68,7 @@ class OptimizerParameters:
     steps_unreported: bool = False
     """Whether the optimizer has stepped before any step of it was measured."""
     unusual: bool = True
-    """Whether the gradients looked unlike those of the step before, at a glance: not finite, far larger or smaller."""
+    """Whether the gradients look unlike those of the steps before, at a glance: not finite, or far larger."""
     marked: tuple[list[Tensor | None], list[int]] | None = None
     """The gradients that are watched for changes, and `_as_written` of them when they were measured; let go after the
     step.
@@ -78,8 +79,8 @@ class OptimizerParameters:
     _updates: UpdateNorms | None = None
     _clip_checks: tuple[int, ...] | None = None
     """As `clip_checks` gives them; None until asked for."""
-    _norm_sum: float = np.nan
-    """Sum of all norms at the last step, as far as the host sees them at once."""
+    _largest_sum: float = np.nan
+    """Sum of all norms, as far as the host sees them at once: the largest before the last step, which fades."""
     _checked: list[nn.Parameter] = field(init=False)
     _all_local: bool | None = None
     """Whether every parameter is there as it is: none is a DTensor, none lazy."""
@@ -183,8 +184,9 @@ class OptimizerParameters:
                 index[[self.indices[member] for member in plan.positions]] = np.arange(len(plan.positions))
                 self._plans[row] = plan, index
         if row == "grad_norm":
-            before, self._norm_sum = self._norm_sum, total
-            self.unusual = not before / UNUSUAL <= total <= before * UNUSUAL < np.inf
+            self.unusual = not total <= self._largest_sum * UNUSUAL < np.inf
+            if total < np.inf:  # and a number
+                self._largest_sum = max(total, FADES * self._largest_sum)
         return index
 
     @torch.no_grad()
