@@ -17,7 +17,18 @@ from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from gradwatch import Clip, FlightRecorder, GradWatch, Watch, load_incident
+from gradwatch import (
+    AdaptiveClip,
+    Clip,
+    FlightRecorder,
+    GradWatch,
+    Scale,
+    SkipNonFinite,
+    SpikeClip,
+    Stop,
+    Watch,
+    load_incident,
+)
 from gradwatch.core.alert import Alert, Finding, Severity
 from gradwatch.core.block import Block
 from gradwatch.core.history import History
@@ -184,24 +195,37 @@ def test_a_loss_that_is_not_finite_is_odd(calm: tuple[Training, Late]) -> None:
     assert len(training.watch._engine.diagnosis.history) == CALM + 1
 
 
-def together_and_one_by_one(factors: list[float]) -> list[tuple[History, Any]]:
+def together_and_one_by_one(factors: list[float], **options: Any) -> list[tuple[History, Any]]:
     found = []
     for on_alert in ("log", lambda alert: None):  # the function waits for every step
-        training = Training(on_alert=on_alert, sinks=(), budget=None)
+        training = Training(**{"on_alert": on_alert, "sinks": (), "budget": None, **options})
         with training.watch as watch:
             for factor in factors:
                 training.step(factor)
-        found.append((watch.history, [(one.rule, one.step, one.closed_step, one.sites) for one in watch.alerts]))
+        alerts = [(one.rule, one.step, one.closed_step, one.sites, one.message, one.remedy) for one in watch.alerts]
+        found.append((watch.history, [*alerts, *watch.verdict.interventions]))
     return found
 
 
-def test_together_they_come_to_the_same() -> None:
-    """Numbers, alerts and their ends, over spikes, a NaN, a stretch of zeros and a slow explosion."""
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"interventions": [Clip(0.3)]},
+        {"interventions": [AdaptiveClip(0.01), SpikeClip(), SkipNonFinite(limit=None)]},
+        {"interventions": [Scale(0.5, layers="0", on="signal"), Clip(0.1, at="hook", per="parameter")]},
+    ],
+    ids=["none", "clip", "adaptive", "hooks"],
+)
+def test_together_they_come_to_the_same(options: dict[str, Any]) -> None:
+    """Numbers, alerts and their ends, over spikes, a NaN, a stretch of zeros and a slow explosion; and what
+    interventions say that they have done.
+    """
     factors = [1.0] * 120
     factors[75], factors[90], factors[91] = 1e3, 3e4, float("nan")
     factors[100:108] = [0.0] * 8
     factors += [1.3**k for k in range(60)]
-    (one, alerts), (other, same) = together_and_one_by_one(factors)
+    (one, alerts), (other, same) = together_and_one_by_one(factors, **options)
     assert alerts == same != []
     assert one.steps == other.steps
     assert set(one.statistics()) == set(other.statistics())
@@ -216,9 +240,10 @@ def test_together_they_come_to_the_same() -> None:
         {"on_alert": "raise"},
         {"on_alert": "stop"},
         {"on_alert": lambda alert: None},
-        {"interventions": [Clip(1e6)]},
+        {"interventions": [SkipNonFinite()]},
+        {"interventions": [Stop()]},
     ],
-    ids=["raise", "stop", "function", "intervention"],
+    ids=["raise", "stop", "function", "skip", "stop intervention"],
 )
 def test_nothing_lies_where_somebody_waits(options: dict[str, Any]) -> None:
     training = Training(**{"sinks": (), **options})
@@ -520,7 +545,7 @@ def test_ctrl_c_before_a_step_is_taken_lays_nothing_to_the_one_before(
     late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sink = Late() if late else Memory()
-    training = Training(sinks=(sink,), interventions=[Clip(1e6)])
+    training = Training(sinks=(sink,), interventions=[Clip(1e6), SkipNonFinite()])
 
     def interrupted(*args: Any, **kwargs: Any) -> None:
         raise KeyboardInterrupt
@@ -540,7 +565,7 @@ def test_ctrl_c_while_a_block_is_made_lays_nothing_to_the_step_before(
     steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sink = Memory()
-    training = Training(sinks=(sink,), interventions=[Clip(1e6)])
+    training = Training(sinks=(sink,), interventions=[Clip(1e6), SkipNonFinite()])
 
     def interrupted(*args: Any) -> None:
         raise KeyboardInterrupt

@@ -163,10 +163,11 @@ class Engine:
         self._reader.tensor_taps.listen()
         if self._reports_batches:
             self._close_after_training()
-        urgent = self._mode.monitored or self.options.on_alert != "log" or bool(self.interventions.given)
+        urgent = self._mode.monitored or self.options.on_alert != "log" or self.options.may_end
         urgent |= self.replay.keeps_data  # or the batches of all steps that wait would stay in memory
         if (shards := self._reader.shards) is not None:
-            urgent = shards.reducer.on_any_rank(urgent)
+            # interventions need whole norms at every step
+            urgent = shards.reducer.on_any_rank(urgent or bool(self.interventions.given))
             shards.waits, shards.clipped = not urgent, self._mode.clips
         self.queue.wait_for = "nothing" if urgent else "block" if shards is None else "ranks"
         lag = 0 if self._reader.buffer.device.type == "cpu" else STEPS_UNTIL_ON_HOST
