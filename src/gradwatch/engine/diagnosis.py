@@ -48,6 +48,9 @@ logger = logging.getLogger("gradwatch")
 STATE_VERSION = 2
 """Version of the format of `Diagnosis.state_dict()`; raised when an older GradWatch could not read a new state."""
 
+LASTING_CALLS = 8
+"""Records from one call to the next of a rule whose fault lasts unchanged. Judgement."""
+
 
 class Diagnosis:
     """Keeps the history, runs the rules and feeds the sinks. A rule or sink that raises is dropped, with a warning."""
@@ -78,6 +81,12 @@ class Diagnosis:
         self._rules = list(rules)
         self._selective = frozenset(rule.name for rule in rules if getattr(rule, "suspects", None) is not None)
         """Rules that say at which rows they are to be called; others are called at all that can tell them something."""
+        self._lasting = self._selective - {rule.name for rule in rules if getattr(rule, "distrusts_records", False)}
+        """Those whose fault stays where it is: while it does they need not be called at every record."""
+        self._called: dict[str, int] = {}
+        """Rule -> the number of the record at which it was last called."""
+        self._passed: dict[str, list[int]] = {}
+        """Rule -> the records since then at which its fault was taken to last."""
         self._samples = {rule.name: needs for rule in rules if (needs := samples_of(rule))}
         """Rules that need samples only -> of which statistics."""
         self.dispatcher = Dispatcher(sinks, dropped=partial(self.drop, "sink"))
@@ -175,7 +184,8 @@ class Diagnosis:
                 called = [
                     rule
                     for rule in self._rules
-                    if rule.name in names or (rule.name in open_rules and rule.name in self._selective)
+                    if (rule.name in names and not self._lasts(rule.name))
+                    or (rule.name not in names and rule.name in open_rules and rule.name in self._selective)
                 ]
                 if self._judge(called, step, count - row) and row + 1 < count:
                     judged = row + 1
@@ -238,6 +248,25 @@ class Diagnosis:
                 self._switch_off(rule, error)
         return found
 
+    def _lasts(self, rule: str) -> bool:
+        """Whether the fault of a rule that suspects the present record is taken to be there as it was, without a call:
+        it has not changed for a while, and the rule was called a few records before.
+        """
+        if rule not in self._lasting or self._recorded - self._called.get(rule, 0) >= LASTING_CALLS:
+            return False
+        if not self.incidents.is_settled(rule, self.judged_step):
+            return False
+        self._passed.setdefault(rule, []).append(self._recorded)
+        return True
+
+    def _find_end(self, rule: Rule) -> None:
+        """The fault of `rule` is gone, after records at which it was taken to last: find the last at which it did."""
+        for record in reversed(self._passed.get(rule.name, ())):
+            history = self.history.until(record - self.history.count - 1)
+            if rule(history):
+                self.incidents.seen(rule.name, history.steps[-1])
+                return
+
     def _judge(self, rules: Sequence[Rule], step: int, back: int) -> bool:
         """Call `rules` at the record of `step`, the one `back` from the end; returns whether baselines have changed."""
         history, findings = self.history.until(-back), dict[str, Sequence[Finding] | None]()
@@ -250,10 +279,15 @@ class Diagnosis:
                 if found:
                     found = check_items("result", found, "a list of findings, or None", kind=Finding, most=MOST)
                     found = [worded(finding, self._loop, self.changes_of_signals()) for finding in found]
+                elif found is not None:
+                    self._find_end(rule)
             except Exception as error:
                 self._switch_off(rule, error)
                 continue
             findings[rule.name] = found
+            if found is not None:
+                self._called[rule.name] = self._recorded
+                self._passed.pop(rule.name, None)
             if found and getattr(rule, "distrusts_records", False):
                 index, changed = history.layout.index, True
                 for finding in found:
