@@ -407,8 +407,12 @@ class Plan:
                 copies.mul_(ENLARGED)
                 found[first:end] = on_host(torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32)) / ENLARGED
                 wanted[first:end] = False
-        for slot in np.flatnonzero(wanted).tolist():
-            found[slot] = on_host(exact_norm(tensors[self.positions[slot]].detach()))
+        left = np.flatnonzero(wanted).tolist()
+        alone = [dense_real(tensors[self.positions[slot]].detach()) for slot in left]
+        if alone and max(tensor.numel() for tensor in alone) <= STACK:
+            found[left] = on_host(torch.stack(torch._foreach_norm(alone, 2, dtype=torch.float64)))
+        else:
+            found[left] = [float(on_host(exact_norm(tensor))) for tensor in alone]
         return found[slots]
 
     def _take(self, members: Sequence[int]) -> Tensor:
