@@ -7,7 +7,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from io import StringIO
 from time import process_time
 from typing import Any
@@ -39,6 +39,8 @@ class FitWorkload:
     steps: int
     turns: int
     """Fits with each watcher."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Of the Trainer."""
 
 
 class Training(LightningModule):
@@ -53,10 +55,27 @@ class Training(LightningModule):
         return torch.optim.Adam(self.parameters(), self._learning_rate)
 
 
-def _training(build: Callable[[], nn.Module]) -> Callable[[], LightningModule]:
+class Unsteady(Training):
+    """Its loss jumps up and down, as where single examples or rewards make it."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * (30.0 if batch_idx % 2 else 1.0)
+
+
+class PartlyUsed(Training):
+    """It has a layer that no batch reaches."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.unused = nn.Linear(64, 64)
+
+
+def _training(
+    build: Callable[[], nn.Module], kind: Callable[[nn.Module], LightningModule] = Training
+) -> Callable[[], LightningModule]:
     def make() -> LightningModule:
         torch.manual_seed(0)
-        return Training(build())
+        return kind(build())
 
     return make
 
@@ -87,6 +106,19 @@ FIT_WORKLOADS = {
     )
 }
 
+_SMALL = replace(FIT_WORKLOADS["small"], steps=200, turns=5)
+
+FIT_WAYS = {
+    "as above, 200 steps": _SMALL,
+    "a checkpoint after each step": replace(
+        _SMALL, batches=lambda: _pairs(64)()[:1], options={"enable_checkpointing": True}
+    ),
+    "four micro-batches a step": replace(_SMALL, options={"accumulate_grad_batches": 4}),
+    "a loss that jumps up and down": replace(_SMALL, module=_training(lambda: normed(5, 64), Unsteady)),
+    "a layer that is not used": replace(_SMALL, module=_training(lambda: normed(5, 64), PartlyUsed)),
+}
+"""Ways to train the small model."""
+
 
 class BareNorms(Callback):
     """One `torch._foreach_norm` at each step, into a row of a buffer: the least that a watcher does."""
@@ -112,18 +144,19 @@ def fit_seconds(workload: FitWorkload, watchers: Sequence[Callback], *, log_ever
     batches = workload.batches()
     loader = () if batches is None else (DataLoader(batches, batch_size=None),)  # type: ignore[arg-type]
     with tempfile.TemporaryDirectory() as folder, _quiet():
-        trainer = Trainer(
-            accelerator="cpu",
-            max_steps=workload.steps,
-            max_epochs=-1,
-            limit_val_batches=0,
-            log_every_n_steps=log_every,
-            logger=TensorBoardLogger(folder),
-            callbacks=list(watchers),
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            enable_checkpointing=False,
-        )
+        options: dict[str, Any] = {
+            "accelerator": "cpu",
+            "max_steps": workload.steps,
+            "max_epochs": -1,
+            "limit_val_batches": 0,
+            "log_every_n_steps": log_every,
+            "logger": TensorBoardLogger(folder),
+            "callbacks": list(watchers),
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "enable_checkpointing": False,
+        }
+        trainer = Trainer(**{**options, **workload.options})
         module = workload.module()
         begun = process_time()
         trainer.fit(module, *loader)

@@ -1,6 +1,6 @@
 """The tables: each measures when it is called with `quick`."""
 
-from benchmarks.tables.fits import fit_table, logged_table
+from benchmarks.tables.fits import fit_table, logged_table, ways_table
 from benchmarks.tables.parts import accuracy_table, rules_table, start_table
 from benchmarks.tables.steps import growth_table, interventions_table, norms_table, unsampled_table, wandb_table
 
@@ -9,6 +9,7 @@ TABLES = {
     "wandb": wandb_table,
     "logged": logged_table,
     "fit": fit_table,
+    "ways": ways_table,
     "unsampled": unsampled_table,
     "rules": rules_table,
     "interventions": interventions_table,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from benchmarks.fits import FIT_WORKLOADS, BareNorms, LoggedGradNorm, Watchers, compare_fits
+from benchmarks.fits import FIT_WAYS, FIT_WORKLOADS, BareNorms, LoggedGradNorm, Watchers, compare_fits
 from benchmarks.paired import bootstrap, median, ratio
 from benchmarks.peers import unimpaired
 from benchmarks.rows import MILLISECONDS, RATIO, SHARE, Row, Table, exactly
@@ -44,6 +44,29 @@ def fit_rows(name: str) -> list[Row]:
         Row("share as measured", where, exactly(measured), SHARE),
         Row("share as `watch.overhead` says", where, exactly(made[-1].overhead), SHARE),
     ]
+
+
+def ways_table(quick: bool) -> Table:
+    """The small model in the ways in which it may be trained and watched: none of them may be dear by itself."""
+    from gradwatch import Clip, GradWatch
+
+    kinds: dict[str, Watchers] = {
+        "with Clip(1.0)": lambda: [GradWatch(interventions=[Clip(1.0)])],
+        'on_alert="raise"': lambda: [GradWatch(on_alert="raise")],
+    }
+    ways = {
+        **{way: (workload, lambda: [GradWatch()]) for way, workload in FIT_WAYS.items()},
+        **{way: (next(iter(FIT_WAYS.values())), watchers) for way, watchers in kinds.items()},
+    }
+    rows = []
+    for way, (workload, watchers) in ways.items():
+        taken = compare_fits(workload, {"ours": watchers}, turns=1 if quick else 0)
+        ours, bare = taken["ours"], taken["bare"]
+        rows += [
+            Row("whole fit over the bare one", way, bootstrap(median, ours / bare), RATIO),
+            Row("what it adds a step", way, bootstrap(median, (ours - bare) / workload.steps), MILLISECONDS),
+        ]
+    return Table("ways", "Whole fits of the small model, trained and watched in other ways", rows)
 
 
 LOG_EVERY = 10
