@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -179,17 +179,11 @@ class Diagnosis:
         for row, step in enumerate(block.steps.tolist()):
             self.judged_step = step
             self._recorded += 1
-            names = {name for name, rows in suspected.items() if rows[row - judged]} if suspected else ()
-            if names or open_rules:
-                called = [
-                    rule
-                    for rule in self._rules
-                    if (rule.name in names and not self._lasts(rule.name))
-                    or (rule.name not in names and rule.name in open_rules and rule.name in self._selective)
-                ]
-                if self._judge(called, step, count - row) and row + 1 < count:
-                    judged = row + 1
-                    suspected = self._suspected(block.rows(judged, count))  # baselines have changed
+            names = {name for name, rows in suspected.items() if rows[row - judged]} if suspected else set[str]()
+            changed = (names or open_rules) and self._judge(self._rules_to_call(names), step, count - row)
+            if changed and row + 1 < count:
+                judged = row + 1
+                suspected = self._suspected(block.rows(judged, count))  # baselines have changed
             if self.on_incidents is not None:
                 faults = self.incidents.open_faults
                 old = [one for one in faults if one.key in self._inherited]
@@ -248,16 +242,27 @@ class Diagnosis:
                 self._switch_off(rule, error)
         return found
 
-    def _lasts(self, rule: str) -> bool:
-        """Whether the fault of a rule that suspects the present record is taken to be there as it was, without a call:
-        it has not changed for a while, and the rule was called a few records before.
+    def _rules_to_call(self, suspecting: Set[str]) -> list[Rule]:
+        """The rules that are called at the present record: those `suspecting` it, and those whose fault is open, which
+        may be gone. Where a fault is taken to last as it was, that is noted instead.
         """
-        if rule not in self._lasting or self._recorded - self._called.get(rule, 0) >= LASTING_CALLS:
-            return False
-        if not self.incidents.is_settled(rule, self.judged_step):
-            return False
-        self._passed.setdefault(rule, []).append(self._recorded)
-        return True
+        called = list[Rule]()
+        for rule in self._rules:
+            if rule.name not in suspecting:
+                if rule.name in self.incidents.open_rules and rule.name in self._selective:
+                    called.append(rule)
+            elif self._lasts(rule.name):
+                self._passed.setdefault(rule.name, []).append(self._recorded)
+            else:
+                called.append(rule)
+        return called
+
+    def _lasts(self, rule: str) -> bool:
+        """Whether the fault of a rule, which suspects the present record, has not changed for a while, and the rule was
+        called a few records before.
+        """
+        lately = self._recorded - self._called.get(rule, 0) < LASTING_CALLS
+        return lately and rule in self._lasting and self.incidents.is_settled(rule, self.judged_step)
 
     def _find_end(self, rule: Rule) -> None:
         """The fault of `rule` is gone, after records at which it was taken to last: find the last at which it did."""

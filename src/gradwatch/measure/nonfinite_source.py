@@ -51,7 +51,7 @@ class NonfiniteSource:
         self._buffer: DeviceBuffer | None = None
         """The norms that the hooks measure; None without hooks."""
         self._errors = errors
-        self._parameters: Sequence[nn.Parameter] = ()
+        self._parameters: Sequence[nn.Parameter] | None = None
 
     @cached_property
     def store(self) -> RankStore:
@@ -67,10 +67,9 @@ class NonfiniteSource:
 
     def arm(self, parameters: Sequence[nn.Parameter]) -> None:
         """Look at gradients of some of `parameters` from now on; twice, with the same list of them, does nothing."""
-        if parameters is not self._parameters:
-            self.disarm()
-        if self._parameters:
+        if parameters is self._parameters:
             return
+        self.disarm()
         self._parameters = parameters
         trained = [parameter for parameter in parameters if parameter.requires_grad and not is_lazy(parameter)]
         chosen = smallest_of_parts(trained, NONFINITE_CHECKS)
@@ -85,7 +84,7 @@ class NonfiniteSource:
 
     def disarm(self) -> None:
         self._hooks.remove()
-        self._buffer, self._parameters, self._added_up = None, (), []
+        self._buffer, self._parameters, self._added_up = None, None, []
 
     def backward(self) -> None:
         """A backward pass begins; called where the loop says of each to which step it belongs."""
