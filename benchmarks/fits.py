@@ -109,7 +109,7 @@ FIT_WORKLOADS = {
 _SMALL = replace(FIT_WORKLOADS["small"], steps=200, turns=5)
 
 FIT_WAYS = {
-    "as above, 200 steps": _SMALL,
+    "`GradWatch()`, 200 steps": _SMALL,
     "a checkpoint after each step": replace(
         _SMALL, batches=lambda: _pairs(64)()[:1], options={"enable_checkpointing": True}
     ),
