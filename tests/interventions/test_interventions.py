@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from clipping_reference import Gradients, far, taken
 from gradwatch import AdaptiveClip, Clip, GradWatch, Scale, SkipNonFinite, SpikeClip, Stop, Watch, Zero
-from gradwatch.interventions import Intervention
+from gradwatch.interventions import Intervention, InterventionSettings
 from gradwatch.measure.layers import NoSuchLayer
 from gradwatch.sinks.memory import Memory
 from models import WIDE, wide_net_of_three
@@ -427,6 +427,14 @@ def test_one_that_fails_is_switched_off_and_the_others_go_on(caplog: pytest.LogC
     assert watch.verdict.notes == (failed,)
     assert caplog.text.count("FailingIntervention failed") == 1
     assert all(length(after, "0.") <= 0.01001 for _, after in pairs)
+
+
+def test_the_others_of_the_same_hook_act_at_that_step_too() -> None:
+    failing = FailingIntervention(InterventionSettings(at="hook"))
+    _, watch, pairs = train_with([failing, Zero(layers="0", at="hook")])
+    failed = "the intervention FailingIntervention failed and was switched off: OSError: no schedule"
+    assert watch.verdict.notes == (failed,)
+    assert all(length(after, "0.") == 0.0 for _, after in pairs)
 
 
 def test_numbers_may_be_numpys() -> None:

@@ -99,22 +99,22 @@ class GradientHooks:
                 return None
             if not owner._acts():
                 return None
-            new, active = gradient, actions[0][0]
-            try:
-                norm = moved(norm_of(gradient), slot.device).reshape(1)
-                slot.copy_(norm[0])
-                # without a gradient yet, what earlier passes gave was dropped
-                owner.calls[index] = 1 if weight.grad is None else owner.calls[index] + 1
-                scale = owner.scale
-                norm = norm if scale is None else norm / moved(scale, norm.device)
-                for active, action in actions:
-                    active.acted = True
+            new, norm, scale = gradient, None, owner.scale
+            for active, action in actions:
+                active.acted = True
+                try:
+                    if norm is None:
+                        norm = moved(norm_of(gradient), slot.device).reshape(1)
+                        slot.copy_(norm[0])
+                        # without a gradient yet, what earlier passes gave was dropped
+                        owner.calls[index] = 1 if weight.grad is None else owner.calls[index] + 1
+                        norm = norm if scale is None else norm / moved(scale, norm.device)
                     other, factor, after = apply_action(action, new, norm, present, weight, scale, owner.steps[index])
                     keep_most_changed(factors.select(0, active.number), factor, first=owner.calls[index] == 1)
                     if not active.dry:
                         new, norm = other, after
-            except Exception as error:  # raised here, it would end the user's backward pass
-                owner.errors.append((active, error))
+                except Exception as error:  # raised here, it would end the user's backward pass
+                    owner.errors.append((active, error))
             return None if new is gradient else new
 
         return recorded(act, self._costs)
