@@ -13,7 +13,6 @@ import pytest
 from gradwatch.core.alert import Alert
 from gradwatch.core.block import AFTER_STEP
 from gradwatch.core.record import Layout, Record, Run
-from gradwatch.engine import diagnosis
 from gradwatch.engine.diagnosis import Diagnosis
 from gradwatch.rules import default_rules
 from quick import cases
@@ -95,17 +94,6 @@ def test_what_the_training_was_shown_is_found_again(name: str) -> None:
     assert [alert for alert in again if alert.rule != "nonfinite"] == [
         alert for alert in run.alerts if alert.rule != "nonfinite"
     ]
-
-
-@pytest.mark.parametrize("name", cases(RUNS, (*QUICK, "detached")))
-def test_a_fault_that_lasts_is_told_as_if_it_were_looked_for_at_every_row(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = recorded(name)
-    found = in_blocks(run, lambda: 32)
-    monkeypatch.setattr(diagnosis, "LASTING_CALLS", 1)
-    every = in_blocks(run, lambda: 32)
-    assert (found.diagnosis.incidents.alerts, found.raised) == (every.diagnosis.incidents.alerts, every.raised)
 
 
 def test_the_runs_have_the_faults() -> None:

@@ -19,7 +19,7 @@ from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.block import Block
 from gradwatch.core.history import History
 from gradwatch.core.record import Mask, Missing, Run
-from gradwatch.engine.diagnosis import LASTING_CALLS, Diagnosis
+from gradwatch.engine.diagnosis import Diagnosis
 from gradwatch.rules import Rule, Spike, default_rules
 from gradwatch.rules.evidence.recent_rows import RecentRows
 from synthetic_history import layout, net, record
@@ -68,11 +68,7 @@ class Counted:
     def __call__(self, history: History) -> list[Finding]:
         self.steps.append(history.steps[-1])
         at = history.steps[-1] in self.faults
-        sites = self.sites(history.steps[-1])
-        return [Finding(self.name, Severity.WARNING, "fc0", sites, 1.0, 0.0, "a", "b")] if at else []
-
-    def sites(self, step: int) -> tuple[str, ...]:
-        return ("fc0",)
+        return [Finding(self.name, Severity.WARNING, "fc0", ("fc0",), 1.0, 0.0, "a", "b")] if at else []
 
 
 class Selective(Counted):
@@ -103,35 +99,6 @@ def test_a_rule_is_called_where_it_suspects_and_while_its_incident_is_open() -> 
     assert rule.steps == [*range(5, 26), *range(30, 51)]
     (alert,) = diagnosis.incidents.alerts
     assert (alert.step, alert.closed_step, alert.times) == (5, 30, 2)
-
-
-@pytest.mark.parametrize("size", [1, 7, 160])
-@pytest.mark.parametrize("last", [59, 97, 103, 104])
-def test_a_rule_whose_fault_lasts_is_called_less_often(last: int, size: int) -> None:
-    """At every eighth row once it has been the same for 32 steps; where the fault ends is known to the step."""
-    rule = Selective(*range(10, last + 1))
-    rule.suspects = lambda rows: np.ones(rows.count, dtype=bool)  # type: ignore[method-assign]
-    diagnosis = opened([rule])
-    whole = block(diagnosis, [{}] * 160)
-    for begin in range(0, 160, size):
-        diagnosis.judge(whole.rows(begin, min(160, begin + size)))
-    (alert,) = diagnosis.incidents.alerts
-    assert (alert.step, alert.noticed, alert.closed_step, alert.times) == (10, 10, last, 1)
-    lasting = [step for step in rule.steps if 42 <= step <= last]
-    assert lasting[: (last - 41) // LASTING_CALLS] == [*range(42 + 7, last + 1, LASTING_CALLS)], lasting
-
-
-def test_a_rule_whose_fault_grows_is_called_at_every_row_again() -> None:
-    rule = Selective(*range(10, 150))
-    wider: list[tuple[str, ...]] = [("fc0",), ("fc0", "fc1")]
-    rule.sites = lambda step: wider[step >= 90]  # type: ignore[method-assign]
-    diagnosis = opened([rule])
-    diagnosis.judge(block(diagnosis, [{}] * 150))
-    (alert,) = diagnosis.incidents.alerts
-    assert alert.sites == ("fc0", "fc1")
-    grew = next(step for step in rule.steps if step >= 90)
-    assert grew < 90 + LASTING_CALLS
-    assert [step for step in rule.steps if step >= grew][:32] == [*range(grew, grew + 32)]
 
 
 def test_a_rule_without_suspects_is_called_at_every_row() -> None:

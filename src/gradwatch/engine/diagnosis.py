@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -48,9 +48,6 @@ logger = logging.getLogger("gradwatch")
 STATE_VERSION = 2
 """Version of the format of `Diagnosis.state_dict()`; raised when an older GradWatch could not read a new state."""
 
-LASTING_CALLS = 8
-"""Records from one call to the next of a rule whose fault lasts unchanged. Judgement."""
-
 
 class Diagnosis:
     """Keeps the history, runs the rules and feeds the sinks. A rule or sink that raises is dropped, with a warning."""
@@ -81,12 +78,6 @@ class Diagnosis:
         self._rules = list(rules)
         self._selective = frozenset(rule.name for rule in rules if getattr(rule, "suspects", None) is not None)
         """Rules that say at which rows they are to be called; others are called at all that can tell them something."""
-        self._lasting = self._selective - {rule.name for rule in rules if getattr(rule, "distrusts_records", False)}
-        """Those whose fault stays where it is: while it does they need not be called at every record."""
-        self._called: dict[str, int] = {}
-        """Rule -> the number of the record at which it was last called."""
-        self._passed: dict[str, list[int]] = {}
-        """Rule -> the records since then at which its fault was taken to last."""
         self._samples = {rule.name: needs for rule in rules if (needs := samples_of(rule))}
         """Rules that need samples only -> of which statistics."""
         self.dispatcher = Dispatcher(sinks, dropped=partial(self.drop, "sink"))
@@ -179,11 +170,16 @@ class Diagnosis:
         for row, step in enumerate(block.steps.tolist()):
             self.judged_step = step
             self._recorded += 1
-            names = {name for name, rows in suspected.items() if rows[row - judged]} if suspected else set[str]()
-            changed = (names or open_rules) and self._judge(self._rules_to_call(names), step, count - row)
-            if changed and row + 1 < count:
-                judged = row + 1
-                suspected = self._suspected(block.rows(judged, count))  # baselines have changed
+            names = {name for name, rows in suspected.items() if rows[row - judged]} if suspected else ()
+            if names or open_rules:
+                called = [
+                    rule
+                    for rule in self._rules
+                    if rule.name in names or (rule.name in open_rules and rule.name in self._selective)
+                ]
+                if self._judge(called, step, count - row) and row + 1 < count:
+                    judged = row + 1
+                    suspected = self._suspected(block.rows(judged, count))  # baselines have changed
             if self.on_incidents is not None:
                 faults = self.incidents.open_faults
                 old = [one for one in faults if one.key in self._inherited]
@@ -242,36 +238,6 @@ class Diagnosis:
                 self._switch_off(rule, error)
         return found
 
-    def _rules_to_call(self, suspecting: Set[str]) -> list[Rule]:
-        """The rules that are called at the present record: those `suspecting` it, and those whose fault is open, which
-        may be gone. Where a fault is taken to last as it was, that is noted instead.
-        """
-        called = list[Rule]()
-        for rule in self._rules:
-            if rule.name not in suspecting:
-                if rule.name in self.incidents.open_rules and rule.name in self._selective:
-                    called.append(rule)
-            elif self._lasts(rule.name):
-                self._passed.setdefault(rule.name, []).append(self._recorded)
-            else:
-                called.append(rule)
-        return called
-
-    def _lasts(self, rule: str) -> bool:
-        """Whether the fault of a rule, which suspects the present record, has not changed for a while, and the rule was
-        called a few records before.
-        """
-        lately = self._recorded - self._called.get(rule, 0) < LASTING_CALLS
-        return lately and rule in self._lasting and self.incidents.is_settled(rule, self.judged_step)
-
-    def _find_end(self, rule: Rule) -> None:
-        """The fault of `rule` is gone, after records at which it was taken to last: find the last at which it did."""
-        for record in reversed(self._passed.get(rule.name, ())):
-            history = self.history.until(record - self.history.count - 1)
-            if rule(history):
-                self.incidents.seen(rule.name, history.steps[-1])
-                return
-
     def _judge(self, rules: Sequence[Rule], step: int, back: int) -> bool:
         """Call `rules` at the record of `step`, the one `back` from the end; returns whether baselines have changed."""
         history, findings = self.history.until(-back), dict[str, Sequence[Finding] | None]()
@@ -284,15 +250,10 @@ class Diagnosis:
                 if found:
                     found = check_items("result", found, "a list of findings, or None", kind=Finding, most=MOST)
                     found = [worded(finding, self._loop, self.changes_of_signals()) for finding in found]
-                elif found is not None:
-                    self._find_end(rule)
             except Exception as error:
                 self._switch_off(rule, error)
                 continue
             findings[rule.name] = found
-            if found is not None:
-                self._called[rule.name] = self._recorded
-                self._passed.pop(rule.name, None)
             if found and getattr(rule, "distrusts_records", False):
                 index, changed = history.layout.index, True
                 for finding in found:

@@ -17,9 +17,6 @@ CLEAN_EVALUATIONS = 5
 """Evaluations in a row without a finding that close an incident at least: where a rule judges samples, they may be far
 apart. Judgement."""
 
-SETTLED = 32
-"""Steps without a change after which a fault that is found again and again is taken to last. Judgement."""
-
 MOST_APART = 2
 """Incidents of a rule from which on one that returns soon, in other layers, is none of its own. Judgement."""
 
@@ -70,8 +67,6 @@ class IncidentTracker:
         self._open: dict[str, int] = {}  # rule -> index in `_faults`
         self._clean_evaluations: dict[str, int] = {}
         self._last_seen: dict[str, int] = {}
-        self._changed: dict[str, int] = {}
-        """Rule -> the step at which its fault last became another: it opened, grew, got worse."""
 
     @property
     def alerts(self) -> tuple[Alert, ...]:
@@ -87,16 +82,6 @@ class IncidentTracker:
     def open_rules(self) -> KeysView[str]:
         """The rules whose faults are open; the view follows as they open and close."""
         return self._open.keys()
-
-    def is_settled(self, rule: str, step: int) -> bool:
-        """Whether a fault of the rule is open, was there when the rule was last evaluated, and has been the same for
-        some time.
-        """
-        return rule in self._open and not self._clean_evaluations[rule] and step - self._changed[rule] >= SETTLED
-
-    def seen(self, rule: str, step: int) -> None:
-        """The open fault of the rule was still there at `step`, before the one of the next `update`."""
-        self._last_seen[rule] = step
 
     def update(
         self,
@@ -128,12 +113,9 @@ class IncidentTracker:
             self._close(self._open.pop(rule), self._last_seen[rule])
         for rule, found in findings.items():
             if found:
-                known = self._faults[self._open[rule]] if rule in self._open else None
                 if not self._grow(rule, step, found, order):
                     self._open_fault(rule, step, found, step if onset is None else onset(found[0]))
                 self._clean_evaluations[rule], self._last_seen[rule] = 0, step
-                if self._faults[self._open[rule]] != known:
-                    self._changed[rule] = step
         after = self._incidents()
         changed = [(place, alert) for place, alert in after.items() if place in before and alert != before[place]]
         absorbed = [self._faults[place] for place in before if place in self._cause]
@@ -159,7 +141,6 @@ class IncidentTracker:
             "open": {str(rule): place for rule, place in self._open.items()},
             "clean": {str(rule): times for rule, times in self._clean_evaluations.items()},
             "last_seen": {str(rule): int(step) for rule, step in self._last_seen.items()},
-            "changed": {str(rule): int(step) for rule, step in self._changed.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, rules: Iterable[str] | None = None) -> None:
@@ -169,19 +150,17 @@ class IncidentTracker:
         """
         alerts = typed([Alert], state["alerts"], "alerts")
         causes = {int(effect): int(cause) for effect, cause in state["causes"]}
-        keys = ("open", "clean", "last_seen", "changed")
-        opened, clean, last_seen, changed = (typed({str: int}, state[key], key) for key in keys)
+        opened, clean, last_seen = (typed({str: int}, state[key], key) for key in ("open", "clean", "last_seen"))
         if not all(0 <= cause < len(alerts) and cause not in causes for cause in causes.values()):
             raise ValueError("the cause of an effect is not among its incidents")
         for rule, place in opened.items():
-            known = rule in clean and rule in changed
-            if alerts[place].rule != rule or alerts[place].closed_step is not None or not known:
+            if alerts[place].rule != rule or alerts[place].closed_step is not None or rule not in clean:
                 raise ValueError(f"its open incident of {rule} is not among its alerts")
         for rule in opened.keys() - set(opened if rules is None else rules):
             place = opened.pop(rule)
             alerts[place] = replace(alerts[place], closed_step=last_seen[rule])
         self._faults, self._cause = alerts, causes
-        self._open, self._clean_evaluations, self._last_seen, self._changed = opened, clean, last_seen, changed
+        self._open, self._clean_evaluations, self._last_seen = opened, clean, last_seen
 
     def _grow(self, rule: str, step: int, found: Sequence[Finding], order: Mapping[str, int]) -> bool:
         """Add the findings to the rule's incident that is open or recent; False if there is none."""

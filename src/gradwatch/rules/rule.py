@@ -27,8 +27,7 @@ class Rule(Protocol):
     An optional method, `suspects(rows: RecentRows) -> Mask`: at which of the rows of a block the rule may find
     something, shape [rows], computed over all of them at once. It must be true wherever the rule, called on
     `history.until` that row, returns a finding, and may be true elsewhere. The rule is called at these rows alone, and
-    at every row while its incident is open; once that has been the same for some time, at one in eight of these rows,
-    unless the rule distrusts records. Without the method it is called at every row. A rule all of whose `needs`
+    at every row while its incident is open. Without the method it is called at every row. A rule all of whose `needs`
     are sampled is not asked of rows without a new sample of them, and without the method is called at the others.
     """
 
