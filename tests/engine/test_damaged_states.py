@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from damaged_files import damaged_content
 from gradwatch import Clip, GradWatch, SkipNonFinite, SpikeClip
-from gradwatch.engine.joined_arrays import joined, separated
+from gradwatch.engine.joined_arrays import join_arrays, split_arrays
 from gradwatch.sinks.log import Log
 from models import module_of
 from quick import cases
@@ -78,11 +78,11 @@ def tried(number: int, caplog: pytest.LogCaptureFixture) -> bool:
 
 def with_another_history(state: dict[str, Any], rng: random.Random) -> dict[str, Any]:
     """One of whose history a part is another one, as far as JSON has it."""
-    history = separated(state["diagnosis"]["history"])
+    history = split_arrays(state["diagnosis"]["history"])
     while True:
         with suppress(TypeError, ValueError, RecursionError):
             damaged = damaged_content(exchanged(history, np.ndarray, torch.from_numpy), rng)
-            state["diagnosis"]["history"] = joined(exchanged(damaged, torch.Tensor, np.asarray))
+            state["diagnosis"]["history"] = join_arrays(exchanged(damaged, torch.Tensor, np.asarray))
             return state
 
 

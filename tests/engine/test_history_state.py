@@ -18,7 +18,7 @@ from gradwatch.core.history import OPENING, History
 from gradwatch.core.record import Layout, Missing, Record, Run, Site
 from gradwatch.engine.diagnosis import Diagnosis
 from gradwatch.engine.history_state import NEWEST_RECORDS, STATE_BYTES, packed, unpacked
-from gradwatch.engine.joined_arrays import joined, separated
+from gradwatch.engine.joined_arrays import join_arrays, split_arrays
 from gradwatch.measure.device_buffer import ROWS
 from gradwatch.measure.modules.sampled_step import LayerFlow
 from gradwatch.rules import default_rules
@@ -45,7 +45,7 @@ def through_a_file(state: Any) -> tuple[Any, int]:
 
 def restored(history: History) -> History:
     fresh = History(Layout(history.layout.sites, modules=history.layout.modules), capacity=history.capacity)
-    fresh.load_state_dict(unpacked(separated(through_a_file(joined(packed(history.state_dict())))[0])))
+    fresh.load_state_dict(unpacked(split_arrays(through_a_file(join_arrays(packed(history.state_dict())))[0])))
     return fresh
 
 
@@ -102,10 +102,10 @@ def test_a_state_is_bounded(layers: int, records: int, mib: float) -> None:
         if step % 25 == 0:
             values |= {"weight_norm": norms, "update_ratio": norms, "zero_fraction": norms}
         append(history, step, values=values, scalars=dict.fromkeys("abcdefg", 1.0), codes=codes)
-    state, size = through_a_file(joined(packed(history.state_dict())))
+    state, size = through_a_file(join_arrays(packed(history.state_dict())))
     assert size < mib * 2**20
     fresh = History(history.layout)
-    fresh.load_state_dict(unpacked(separated(state)))
+    fresh.load_state_dict(unpacked(split_arrays(state)))
     assert fresh.steps == history.steps
     np.testing.assert_array_equal(fresh.series("grad_norm"), history.series("grad_norm"))
     there = ~np.isnan(fresh.series("grad_norm", history.layout.sites[-1].name))
@@ -307,10 +307,10 @@ def test_a_state_that_lacks_a_part_is_refused() -> None:
 def test_a_state_holds_copies() -> None:
     history = net(2)
     record(history, 1.0, loss=2.0)
-    state = joined(packed(history.state_dict()))
+    state = join_arrays(packed(history.state_dict()))
     history.amend({"grad_norm": np.full(len(history.layout), 7.0)}, {"loss": 7.0})
     history.distrust([0])
-    found = unpacked(separated(state))
+    found = unpacked(split_arrays(state))
     assert found["scalars"]["loss"].tolist() == [2.0]
     assert found["columns"]["grad_norm"]["rows"][0, 1] == 1.0
     assert found["trusted"].all()

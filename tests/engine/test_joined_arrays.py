@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from gradwatch.engine.joined_arrays import joined, separated
+from gradwatch.engine.joined_arrays import ARRAY, join_arrays, split_arrays
 
 ARRAYS = (
     np.arange(6, dtype=np.int32).reshape(2, 3),
@@ -24,14 +24,14 @@ ARRAYS = (
 
 def saved(tree: dict[str, Any]) -> dict[str, Any]:
     file = io.BytesIO()
-    torch.save(joined(tree), file)
+    torch.save(join_arrays(tree), file)
     file.seek(0)
     loaded: dict[str, Any] = torch.load(file, weights_only=True)
     return loaded
 
 
 def test_arrays_come_back_with_type_shape_and_bits() -> None:
-    found = separated(saved({"all": {str(place): array for place, array in enumerate(ARRAYS)}}))["all"]
+    found = split_arrays(saved({"all": {str(place): array for place, array in enumerate(ARRAYS)}}))["all"]
     for array, back in zip(ARRAYS, found.values(), strict=True):
         assert (back.dtype, back.shape) == (array.dtype, array.shape)
         assert back.tobytes() == array.tobytes()
@@ -39,28 +39,33 @@ def test_arrays_come_back_with_type_shape_and_bits() -> None:
 
 
 def test_the_rest_comes_back_as_json_has_it() -> None:
-    tree = {"none": None, "names": ["a", "\udcff", "ж"], "inner": {"inf": float("inf"), "first": 3}, "empty": {}}
-    assert separated(saved(tree)) == tree
+    tree = {
+        "none": None,
+        "names": ["a", "\udcff", "ж"],
+        "inner": {"inf": float("inf"), "first": 3, "array": "<f8"},
+        "empty": {},
+    }
+    assert split_arrays(saved(tree)) == tree
 
 
 def test_a_state_is_one_tensor_and_a_text() -> None:
-    state = joined({"a": ARRAYS[0], "b": [1, 2]})
+    state = join_arrays({"a": ARRAYS[0], "b": [1, 2]})
     assert {type(value) for value in state.values()} == {torch.Tensor, str}
 
 
 @pytest.mark.parametrize(
     "leaf",
     [
-        {"array": "<f8", "shape": [99], "first": 0},
-        {"array": "<f8", "shape": [2], "first": 17},
-        {"array": "<f8", "shape": [2], "first": -8},
-        {"array": "|O", "shape": [1], "first": 0},
-        {"array": "nothing", "shape": [1], "first": 0},
-        {"array": "<f8", "first": 0},
-        {"array": "<f8", "shape": [2**40, 2**40], "first": 0},
+        {ARRAY: "<f8", "shape": [99], "first": 0},
+        {ARRAY: "<f8", "shape": [2], "first": 17},
+        {ARRAY: "<f8", "shape": [2], "first": -8},
+        {ARRAY: "|O", "shape": [1], "first": 0},
+        {ARRAY: "nothing", "shape": [1], "first": 0},
+        {ARRAY: "<f8", "first": 0},
+        {ARRAY: "<f8", "shape": [2**40, 2**40], "first": 0},
     ],
     ids=str,
 )
 def test_what_is_no_array_is_refused(leaf: dict[str, Any]) -> None:
     with pytest.raises((LookupError, TypeError, ValueError)):
-        separated({**joined({"a": np.zeros(2)}), "text": json.dumps({"a": leaf})})
+        split_arrays({**join_arrays({"a": np.zeros(2)}), "text": json.dumps({"a": leaf})})

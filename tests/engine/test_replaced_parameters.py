@@ -258,6 +258,47 @@ def test_of_micro_batches_too() -> None:
     assert not alarms(model[0].bias)
 
 
+@pytest.mark.parametrize("place", range(6))
+def test_each_parameter_of_a_small_model_is_looked_at(place: int) -> None:
+    model = net()
+    parameters = list(model.parameters())
+    origin = NonfiniteSource(TrainingMode(accumulate=2), [])
+    origin.arm(parameters)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    parameters[place].grad.fill_(torch.inf)  # type: ignore[union-attr]
+    origin.backward()
+    origin.look()
+    assert origin.alarmed
+
+
+GRADIENTS = {
+    "half": torch.full((2048,), 2000.0, dtype=torch.float16),
+    "double": torch.full((4,), 1e150, dtype=torch.float64),
+    "complex": torch.full((4,), 1e3 + 1e3j),
+    "sparse": torch.ones(4, 2).to_sparse(),
+    "empty": torch.zeros(0),
+}
+
+
+@pytest.mark.parametrize("kind", GRADIENTS)
+def test_finite_gradients_of_every_kind_raise_no_alarm(kind: str) -> None:
+    """Their norms are taken in a type that holds them."""
+    gradient = GRADIENTS[kind]
+    parameters = [nn.Parameter(torch.zeros_like(gradient.to_dense())), nn.Parameter(torch.zeros(3))]
+    parameters[0].grad, parameters[1].grad = gradient.clone(), torch.ones(3)
+    origin = NonfiniteSource(TrainingMode(accumulate=2), [])
+    origin.arm(parameters)
+    origin.backward()
+    origin.look()
+    assert not origin.alarmed
+    if gradient.numel():
+        parameters[0].grad = gradient * torch.nan
+        origin.backward()
+        origin.look()
+        assert origin.alarmed
+
+
 def test_a_pattern_may_lose_its_last_layer() -> None:
     """And find another: it raises at the start only."""
     model = net()

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import quick
 from gradwatch import GradWatch
 from gradwatch.core.alert import Alert
-from gradwatch.engine.joined_arrays import joined, separated
+from gradwatch.engine.joined_arrays import join_arrays, split_arrays
 from gradwatch.sinks.log import Log
 from gradwatch.sinks.memory import Memory
 from models import mlp, module_of
@@ -236,13 +236,13 @@ def renamed(first: int) -> Callable[[dict[str, Any]], Any]:
 
     def change(callbacks: dict[str, Any]) -> None:
         diagnosis = callbacks["GradWatch"]["diagnosis"]
-        history = separated(diagnosis["history"])
+        history = split_arrays(diagnosis["history"])
         known = {f"net.{i}" for i in range(first)}
         history["sites"] = [
             name if ".".join(name.split(".")[:2]) in known | {"total"} else f"old.{name}" for name in history["sites"]
         ]
         history["order"] = []
-        diagnosis["history"] = joined(history)
+        diagnosis["history"] = join_arrays(history)
 
     return change
 

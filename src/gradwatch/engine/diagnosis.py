@@ -31,7 +31,7 @@ from gradwatch.core.record import (
 )
 from gradwatch.core.training_loop import LoopKind
 from gradwatch.engine.history_state import packed, unpacked
-from gradwatch.engine.joined_arrays import joined, separated
+from gradwatch.engine.joined_arrays import join_arrays, split_arrays
 from gradwatch.measure.modules.sampled_step import LayerFlow
 from gradwatch.rules import Rule
 from gradwatch.rules.evidence.recent_rows import RecentRows
@@ -113,7 +113,7 @@ class Diagnosis:
         sites = self.history.layout.sites
         return {
             "version": STATE_VERSION,
-            "history": joined(packed(self.history.state_dict())),
+            "history": join_arrays(packed(self.history.state_dict())),
             "incidents": self.incidents.state_dict(),
             "recorded": self._recorded,
             "losses": self._losses.state_dict(),
@@ -132,7 +132,7 @@ class Diagnosis:
             raise ValueError(f"the run has {self._recorded} records of its own already")
         history, incidents, losses = History(self.history.layout), IncidentTracker(), LossLevels()
         try:
-            saved = unpacked(separated(state["history"]))
+            saved = unpacked(split_arrays(state["history"]))
             recorded = check_whole("recorded", state["recorded"], "records", least=0)
             reached = frozenset(map(str, state["reached"]))
             losses.load_state_dict(state["losses"])

@@ -11,8 +11,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+ARRAY = "array \0"
+"""The key by which an array's place is known: no name of a statistic has it."""
 
-def joined(tree: Mapping[str, Any]) -> dict[str, Any]:
+
+def join_arrays(tree: Mapping[str, Any]) -> dict[str, Any]:
     """A tree of dicts with arrays and what JSON knows: `arrays`, the bytes of all arrays one after the other, and
     `text`, JSON of the rest, with type, shape and first byte in place of each array. Both are copies.
     """
@@ -25,22 +28,22 @@ def joined(tree: Mapping[str, Any]) -> dict[str, Any]:
             raise TypeError(f"{type(array).__name__} is no array")
         first, begin = begin, begin + array.nbytes
         parts.append(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
-        return {"array": array.dtype.str, "shape": array.shape, "first": first}
+        return {ARRAY: array.dtype.str, "shape": array.shape, "first": first}
 
     text = json.dumps(tree, default=described, separators=(",", ":"))
     together = np.concatenate(parts) if parts else np.zeros(0, dtype=np.uint8)
     return {"text": text, "arrays": torch.from_numpy(together)}
 
 
-def separated(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The tree of which `joined` made `state`. Raises an exception of any class for anything else."""
+def split_arrays(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The tree of which `join_arrays` made `state`. Raises an exception of any class for anything else."""
     # runs once, before training: a checkpoint may have been loaded onto the device
     together = np.asarray(state["arrays"].detach().to("cpu")).tobytes()
 
     def array(leaf: dict[str, Any]) -> Any:
-        if "array" not in leaf:
+        if ARRAY not in leaf:
             return leaf
-        dtype, shape, first = np.dtype(leaf["array"]), leaf["shape"], leaf["first"]
+        dtype, shape, first = np.dtype(leaf[ARRAY]), leaf["shape"], leaf["first"]
         own = together[first : first + dtype.itemsize * prod(shape)]
         return np.frombuffer(own, dtype).reshape(shape).copy()  # refuses pointers to objects
 

@@ -147,6 +147,7 @@ class GradWatch(PackageAware, Callback):
         self._loss: Tensor | None = None
         """Summed over the micro-batches of a step, which Lightning has divided by their number; 0-d."""
         self._scaled = False
+        self._examples = 0
         self._metrics: dict[str, object] = {}
         self._context: TrainerContext | None = None
 
@@ -278,9 +279,11 @@ class GradWatch(PackageAware, Callback):
 
     @event
     def on_train_batch_start(self, engine: Engine, trainer: Any, batch: Any, batch_idx: int) -> None:
+        accumulate = trainer.accumulate_grad_batches
+        if accumulate * trainer.world_size > 1:
+            self._examples = examples_in(batch)  # now: the training step may take it apart
         if engine.interventions.given:
             engine.interventions.begin_batch()  # first: samples see the changed signals
-        accumulate = trainer.accumulate_grad_batches
         engine.begin(batch, index=batch_idx, epoch=trainer.current_epoch, accumulate=accumulate)
 
     @event
@@ -299,9 +302,7 @@ class GradWatch(PackageAware, Callback):
         loss, self._loss, scale = self._loss, None, None
         if self._scaled and (scale := scale_at(trainer, loss)) is not None and loss is not None:
             loss = loss / scale
-        several, batch = trainer.accumulate_grad_batches * trainer.world_size > 1, engine.replay.batch
-        examples = examples_in(batch.data) if several and batch is not None else 0
-        info = step_info_of(trainer, optimizer, scaled=self._scaled, scale=scale, examples=examples)
+        info = step_info_of(trainer, optimizer, scaled=self._scaled, scale=scale, examples=self._examples)
         engine.measure(optimizer, info, loss)
         if engine.alert_reaction.raised and trainer.world_size == 1:
             raise AlertRaised(engine.alert_reaction.raised)

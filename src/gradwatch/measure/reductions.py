@@ -409,7 +409,7 @@ class Plan:
                 wanted[first:end] = False
         left = np.flatnonzero(wanted).tolist()
         alone = [dense_real(tensors[self.positions[slot]].detach()) for slot in left]
-        if alone and max(tensor.numel() for tensor in alone) <= STACK:
+        if alone and all(tensor.is_cpu and tensor.numel() <= STACK for tensor in alone):
             found[left] = on_host(torch.stack(torch._foreach_norm(alone, 2, dtype=torch.float64)))
         else:
             found[left] = [float(on_host(exact_norm(tensor))) for tensor in alone]
