@@ -16,7 +16,7 @@ from gradwatch.core.training_loop import TrainingMode
 from gradwatch.hooks.hook_set import HookSet, is_tracing
 from gradwatch.measure.device_buffer import DeviceBuffer, HostCopy, host_view
 from gradwatch.measure.layers import has_doubles, is_lazy, main_device, smallest_of_parts
-from gradwatch.measure.reductions import dense_real, is_vmapped, joined, norm_into, wide_norm
+from gradwatch.measure.reductions import dense_real, is_vmapped, norm_into
 
 NONFINITE_CHECKS = 8
 """Parameters that are looked at: what is not finite runs upstream, and so past the next of them. Judgement."""
@@ -95,9 +95,11 @@ class NonfiniteSource:
         """A backward pass is over: whether what it added makes the gradients of the coming step no longer finite."""
         if not (self._added_up and self._micro) or self._found_at == self._step:
             return
-        norms = [wide_norm(dense_real(one.grad)) for one in self._added_up if one.grad is not None]
-        seen = host_view(joined(norms)) if norms else None
-        if seen is not None and not np.isfinite(seen).all():
+        gradients = [dense_real(one.grad) for one in self._added_up if one.grad is not None]
+        if not gradients:
+            return
+        norms = host_view(torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float64)))
+        if norms is not None and not np.isfinite(norms).all():
             self.alarmed, self._found_at = True, self._step
             self.store.publish(self._step, self._micro - 1)
 
