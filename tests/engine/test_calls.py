@@ -89,7 +89,7 @@ def test_calls_of_an_ordinary_step(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("pairs", "accumulated", "jumps", "most"),
     [
-        pytest.param(Pairs(), 4, 1.0, 140, id="accumulated"),
+        pytest.param(Pairs(), 4, 1.0, 195, id="accumulated"),
         pytest.param(Tokens(), 1, 1.0, 105, id="tokens"),
         pytest.param(Pairs(), 1, 30.0, 90, id="jumps"),
     ],
