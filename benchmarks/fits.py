@@ -106,18 +106,19 @@ FIT_WORKLOADS = {
     )
 }
 
-_SMALL = replace(FIT_WORKLOADS["small"], steps=200, turns=5)
+SHORT = replace(FIT_WORKLOADS["small"], steps=200, turns=5)
+"""The small model, which is trained in several ways."""
 
 FIT_WAYS = {
-    "`GradWatch()`, 200 steps": _SMALL,
+    "`GradWatch()`, 200 steps": SHORT,
     "a checkpoint after each step": replace(
-        _SMALL, batches=lambda: _pairs(64)()[:1], options={"enable_checkpointing": True}
+        SHORT, batches=lambda: _pairs(64)()[:1], options={"enable_checkpointing": True}
     ),
-    "four micro-batches a step": replace(_SMALL, options={"accumulate_grad_batches": 4}),
-    "a loss that jumps up and down": replace(_SMALL, module=_training(lambda: normed(5, 64), Unsteady)),
-    "a layer that is not used": replace(_SMALL, module=_training(lambda: normed(5, 64), PartlyUsed)),
+    "four micro-batches a step": replace(SHORT, options={"accumulate_grad_batches": 4}),
+    "a loss that jumps up and down": replace(SHORT, module=_training(lambda: normed(5, 64), Unsteady)),
+    "a layer that is not used": replace(SHORT, module=_training(lambda: normed(5, 64), PartlyUsed)),
 }
-"""Ways to train the small model."""
+"""What is done -> the training."""
 
 
 class BareNorms(Callback):

@@ -36,21 +36,24 @@ def packed(state: Mapping[str, Any]) -> dict[str, Any]:
     counts only those in whole records, and the growth of weights that began at zero is judged by fewer samples. Numbers
     of sites are kept as float32.
     """
-    whole, codes, columns = _whole(state), state["codes"], state["columns"]
+    codes, columns = _runs(state["codes"]), state["columns"]
+    whole = _whole(state, codes["rows"].nbytes)
     rows = sites = np.zeros(0, dtype=np.intp)
-    norms = np.full(codes.shape, np.nan)
+    signs: Floats = np.zeros(0)
     if not whole.all():
+        measured, norms = state["codes"] == MEASURED, np.full(state["codes"].shape, np.nan)
         if "grad_norm" in columns:
             norms[columns["grad_norm"]["at"]] = columns["grad_norm"]["rows"]
-        rows, sites = _last_signs(codes == MEASURED, norms, whole)
-        dropped = (codes == MEASURED) & ~whole[:, None]
+        rows, sites = _last_signs(measured, norms, whole)
+        signs = norms[rows, sites]
+        dropped = measured & ~whole[:, None]
         dropped[:, 0] = dropped[rows, sites] = False  # site 0 is the total, which stays
-        codes = np.where(dropped, np.int8(NOT_SAMPLED), codes)
+        codes = _runs(np.where(dropped, np.int8(NOT_SAMPLED), state["codes"]))
     return {
         **state,
         "columns": {name: _compact(column["at"], column["rows"], whole) for name, column in columns.items()},
-        "signs": {"rows": rows, "sites": sites, "values": as_float32(norms[rows, sites])},
-        "codes": _runs(codes),
+        "signs": {"rows": rows, "sites": sites, "values": as_float32(signs)},
+        "codes": codes,
         "trusted": _runs(state["trusted"]),
     }
 
@@ -98,11 +101,10 @@ def unpacked(state: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _whole(state: Mapping[str, Any]) -> Mask:
-    """Which records are kept with the numbers of all their sites, shape [records]."""
+def _whole(state: Mapping[str, Any], codes: int) -> Mask:
+    """Which records are kept with the numbers of all their sites, shape [records]; `codes`: the bytes of the codes."""
     records, columns = len(state["keys"]), [(column["at"], column["rows"]) for column in state["columns"].values()]
-    always = 8 * records * (3 + len(state["scalars"])) + _runs(state["codes"])["rows"].nbytes
-    always += sum(12 * len(at) for at, _ in columns)
+    always = codes + 8 * records * (3 + len(state["scalars"])) + sum(12 * len(at) for at, _ in columns)
     if always + sum(4 * rows.size for _, rows in columns) <= STATE_BYTES:
         return np.ones(records, dtype=bool)
     whole, size = np.zeros(records, dtype=bool), np.zeros(records)

@@ -147,8 +147,8 @@ class GradWatch(PackageAware, Callback):
         self._loss: Tensor | None = None
         """Summed over the micro-batches of a step, which Lightning has divided by their number; 0-d."""
         self._scaled = False
-        self._examples = 0
         self._metrics: dict[str, object] = {}
+        self._examples = 0
         self._context: TrainerContext | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -45,8 +45,6 @@ class NonfiniteSource:
         """
         self._added_up: list[nn.Parameter] = []
         """Parameters in whose gradients the host sees what the passes of a step have added up."""
-        self._found_at = -1
-        """The last step at which that was not finite."""
         self._hooks = HookSet()
         self._buffer: DeviceBuffer | None = None
         """The norms that the hooks measure; None without hooks."""
@@ -93,15 +91,14 @@ class NonfiniteSource:
 
     def look(self) -> None:
         """A backward pass is over: whether what it added makes the gradients of the coming step no longer finite."""
-        if not (self._added_up and self._micro) or self._found_at == self._step:
+        if not (self._added_up and self._micro) or self.store.lookup(self._step, wait=False) is not None:
             return
         gradients = [dense_real(one.grad) for one in self._added_up if one.grad is not None]
         if not gradients:
             return
         norms = host_view(torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float64)))
         if norms is not None and not np.isfinite(norms).all():
-            self.alarmed, self._found_at = True, self._step
-            self.store.publish(self._step, self._micro - 1)
+            self._alarm()
 
     def take_passes(self, coming: int) -> None:
         """A step begins: the backward passes up to now led to it, and the next ones lead to step `coming`."""
@@ -122,6 +119,10 @@ class NonfiniteSource:
         if not np.isfinite(host_copy.wait()["norms"]).all():
             self.store.publish(step_count, -1)
 
+    def _alarm(self) -> None:
+        self.alarmed = True
+        self.store.publish(self._step, self._micro - 1)
+
     def _look(self, slot: Tensor, gradient: Tensor | None) -> None:
         if is_tracing() or gradient is None:
             return
@@ -129,8 +130,7 @@ class NonfiniteSource:
             if (seen := host_view(slot)) is not None:
                 norm_into(gradient.detach(), slot)
                 if not np.isfinite(seen):
-                    self.alarmed = True
-                    self.store.publish(self._step, self._micro - 1)
+                    self._alarm()
             else:
                 norm = torch.empty_like(slot)
                 norm_into(gradient.detach(), norm)

@@ -80,7 +80,7 @@ class OptimizerParameters:
     _clip_checks: tuple[int, ...] | None = None
     """As `clip_checks` gives them; None until asked for."""
     _largest_sum: float = np.nan
-    """Sum of all norms, as far as the host sees them at once: the largest before the last step, which fades."""
+    """Sum of all norms, as far as the host sees them at once: the largest so far, which fades with each step."""
     _checked: list[nn.Parameter] = field(init=False)
     _all_local: bool | None = None
     """Whether every parameter is there as it is: none is a DTensor, none lazy."""

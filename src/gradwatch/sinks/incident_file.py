@@ -257,7 +257,7 @@ def _serialised(content: Mapping[str, Any]) -> io.BytesIO:
 
     serialised = io.BytesIO()
     try:
-        torch.save(with_tensors(dict(content)), serialised)
+        torch.save(_with_tensors(dict(content)), serialised)
         serialised.seek(0)
         torch.load(serialised, weights_only=True)
     except (pickle.PickleError, RuntimeError, TypeError, ValueError) as error:
@@ -268,10 +268,10 @@ def _serialised(content: Mapping[str, Any]) -> io.BytesIO:
     return serialised
 
 
-def with_tensors(tree: Any) -> Any:
+def _with_tensors(tree: Any) -> Any:
     """`tree` with tensors in place of arrays: `torch.load(weights_only=True)` does not load arrays."""
     import torch
 
     if isinstance(tree, np.ndarray):
         return torch.from_numpy(tree.copy())
-    return {key: with_tensors(value) for key, value in tree.items()} if isinstance(tree, dict) else tree
+    return {key: _with_tensors(value) for key, value in tree.items()} if isinstance(tree, dict) else tree
