@@ -357,30 +357,12 @@ class History:
         """
         assert not self._count, "a state is loaded before the first record"
         self.relayout(self.layout.with_taps(tap for tap in state.get("taps", ()) if tap[0] not in self.layout.index))
-        sized = {site.name: site.numel for site in self.layout.sites[1:] if site.kind in ("layer", "parameter")}
-        # a layer may be called "total", as site 0 is
-        there = {
-            (name, place == 0): place
-            for place, (name, size) in enumerate(zip(state["sites"], state["sizes"], strict=True))
-            if place == 0 or sized.get(name, size) == size
-        }
-        names = [(site.name, place == 0) for place, site in enumerate(self.layout.sites)]
-        here = np.array([place for place, name in enumerate(names) if name in there], dtype=np.intp)
-        found = np.array([there[names[place]] for place in here], dtype=np.intp)
-        # activations depend on the options, and taps are unknown before they are called: neither has to be there
-        kinds = zip(names, self.layout.sites, strict=True)
-        required = [name for name, site in kinds if site.kind not in ("activation", "tap")]
-        unknown, watched = sum(name not in there for name in required), len(required) - 1
-        if watched - unknown < 1 or 2 * unknown > watched:
-            raise ValueError(
-                f"the state is of another model: it does not know {unknown} of the {watched} layers and parameters "
-                "that are watched now, or has them with other sizes"
-            )
+        here, there, complete = self._matched(state)
         newest = slice(max(0, len(state["keys"]) - self.capacity), None)
 
         def mapped(rows: NDArray[T], fill: float) -> NDArray[T]:
             moved = np.full((len(rows), len(self.layout)), fill, dtype=rows.dtype)
-            moved[:, here] = rows[:, found]
+            moved[:, here] = rows[:, there]
             return moved
 
         self._keys = np.array(state["keys"][newest], dtype=np.int64)
@@ -391,20 +373,44 @@ class History:
         self._first = dict.fromkeys((*state["written"], *self._scalars), 0)
         for name, column in state["columns"].items():
             values, places = mapped(column["rows"], np.nan), column["at"] - newest.start
-            there = (places >= 0) & (~np.isnan(values).all(axis=1) | (name == "grad_norm"))
-            numbers = self._count + 1 - self._end + places[there]
+            kept = (places >= 0) & (~np.isnan(values).all(axis=1) | (name == "grad_norm"))
+            numbers = self._count + 1 - self._end + places[kept]
             self._columns[name] = MeasuredRows(len(self.layout), forgotten=int(state["written"].get(name, 0)))
-            self._columns[name].extend(numbers, values[there], most=self._most_rows)
+            self._columns[name].extend(numbers, values[kept], most=self._most_rows)
         self._openings[: self._count + 1 if self._count < OPENING else None] = state["opening"]
-        gone = set(state["sites"]) - set(state["activations"]) - self.layout.index.keys()
-        if not unknown and not gone:
+        if complete:
             self.layout = replace(self.layout, order=tuple(self.layout.index[name] for name in state["order"]))
             if state["edges"] is not None:
-                now = dict(zip(found.tolist(), here.tolist(), strict=True))
+                now = dict(zip(there.tolist(), here.tolist(), strict=True))
                 edges = LayerGraph((now[before], now[after]) for before, after in state["edges"].tolist()).edges
                 self.layout = replace(self.layout, order=topological_order(self.layout.order, edges), edges=edges)
         else:
             self._trusted[:, 0] = False  # that total is of other sites
+
+    def _matched(self, state: Mapping[str, Any]) -> tuple[Sites, Sites, bool]:
+        """Sites of the layout that are those of a `state`, their places there, and whether neither has others that
+        count: activations depend on the options, and taps are unknown before they are called.
+        """
+        sized = {site.name: site.numel for site in self.layout.sites[1:] if site.kind in ("layer", "parameter")}
+        # a layer may be called "total", as site 0 is
+        there = {
+            (name, place == 0): place
+            for place, (name, size) in enumerate(zip(state["sites"], state["sizes"], strict=True))
+            if place == 0 or sized.get(name, size) == size
+        }
+        names = [(site.name, place == 0) for place, site in enumerate(self.layout.sites)]
+        here = [place for place, name in enumerate(names) if name in there]
+        kinds = zip(names, self.layout.sites, strict=True)
+        required = [name for name, site in kinds if site.kind not in ("activation", "tap")]
+        unknown, watched = sum(name not in there for name in required), len(required) - 1
+        if watched - unknown < 1 or 2 * unknown > watched:
+            raise ValueError(
+                f"the state is of another model: it does not know {unknown} of the {watched} layers and parameters "
+                "that are watched now, or has them with other sizes"
+            )
+        gone = set(state["sites"]) - set(state["activations"]) - self.layout.index.keys()
+        places = [there[names[place]] for place in here]
+        return np.array(here, dtype=np.intp), np.array(places, dtype=np.intp), not unknown and not gone
 
     def _row(self, position: int) -> int:
         """The row of the record at `position`, as in a list."""

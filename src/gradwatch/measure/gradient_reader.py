@@ -90,9 +90,7 @@ class GradientReader:
         before = dict(zip(self.layout.names(self.layout.parameters), self.parameters, strict=True))
         self.layers = find_layers(self.model, self.patterns, require_match=not self.parameters)
         found = {name: parameter for layer in self.layers for name, parameter in layer.parameters}
-        # most are of torch's own class: neither lazy nor DTensors
-        others = [p for p in found.values() if type(p) is not nn.Parameter]
-        self.waiting = any(map(is_lazy, others))
+        self.waiting = any(map(is_lazy, found.values()))
         sizes = {name: self.layout.sites[self.layout.index[name]].numel for name in before}
         adopted = tuple(
             name
@@ -106,19 +104,22 @@ class GradientReader:
         libraries = libraries_of(self.model)
         partial = self.patterns != ALL_LAYERS and len(self.layers) < len(find_layers(self.model))
         self.layout = layout_of(self.layers, before=self.layout, modules=modules, libraries=libraries, partial=partial)
-        self.parameters = [found.get(name, REMOVED) for name in self.layout.names(self.layout.parameters)]
-        self._place = {id(p): place for place, p in enumerate(self.parameters) if p is not REMOVED}
-        doubles = has_doubles(self.parameters)
-        rows = (*BEFORE, "arrived", *AFTER, *EDITED)
-        self._block = None
-        self.buffer = DeviceBuffer(main_device(self.parameters), len(self.parameters), rows, doubles=doubles)
-        if any(map(is_dtensor, others)):
-            reducer = ShardReducer(self.parameters, self.buffer)
+        self._hold([found.get(name, REMOVED) for name in self.layout.names(self.layout.parameters)])
+        return adopted
+
+    def _hold(self, parameters: list[nn.Parameter]) -> None:
+        """Measure `parameters` from now on, those of the layout in its order."""
+        self.parameters = parameters
+        self._place = {id(p): place for place, p in enumerate(parameters) if p is not REMOVED}
+        self._block, rows = None, (*BEFORE, "arrived", *AFTER, *EDITED)
+        doubles = has_doubles(parameters)
+        self.buffer = DeviceBuffer(main_device(parameters), len(parameters), rows, doubles=doubles)
+        if any(map(is_dtensor, parameters)):
+            reducer = ShardReducer(parameters, self.buffer)
             self.shards = self.shards or ShardExchange(reducer, self.errors)
             self.shards.reducer, self.deferred_errors = reducer, DeferredErrors(self.errors)
         self._forget_optimizers()
-        self.parameter_hooks.watch(self.parameters)
-        return adopted
+        self.parameter_hooks.watch(parameters)
 
     def follow(self, layout: Layout) -> None:
         """Go on with `layout`, which begins with the sites of the present one."""

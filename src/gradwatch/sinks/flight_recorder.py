@@ -13,7 +13,8 @@ from gradwatch.core.alert import Alert, Severity, Verdict, alert_to_dict, ranked
 from gradwatch.core.arguments import check_flag, check_path, check_whole
 from gradwatch.core.block import Block
 from gradwatch.core.history import History
-from gradwatch.core.record import Run
+from gradwatch.core.record import Record, Run
+from gradwatch.core.training_loop import TrainingLoop
 
 MAX_RECORDS = 256
 """Records in an incident file. Judgement: twice the hundred steps that rules take for a baseline."""
@@ -97,18 +98,11 @@ class FlightRecorder:
         from gradwatch.sinks import incident_file
 
         alert = ranked(alerts)[0]
-        failing = {name: int(latest.scalars[name]) for name in ("batch", "epoch", "rank") if name in latest.scalars}
-        failing.setdefault("rank", own)
-        batch: Mapping[str, Any] | None = None
-        unknown = "it was on another rank"
-        if failing["rank"] == own:
-            unknown = "the training loop does not report it, or no longer has it"
-            if loop:
-                batch = loop.batch(failing.get("batch", -1), failing.get("epoch", -1), data=self.keep_batch)
         name = f"incident_step_{alert.step:06d}_{alert.rule}{f'_rank{own}' if own else ''}"
         path = incident_file.unused_path(folder, name)
         if checkpoint is not None and self.keep_checkpoint:
             pointer = incident_file.link_checkpoint(checkpoint[0], path)
+        failing, batch = self._failing_batch(latest, loop)
         content = {
             "text": "\n".join(verdict.lines),
             "alert": alert_to_dict(alert),
@@ -116,7 +110,7 @@ class FlightRecorder:
             "notes": list(verdict.notes),
             "step": latest.step,
             "failing": failing,
-            "batch": batch or {"data": None, "notes": {"": f"left out: {unknown}"}},
+            "batch": batch,
             "checkpoint": {"path": pointer, "steps": checkpoint[1], "saved_as": checkpoint[0]} if checkpoint else None,
             "settings": loop.settings() if loop else {"notes": {}},
             "environment": incident_file.versions_and_platform(),
@@ -125,6 +119,19 @@ class FlightRecorder:
         }
         incident_file.write_incident(content, path)
         return {"incident_file": str(path), "checkpoint": pointer}
+
+    def _failing_batch(self, latest: Record, loop: TrainingLoop | None) -> tuple[dict[str, int], Mapping[str, Any]]:
+        """Where the batch of the `latest` record comes from, and what is kept of it, or why nothing is."""
+        own = loop.rank if loop else 0
+        failing = {name: int(latest.scalars[name]) for name in ("batch", "epoch", "rank") if name in latest.scalars}
+        failing.setdefault("rank", own)
+        batch: Mapping[str, Any] | None = None
+        unknown = "it was on another rank"
+        if failing["rank"] == own:
+            unknown = "the training loop does not report it, or no longer has it"
+            if loop:
+                batch = loop.batch(failing.get("batch", -1), failing.get("epoch", -1), data=self.keep_batch)
+        return failing, batch or {"data": None, "notes": {"": f"left out: {unknown}"}}
 
     def wants(self, alert: Alert) -> bool:
         """Whether `alert` needs an incident file and has none."""
