@@ -97,15 +97,7 @@ class IncidentTracker:
         the fault of a finding begins, `step` by default.
         """
         findings = {rule: found and self._heard(rule, found) for rule, found in findings.items()}
-        clean = [rule for rule, found in findings.items() if found is not None and not found and rule in self._open]
-        for rule in clean:
-            self._clean_evaluations[rule] += 1
-        enough = min(CLEAN_EVALUATIONS, self.close_after)
-        over = [
-            rule
-            for rule in clean
-            if self._clean_evaluations[rule] >= enough and step - self._last_seen[rule] >= self.close_after
-        ]
+        over = self._over(step, findings)
         if not over and not any(findings.values()):
             return IncidentChanges()
         before = self._incidents()
@@ -116,15 +108,31 @@ class IncidentTracker:
                 if not self._grow(rule, step, found, order):
                     self._open_fault(rule, step, found, step if onset is None else onset(found[0]))
                 self._clean_evaluations[rule], self._last_seen[rule] = 0, step
+        return self._changes(before)
+
+    def _over(self, step: int, findings: Mapping[str, Sequence[Finding] | None]) -> list[str]:
+        """Rules whose open faults are over, as too many evaluations up to this one of `findings` found nothing."""
+        clean = [rule for rule, found in findings.items() if found is not None and not found and rule in self._open]
+        for rule in clean:
+            self._clean_evaluations[rule] += 1
+        enough = min(CLEAN_EVALUATIONS, self.close_after)
+        return [
+            rule
+            for rule in clean
+            if self._clean_evaluations[rule] >= enough and step - self._last_seen[rule] >= self.close_after
+        ]
+
+    def _changes(self, before: Mapping[int, Alert]) -> IncidentChanges:
+        """How the incidents differ from those `before`, as `_incidents` gave them."""
         after = self._incidents()
-        changed = [(place, alert) for place, alert in after.items() if place in before and alert != before[place]]
+        opened = [alert for place, alert in after.items() if place not in before]
+        changed = [(before[place], alert) for place, alert in after.items() if alert != before.get(place, alert)]
         absorbed = [self._faults[place] for place in before if place in self._cause]
-        grown = [(place, alert) for place, alert in changed if alert.closed_step is None]
+        closed = [alert for _, alert in changed if alert.closed_step is not None]
+        grown = [(known, alert) for known, alert in changed if alert.closed_step is None]
+        worse = [alert for known, alert in grown if alert.severity.order > known.severity.order]
         return IncidentChanges(
-            tuple(alert for place, alert in after.items() if place not in before),
-            tuple(absorbed + [alert for _, alert in changed if alert.closed_step is not None]),
-            tuple(alert for _, alert in grown),
-            tuple(alert for place, alert in grown if alert.severity.order > before[place].severity.order),
+            tuple(opened), tuple(absorbed + closed), tuple(alert for _, alert in grown), tuple(worse)
         )
 
     def add_files(self, alert: Alert, *, incident_file: str, checkpoint: str) -> Alert:
