@@ -83,8 +83,16 @@ def base(name: str) -> str:
 
 def forward(name: str, inputs: Sequence[InputSummary], *, nan: bool, dtype: str) -> Explanation:
     """Why `name` computed NaN (`nan`) or infinity in `dtype` from finite `inputs`."""
-    op, masks = base(name), [facts for facts in inputs if facts.dtype == "bool"]
-    inputs = [facts for facts in inputs if facts.dtype != "bool"]
+    op, values = base(name), [facts for facts in inputs if facts.dtype != "bool"]
+    has_mask = len(values) < len(inputs)
+    known = _of_values(op, values, has_mask=has_mask, nan=nan, dtype=dtype)
+    return known or _of_sizes(name, op, values, nan=nan, dtype=dtype)
+
+
+def _of_values(op: str, inputs: Sequence[InputSummary], *, has_mask: bool, nan: bool, dtype: str) -> Explanation | None:
+    """A value of the inputs for which `op` has no finite result; None where none is known. `has_mask`: whether a tensor
+    of bool is an input, too.
+    """
     first = inputs[0] if inputs else None
     if op in LOGARITHMS and first is not None and not (op == "log1p" and first.low > -1):
         return _logarithm(first)
@@ -119,7 +127,7 @@ def forward(name: str, inputs: Sequence[InputSummary], *, nan: bool, dtype: str)
             "torch.logsumexp or F.log_softmax instead of exp, or a clamp: torch.exp(x.clamp(max=20)).",
             True,
         )
-    masked = any(facts.masked for facts in inputs) or (op in ATTENTIONS and bool(masks) and not _large(inputs))
+    masked = any(facts.masked for facts in inputs) or (op in ATTENTIONS and has_mask and not _large(inputs))
     if op in SOFTMAXES and nan and masked:
         return Explanation(
             "a row of its input is fully masked, and the softmax of such a row is NaN",
@@ -141,6 +149,11 @@ def forward(name: str, inputs: Sequence[InputSummary], *, nan: bool, dtype: str)
         return Explanation(
             "one of its inputs contains an infinity that is a constant of the code", f"{FINITE}, or a mask after it."
         )
+    return None
+
+
+def _of_sizes(name: str, op: str, inputs: Sequence[InputSummary], *, nan: bool, dtype: str) -> Explanation:
+    """How large the inputs are beside what `dtype` holds."""
     peak, most = max(map(_peak, inputs), default=0.0), _most(dtype)
     if not nan and (scaled := _scaled(op, inputs)) is not None:
         return Explanation(f"it {scaled[0]}, and the result is more than {most}", scaled[1], True)
