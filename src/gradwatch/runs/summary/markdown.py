@@ -44,29 +44,7 @@ def _text(found: Mapping[str, Any], rows: Sequence[Sequence[Any]]) -> str:
             both = f"{_cell(first)} at first, {_cell(last)} at last"
             lines += [f"{name}: {_cell(first) if first == last else both}.", ""]
     for place, one in enumerate(found["incidents"], 1):
-        names = ", ".join(one["layers"]["names"][:4]) or whole_model(one["origin"])
-        more = f" and {one['layers']['count'] - 4} more" if one["layers"]["count"] > 4 else ""
-        noticed = f" (noticed at {one['noticed']})" if one["noticed"] != one["onset"] else ""
-        until = "still open" if one["last_seen"] is None else f"last seen at step {one['last_seen']}"
-        at_once = one["last_seen"] == one["onset"]
-        when = f"At step {one['onset']}{noticed}" if at_once else f"Since step {one['onset']}{noticed}, {until}"
-        origin = f" Origin: `{_code(one['origin'])}`." * (one["origin"] != TOTAL)
-        lines += [
-            f"## {place}. {one['severity']}: {_plain(one['rule'])} in {_plain(names)}{more}",
-            "",
-            f"{when}{returns_text(one['times'])}.{origin}",
-            "",
-            _plain(one["evidence"]),
-            "",
-            f"**Try:** {_plain(one['try'])}",
-            "",
-        ]
-        for effect in one["effects"]:
-            count = effect["layers"]["count"]
-            lines += [
-                f"What follows: {_plain(effect['rule'])}" + (f" in {counted(count, 'layer')}." if count else "."),
-                "",
-            ]
+        lines += _incident(place, one)
     if found["left_out"]["incidents"]:
         lines += [f"Left out: {counted(found['left_out']['incidents'], 'incident')}.", ""]
     lines += [f"- {_plain(note)}" for note in (*verdict["interventions"], *verdict["notes"])]
@@ -81,12 +59,37 @@ def _text(found: Mapping[str, Any], rows: Sequence[Sequence[Any]]) -> str:
     lines += ["", "## Layers", "", "Gradient norms; update: median ratio of update to weight.", ""]
     lines += ["| " + " | ".join(SHOWN) + " |", "|" + "---|" * len(SHOWN)]
     places = [list(found["columns"]).index(name) for name in SHOWN]
-    for row in rows:
-        lines.append("| " + " | ".join(_cell(row[place]) for place in places) + " |")
+    lines += ["| " + " | ".join(_cell(row[place]) for place in places) + " |" for row in rows]
     left_out = found["left_out"]["layers"] + len(found["layers"]) - len(rows)
     if left_out:
         lines += ["", f"Left out: {left_out:,} of {counted(left_out + len(rows), 'layer')}."]
     return "\n".join(lines) + "\n"
+
+
+def _incident(place: int, one: Mapping[str, Any]) -> list[str]:
+    """The section of an incident, the one at `place`."""
+    names = ", ".join(one["layers"]["names"][:4]) or whole_model(one["origin"])
+    more = f" and {one['layers']['count'] - 4} more" if one["layers"]["count"] > 4 else ""
+    noticed = f" (noticed at {one['noticed']})" if one["noticed"] != one["onset"] else ""
+    until = "still open" if one["last_seen"] is None else f"last seen at step {one['last_seen']}"
+    at_once = one["last_seen"] == one["onset"]
+    when = f"At step {one['onset']}{noticed}" if at_once else f"Since step {one['onset']}{noticed}, {until}"
+    origin = f" Origin: `{_code(one['origin'])}`." * (one["origin"] != TOTAL)
+    lines = [
+        f"## {place}. {one['severity']}: {_plain(one['rule'])} in {_plain(names)}{more}",
+        "",
+        f"{when}{returns_text(one['times'])}.{origin}",
+        "",
+        _plain(one["evidence"]),
+        "",
+        f"**Try:** {_plain(one['try'])}",
+        "",
+    ]
+    for effect in one["effects"]:
+        count = effect["layers"]["count"]
+        where = f" in {counted(count, 'layer')}" if count else ""
+        lines += [f"What follows: {_plain(effect['rule'])}{where}.", ""]
+    return lines
 
 
 def _plain(text: str) -> str:
