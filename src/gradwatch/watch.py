@@ -145,7 +145,7 @@ class Watch:
         if error is None:  # otherwise the other ranks may not be here
             self._engine.end_epoch()
             if not self._called:
-                self._engine.diagnosis.note(NEVER_CALLED, log=not self._mode.rank)
+                self._engine.diagnosis.note(NEVER_CALLED)
         self._engine.close()
         if self._engine.options.signals == "full" and (model := self._model()) is not None:
             explain_in_place_error(error, model)
@@ -185,7 +185,7 @@ class Watch:
 
     def _found_scaler(self, search: ScalerSearch, optimizer: Any, wrapper: Any) -> Any:
         if note := search.look(optimizer, wrapper, half=self._engine.samples.has_float16_signals):
-            self._engine.diagnosis.note(note, log=not self._mode.rank)
+            self._engine.diagnosis.note(note)
         return search.scaler
 
 

@@ -299,10 +299,10 @@ def test_a_fused_optimizer_is_not_told_on_the_cpu_what_has_not_come_there(
     model = nn.Sequential(Weighted(HERE), Weighted(other))
     optimizer = torch.optim.Adam(model.parameters())
     optimizer._step_supports_amp_scaling = True
-    gates = Gates(Diagnosis((), (), on_alert=lambda alert: None), lambda why: None)
+    gates = Gates(Diagnosis((), (), on_alert=lambda alert: None, logs=False), lambda why: None)
     skip = ActiveIntervention(0, SkipNonFinite())
     skip.begin(ParameterScope(("0", "1"), ("0.weight", "1.weight"), (0, 1), HERE), sharded=False)
-    gates.open(model, [skip], log=False)
+    gates.open(model, [skip])
     norms, present = torch.zeros(2, device=HERE), torch.ones(2, dtype=torch.bool, device=HERE)
     watched = WatchedOptimizer(optimizer, 0)
     decision = gates.decide(skip, norms, present, 0, run_step=0, watched=watched, scaled=False, intact=None)

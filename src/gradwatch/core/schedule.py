@@ -103,13 +103,10 @@ class SamplingSchedule:
             start = ceil(begin / every)
             if first < start + FIRST_STEPS:
                 found.append(max(first, start))
-        if self._budget is None:
-            found.append(ceil(first / self.interval) * self.interval)
-        else:
-            interval, number = self.interval, first // self.interval
-            if (place := number * interval + _jitter(number, interval)) < first:
-                place = (number + 1) * interval + _jitter(number + 1, interval)
-            found.append(place)
+        interval, number = self.interval, first // self.interval
+        below = 1 if self._budget is None else interval
+        places = (each * interval + _jitter(each, below) for each in (number, number + 1))
+        found.append(next(place for place in places if place >= first))
         return min(found) * every
 
     def sample_densely(self, index: int) -> None:

@@ -127,7 +127,7 @@ class BlockBuilder:
             return
         self._not_taken += 1
         if self._not_taken == MANY and step.step_count < 3 * MANY:
-            self._diagnosis.note(NOT_TAKEN, log=not self._mode.rank)
+            self._diagnosis.note(NOT_TAKEN)
 
     def _complete_scalars(self, step: StepState, total: float) -> None:
         """Add to the numbers of the whole step those that had to come to the host."""

@@ -58,9 +58,13 @@ class Diagnosis:
         sinks: Sequence[Sink],
         *,
         on_alert: Callable[[Alert], None],
+        logs: bool = True,
         trace: Callable[[], NonfiniteOrigin | None] = lambda: None,
     ) -> None:
-        """`trace`: runs the batch of the latest record again, when a rule with `replays_batch` opens an incident."""
+        """`logs`: whether this rank is the one that tells people. `trace`: runs the batch of the latest record again,
+        when a rule with `replays_batch` opens an incident.
+        """
+        self.logs = logs
         self.history = History(Layout(()))
         self.incidents = IncidentTracker()
         self.notes: list[str] = []
@@ -207,10 +211,12 @@ class Diagnosis:
             failed=self.failed,
         )
 
-    def note(self, note: str, *, error: Exception | None = None, log: bool = True) -> None:
-        """Add a note that is not an alert to the verdict and the log."""
+    def note(self, note: str, *, error: Exception | None = None) -> None:
+        """Add a note that is not an alert to the verdict and the log, once; every rank logs one on an `error`."""
+        if error is None and note in self.notes:
+            return
         self.notes.append(note)
-        if log:
+        if self.logs or error is not None:
             with preserve_bars(logger):
                 logger.warning("%s", note if note.startswith("GradWatch ") else f"GradWatch: {note}")
         if error is not None:

@@ -100,7 +100,9 @@ class Engine:
         self.schedule = SamplingSchedule(options.every_n_steps, options.budget)
         self.overhead = Overhead()
         self._loss_pass = loss_pass = LossPass(model, announced=mode.loop == "automatic")
-        self.diagnosis = Diagnosis(rules, tuple(sinks), on_alert=self._alerted, trace=self.replay.trace)
+        self.diagnosis = Diagnosis(
+            rules, tuple(sinks), on_alert=self._alerted, logs=not mode.rank, trace=self.replay.trace
+        )
         self.interventions = InterventionRuntime(
             interventions,
             [layer.name for layer in layers],
@@ -217,10 +219,10 @@ class Engine:
             self.detach()
         self.diagnosis.close(self.overhead.share)
 
-    def refuse(self, reason: str, *, log: bool) -> None:
+    def refuse(self, reason: str) -> None:
         """Disable watching of an unsupported run and log the reason once."""
         self.failed = True
-        self.diagnosis.note(f"GradWatch does not watch this run{self.interventions.neither}: {reason}", log=log)
+        self.diagnosis.note(f"GradWatch does not watch this run{self.interventions.neither}: {reason}")
         self.detach()
 
     def fail(self, error: Exception) -> None:
@@ -346,7 +348,9 @@ class Engine:
         if self._model is None:
             return
         if self.replay.devices and is_capturing():
-            self._note_once(f"a step that is captured into a CUDA graph is not measured{self.interventions.neither}")
+            self.diagnosis.note(
+                f"a step that is captured into a CUDA graph is not measured{self.interventions.neither}"
+            )
             return
         self.interventions.pending, self._reading = self.interventions.given, None
         if not self._loss_pass.begun:  # a plugin of the Trainer does not call `on_before_backward`
@@ -465,7 +469,7 @@ class Engine:
             raise self._errors[0]
         if step.sampled:
             if self.samples.costs.refused:
-                self._note_once(FULL_HOOKS_REFUSED)
+                self.diagnosis.note(FULL_HOOKS_REFUSED)
             self.overhead.seconds += self.samples.costs.take_seconds()
         if not step.norms_only:
             self.overhead.seconds += reader.take_seconds()
@@ -552,7 +556,7 @@ class Engine:
         if step is None or watched is not self._optimizers.awaited or self._reader is None:
             if watched.overtaken:
                 watched.overtaken, watched.observed.late = False, True
-                self._note_once(INTERRUPTED.format(between="watch.step of another optimizer", more=""))
+                self.diagnosis.note(INTERRUPTED.format(between="watch.step of another optimizer", more=""))
             elif self._reader is not None and not self._optimizers.begun[watched.number]:
                 self._reader.steps_unreported(watched)
             return
@@ -562,7 +566,7 @@ class Engine:
             scaled = ", grad_norm may be too small by the loss scale" if step.info.scale is not None else ""
             watched.ignore()
             acted = ", and interventions have acted before it" if self.interventions.given else ""
-            self._note_once(INTERRUPTED.format(between="a backward pass", more=scaled + acted))
+            self.diagnosis.note(INTERRUPTED.format(between="a backward pass", more=scaled + acted))
             return
         begun = perf_counter()
         step.stepped = True
@@ -588,14 +592,9 @@ class Engine:
         if self._reader is None or self._model is None:
             return
         if self._reader.has_unreported:
-            self._note_once(UNREPORTED)
+            self.diagnosis.note(UNREPORTED)
         elif self._mode.loop == "manual" and self._batches_begun > 1 and not self.step_count:
-            self._note_once(NEVER_STEPPED)
-
-    def _note_once(self, note: str) -> None:
-        """Note what could not be measured, in the verdict and in the log of rank 0."""
-        if note not in self.diagnosis.notes:
-            self.diagnosis.note(note, log=not self._mode.rank)
+            self.diagnosis.note(NEVER_STEPPED)
 
     def _alerted(self, alert: Alert) -> None:
         if self._reader is None or self._reader.shards is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -83,18 +82,13 @@ class StepState:
     """Whether the optimizer may have stepped without calling its hooks."""
 
     @property
-    def optimizer(self) -> Any:
-        """None once it is gone."""
-        return self.held.watched.ref()
-
-    @property
     def unscales_inside(self) -> bool:
         """Whether the optimizer receives the loss scale, divides by it and skips the step by itself."""
-        return self.info.scale is not None and unscales_inside(self.optimizer)
+        return self.info.scale is not None and unscales_inside(self.held.watched.ref())
 
     def remeasure_inside(self, reader: GradientReader) -> None:
         """Read the gradients again while they still contain the loss scale that the optimizer is about to remove."""
-        if is_scaled(self.optimizer):
+        if is_scaled(self.held.watched.ref()):
             self.remeasured, self.changed = True, self.held.take_changed()
             if self.changed or self.sampled or self.held.watched.observed.remeasure_always:
                 self.changed |= reader.remeasure(self.held, scale=self.info.scale)

@@ -123,8 +123,7 @@ class UsedNorms:
         likely = "most likely a loss scale" if powers else "a mean taken late, or a loss scale"
         self._diagnosis.note(
             f"all gradients were divided by {last:g} after they were measured: {likely}, which is in every grad_norm, "
-            "and in what interventions compared with their limits. In a plain loop: Watch(model, scaler=scaler)",
-            log=not self._mode.rank,
+            "and in what interventions compared with their limits. In a plain loop: Watch(model, scaler=scaler)"
         )
 
 

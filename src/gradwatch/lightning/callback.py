@@ -213,7 +213,7 @@ class GradWatch(PackageAware, Callback):
         self._trainer_set_up = weakref.ref(trainer)
         two = self._fitting() not in (None, trainer)
         if two and stage == "fit" and self._engine and self._engine.attached:
-            self._engine.diagnosis.note(_TWO_FITS, log=trainer.is_global_zero)
+            self._engine.diagnosis.note(_TWO_FITS)
             self._close()
 
     @guard
@@ -245,9 +245,9 @@ class GradWatch(PackageAware, Callback):
         replay = BatchReplay(partial(ModelCopy, trainer, pl_module), keeps_data=keeps_data)
         self._engine = Engine(pl_module, options, sinks, mode, replay=replay, training=training)
         if second:
-            self._engine.diagnosis.note(_SECOND.format(self.state_key), log=trainer.is_global_zero)
+            self._engine.diagnosis.note(_SECOND.format(self.state_key))
         place = folder_of(trainer, log_dir) if trainer.is_global_zero else log_dir if trainer.loggers else None
-        folder = on_disk(place, partial(self._engine.diagnosis.note, log=trainer.is_global_zero))
+        folder = on_disk(place, self._engine.diagnosis.note)
         self._context = TrainerContext(trainer, folder, replay)
         run = Run(
             layout=Layout(()),
@@ -260,7 +260,7 @@ class GradWatch(PackageAware, Callback):
             loop=self._context,
         )
         if reason := refusal(trainer):
-            self._engine.refuse(reason, log=trainer.is_global_zero)
+            self._engine.refuse(reason)
             return
         self._engine.attach(optimizers=trainer.optimizers, run=run)
         self._restore()

@@ -47,15 +47,14 @@ class TrainerContext:
         """A checkpoint is being written."""
         self._checkpoints.save_begins(_paths(trainer), trainer.global_step)
 
-    def has_room(self, note: Callable[..., None]) -> bool:
+    def has_room(self, note: Callable[[str], None]) -> bool:
         """Whether a checkpoint may hold more than the user's own; where not, `note` is called with the reason, once."""
         try:
             disk_space.check_user_files(self.folder)
         except disk_space.NoRoom as why:
             if not self._without_state:
                 self._without_state = True
-                said = f"checkpoints are without GradWatch's state, with which a resumed run goes on: {why}"
-                note(said, log=not self.rank)
+                note(f"checkpoints are without GradWatch's state, with which a resumed run goes on: {why}")
             return False
         return True
 

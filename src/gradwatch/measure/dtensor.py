@@ -17,44 +17,39 @@ def is_dtensor(tensor: Tensor) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def local_tensor(tensor: Tensor) -> Tensor:
+def local_tensor(tensor: Any) -> Tensor:
     """The part of a DTensor on this rank, as a plain tensor that shares its memory and version; other tensors as is.
 
     A partial sum is completed first, in a collective call.
     """
-    shard: Any = tensor
     with torch.no_grad():
         if is_partial(tensor):
             replicate = sys.modules["torch.distributed.tensor"].Replicate()
-            shard = shard.redistribute(placements=[replicate if p.is_partial() else p for p in shard.placements])
-        return stored_part(shard)
+            tensor = tensor.redistribute(placements=[replicate if p.is_partial() else p for p in tensor.placements])
+        return stored_part(tensor)
 
 
-def is_partial(tensor: Tensor) -> bool:
+def is_partial(tensor: Any) -> bool:
     """Whether `tensor` is a DTensor whose sum over ranks is pending (a `Partial` placement)."""
-    shard: Any = tensor
-    return is_dtensor(tensor) and any(placement.is_partial() for placement in shard.placements)
+    return is_dtensor(tensor) and any(placement.is_partial() for placement in tensor.placements)
 
 
-def stored_part(tensor: Tensor) -> Tensor:
+def stored_part(tensor: Any) -> Tensor:
     """The part of `tensor` stored on this rank, to be written to: of a partial sum, this rank's summand."""
-    shard: Any = tensor
-    part: Tensor = shard.to_local() if is_dtensor(tensor) else tensor
+    part: Tensor = tensor.to_local() if is_dtensor(tensor) else tensor
     return part
 
 
-def is_row_sharded(tensor: Tensor) -> bool:
+def is_row_sharded(tensor: Any) -> bool:
     """Whether this rank stores whole rows of `tensor` along the first dimension, or all of it."""
-    shard: Any = tensor
-    if not is_dtensor(tensor) or all(placement.is_replicate() for placement in shard.placements):
+    if not is_dtensor(tensor) or all(placement.is_replicate() for placement in tensor.placements):
         return True
-    return shard.ndim > 1 and all(p.is_replicate() or p.is_shard(0) for p in shard.placements)
+    return tensor.ndim > 1 and all(p.is_replicate() or p.is_shard(0) for p in tensor.placements)
 
 
-def full_tensor(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Any) -> Tensor:
     """All of `tensor`; a collective call for a DTensor."""
-    shard: Any = tensor
-    full: Tensor = shard.full_tensor() if is_dtensor(tensor) else tensor
+    full: Tensor = tensor.full_tensor() if is_dtensor(tensor) else tensor
     return full
 
 
@@ -66,12 +61,11 @@ def shard_like(full: Tensor, like: Any) -> Tensor:
     return part
 
 
-def largest_part(tensor: Tensor) -> int:
+def largest_part(tensor: Any) -> int:
     """The largest number of elements of `tensor` on one rank; the same on every rank."""
     if not is_dtensor(tensor):
-        return tensor.numel()
-    shard: Any = tensor
-    return -(-tensor.numel() // (int(shard.device_mesh.size()) // replicas(shard)))
+        return int(tensor.numel())
+    return -(-int(tensor.numel()) // (int(tensor.device_mesh.size()) // replicas(tensor)))
 
 
 def replicas(parameter: Any) -> int:

@@ -40,19 +40,6 @@ class WatchedOptimizer:
     remembers of each parameter.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "calls_hooks",
-        "has_returned",
-        "held",
-        "number",
-        "observed",
-        "overtaken",
-        "ref",
-        "replaced",
-        "steps",
-    )
-
     def __init__(self, optimizer: Any, number: int) -> None:
         """`number`: as `OptimizerSteps` gives it."""
         self.ref, self.number = weak_reference(optimizer), number

@@ -24,6 +24,8 @@ NORMS_WITH_BUFFERS = (
 )
 """Modules whose forward pass writes statistics of the batch into buffers."""
 
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+
 
 class BatchNormBuffers:
     """The running statistics of one model. They are copied after each step that is taken, and when other code has
@@ -32,7 +34,6 @@ class BatchNormBuffers:
 
     def __init__(self) -> None:
         self._norms: list[Any] = []
-        self._buffers: list[Tensor] = []
         self._saved: list[Tensor] = []
         self._versions: list[int] = []
         """Version counter of each buffer at the end of the last batch."""
@@ -41,7 +42,7 @@ class BatchNormBuffers:
     def open(self, model: nn.Module) -> None:
         """Find the norms of `model`; called again when its modules may have changed."""
         norms = [module for module in model.modules() if isinstance(module, NORMS_WITH_BUFFERS)]
-        self._norms, self._buffers = [norm for norm in norms if norm.track_running_stats], []
+        self._norms = [norm for norm in norms if norm.track_running_stats]
         this = weakref.ref(self)
 
         def loaded(*_: object) -> None:
@@ -58,7 +59,7 @@ class BatchNormBuffers:
     def detach(self) -> None:
         """Release the model."""
         self._hooks.remove()
-        self._norms, self._buffers, self._saved, self._versions = [], [], [], []
+        self._norms, self._saved, self._versions = [], [], []
 
     @torch.no_grad()
     def save(self) -> None:
@@ -91,13 +92,6 @@ class BatchNormBuffers:
             self.save()
 
     def _all(self) -> list[Tensor]:
-        """The buffers; collected again if the first of them has been replaced."""
-        norms = self._norms
-        if not norms or (self._buffers and norms[0].running_mean is self._buffers[0]):
-            return self._buffers
-        each = [(norm.running_mean, norm.running_var, norm.num_batches_tracked) for norm in norms]
-        buffers = [buffer for three in each for buffer in three if buffer is not None]
-        if any(map(is_lazy, buffers)):
-            return [buffer for buffer in buffers if not is_lazy(buffer)]
-        self._buffers = buffers
-        return buffers
+        """Those that are there by now."""
+        each = (norm._buffers.get(name) for norm in self._norms for name in STATISTICS)
+        return [buffer for buffer in each if buffer is not None and not is_lazy(buffer)]

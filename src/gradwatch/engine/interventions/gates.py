@@ -63,18 +63,14 @@ class Gates:
         self._stops: list[ActiveIntervention] = []
         self._skipped: WeakKeyDictionary[WatchedOptimizer, SkippedStep] = WeakKeyDictionary()
         self.batchnorm = BatchNormBuffers()
-        self._logs = True
         self._on_cpu = False
         """Whether parameters lie on the CPU: a fused optimizer reads there a `found_inf` that has not arrived yet."""
 
-    def open(self, model: nn.Module, interventions: Sequence[ActiveIntervention], *, log: bool) -> None:
-        """Begin before the first step, or again with new actions of `interventions`, which are all of the run.
-
-        `log`: whether this rank is the one that tells people.
-        """
+    def open(self, model: nn.Module, interventions: Sequence[ActiveIntervention]) -> None:
+        """Begin before the first step, or again with new actions of `interventions`, which are all of the run."""
         self._gates = [active for active in interventions if isinstance(active.action, Gate)]
         self._stops = [active for active in interventions if isinstance(active.action, StopCondition)]
-        self._logs, self._on_cpu = log, any(parameter.is_cpu for parameter in model.parameters())
+        self._on_cpu = any(parameter.is_cpu for parameter in model.parameters())
         if self._stops:
             self._diagnosis.on_incidents = self._on_incidents
         if any(_gate(active).buffers and not active.dry for active in self._gates):
@@ -187,7 +183,7 @@ class Gates:
             self._end(f"{active}: {why}")
 
     def _log(self, line: str) -> None:
-        if self._logs:
+        if self._diagnosis.logs:
             with preserve_bars(logger):
                 logger.warning("GradWatch: %s", line)
 

@@ -63,20 +63,19 @@ def multiply(
     times = np.ones(len(gradients)) if seen is None else seen.astype(np.float64)
     for member, factor in constants.items():
         times[member] = times[member] * factor if factor else 0.0
-    known = [member for member in np.flatnonzero(times != 1.0).tolist() if gradients[member] is not None]
-    unseen = [] if factors is None or seen is not None else [m for m, g in enumerate(gradients) if g is not None]
+    now = {member: gradient for member, gradient in enumerate(gradients) if gradient is not None}
+    known = [member for member in np.flatnonzero(times != 1.0).tolist() if member in now]
+    unseen = [*now] if factors is not None and seen is None else []
     if not known and not unseen:
         return
-    now = list(gradients)
     for member in sharing_memory(gradients, others).intersection(unseen or known):
         if parameters[member].grad is gradients[member]:
-            parameters[member].grad = now[member] = _copy(gradients[member])
+            parameters[member].grad = now[member] = now[member].clone(memory_format=torch.contiguous_format)
     if factors is not None and unseen:
-        _multiply_on_device({member: now[member] for member in unseen}, factors, groups)
+        _multiply_on_device(now, factors, groups)
     listed: defaultdict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
     for member, factor in zip(known, times[known].tolist(), strict=True):
         tensor = now[member]
-        assert tensor is not None
         if factor == 0.0:
             tensor.zero_()
         elif tensor.layout is not torch.strided:
@@ -84,7 +83,7 @@ def multiply(
         else:
             listed[tensor.device, tensor.dtype].append(member)
     for (device, dtype), members in listed.items():
-        tensors = [tensor for member in members if (tensor := now[member]) is not None]
+        tensors = [now[member] for member in members]
         if device.type == "cpu":
             torch._foreach_mul_(tensors, scalars.of(members, times, dtype))
         else:
@@ -123,13 +122,11 @@ def _extent(gradient: Tensor) -> int:
     return gradient.element_size() * (1 + sum((size - 1) * stride for size, stride in steps))
 
 
-def _multiply_on_device(gradients: Mapping[int, Tensor | None], factors: Tensor, groups: Sequence[int]) -> None:
+def _multiply_on_device(gradients: Mapping[int, Tensor], factors: Tensor, groups: Sequence[int]) -> None:
     """Multiply by factors that only the device knows: one call for each device and dtype."""
     alike: defaultdict[tuple[torch.device, torch.dtype], dict[int, Tensor]] = defaultdict(dict)
     first: dict[int, int] = {}
     for member, gradient in gradients.items():
-        if gradient is None:
-            continue
         first.setdefault(groups[member], member)
         if gradient.layout is torch.strided:
             alike[gradient.device, gradient.dtype][member] = gradient
@@ -162,8 +159,3 @@ def multiply_each(gradients: list[Tensor], factors: list[Tensor]) -> None:
             torch._foreach_mul_(wide, factors[first : place + 1])
             torch._foreach_copy_(part, wide)
             first, room = place + 1, WIDENED
-
-
-def _copy(gradient: Tensor | None) -> Tensor:
-    assert gradient is not None
-    return gradient.clone(memory_format=torch.contiguous_format)

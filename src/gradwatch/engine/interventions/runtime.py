@@ -74,9 +74,9 @@ class InterventionRuntime:
         self._slots: tuple[Indices, DeviceSlots] | None = None
         """The slots of the last step's norms, on the host and on the device."""
         self._mode = mode
-        self.gradient_hooks: GradientHooks | None = None
         self._acts = acts
         self.hook_costs = costs = HookCosts()
+        self.gradient_hooks = GradientHooks(0, len(self._all), torch.device("cpu"), acts, costs)
         self.signal_hooks = SignalHooks(len(self._all), diagnosis, acts, costs, reports_batches=reports_batches)
         self.pending = False
         """Whether there are gradients on which the interventions have not yet acted."""
@@ -102,21 +102,20 @@ class InterventionRuntime:
         device, before = reader.buffer.device, self.gradient_hooks
         numbers = len(layout.parameters), len(self._all)
         self.gradient_hooks = GradientHooks(*numbers, device, self._acts, self.hook_costs)
-        if before is not None:
-            self.gradient_hooks.continue_from(before)
+        self.gradient_hooks.continue_from(before)
         self._plans.clear()
         layers = layout.names(layout.layers)
         for active in self.active:
             names = active.intervention.chosen(layers)
             if active.on_signals:
-                self.signal_hooks.choose_layers(active, names, reader, log=not mode.rank)
+                self.signal_hooks.choose_layers(active, names, reader)
                 continue
             chosen = [layout.index[name] for name in names]
             active.indices = np.flatnonzero(np.isin(layout.owners, chosen)).astype(np.intp)
             everything = len(active.indices) == len(layout.parameters)
             active.device_indices = None if everything else moved(torch.from_numpy(active.indices), device)
             active.begin(scope_of(layout, active.indices, device), sharded=reader.shards is not None)
-        self.gates.open(reader.model, self._all, log=not mode.rank)
+        self.gates.open(reader.model, self._all)
         self.active = [active for active in self.active if not isinstance(active.action, StopCondition)]
         self._attach(reader, device)
         self.signal_hooks.open(self.active, reader)
@@ -138,8 +137,7 @@ class InterventionRuntime:
         self._plans.clear()
         self.active.clear()
         self.signal_hooks.detach()
-        if self.gradient_hooks is not None:
-            self.gradient_hooks.hooks.remove()
+        self.gradient_hooks.hooks.remove()
 
     @torch.no_grad()
     def act(
@@ -166,7 +164,6 @@ class InterventionRuntime:
             return None
         if step == STEPS_TO_ACT:
             self._note_unused_hooks()
-        assert self.gradient_hooks is not None
         norms = self._norms(reader, reading.index["grad_norm"])
         plan = self._plan(held, norms)
         scale, last = info.scale_in_gradients, self.active[-1]
@@ -182,7 +179,7 @@ class InterventionRuntime:
 
     def begin_backward(self, scale: Callable[[], Tensor | None]) -> None:
         """A backward pass begins; `scale` gives the loss scale that will be in its gradients, 0-d."""
-        if self.gradient_hooks is not None and len(self.gradient_hooks.hooks):
+        if len(self.gradient_hooks.hooks):
             self.gradient_hooks.scale = scale()
         self.signal_hooks.begin_backward(scale)
 
@@ -250,8 +247,7 @@ class InterventionRuntime:
 
     def resume(self, step: int) -> None:
         """`step`: the number of the next step, until the optimizers' own counts are known."""
-        if self.gradient_hooks is not None:
-            self.gradient_hooks.steps = [step] * len(self.gradient_hooks.steps)
+        self.gradient_hooks.steps = [step] * len(self.gradient_hooks.steps)
         self.signal_hooks.step = step
 
     def _drop_failed(self) -> None:
@@ -260,7 +256,7 @@ class InterventionRuntime:
         of_all, in_hooks = self.hook_costs.errors, [one for one in self.active if one.hooked or len(one.sites)]
         failed = [(one, error) for error in of_all for one in in_hooks]
         of_all.clear()
-        failed += [*(self.gradient_hooks.errors if self.gradient_hooks else ()), *self.signal_hooks.errors]
+        failed += [*self.gradient_hooks.errors, *self.signal_hooks.errors]
         for active, error in failed:
             self._drop(active, error)
 
@@ -319,7 +315,6 @@ class InterventionRuntime:
         """
         action = active.action
         if active.hooked:
-            assert self.gradient_hooks is not None
             return self.gradient_hooks.factors_of(active, gradients.norms.dtype)
         if isinstance(action, Editing):
             return gradients.edit(active, action, present)
@@ -332,7 +327,6 @@ class InterventionRuntime:
 
         `norms`: those that were measured, shape [parameters].
         """
-        assert self.gradient_hooks is not None
         gradients.apply_factors()
         gradients.held.mark()
         self.gates.batchnorm.save()
@@ -344,7 +338,6 @@ class InterventionRuntime:
 
     def _attach(self, reader: GradientReader, device: torch.device) -> None:
         """Attach the hooks of the parameters on which interventions act in hooks."""
-        assert self.gradient_hooks is not None
         actions: dict[int, list[HookAction]] = {}
         for active in self.active:
             for index in active.indices.tolist() if active.hooked else ():
@@ -363,7 +356,7 @@ class InterventionRuntime:
                     f"{active} did not act in the first {STEPS_TO_ACT} steps: no gradient of the loss came to its "
                     "hooks, as with compiled autograd, or where none comes to its layers"
                 )
-                self._diagnosis.note(note, log=not self._mode.rank)
+                self._diagnosis.note(note)
 
     def _norms(self, reader: GradientReader, slots: Indices) -> Tensor:
         """The norms of all gradients; their slots are sent to the device when they are others than at the last step."""
@@ -378,7 +371,7 @@ class InterventionRuntime:
         self.active.remove(active)
         self._plans.clear()
         self._layout = None  # begin again, without it
-        if self.gradient_hooks is not None and not self.active:
+        if not self.active:
             self.gradient_hooks.hooks.remove()
         where = self._mode.rank_text
         if where and not active.hooked and not active.on_signals:  # those act before ranks take their mean

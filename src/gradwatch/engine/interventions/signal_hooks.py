@@ -49,16 +49,13 @@ class SignalHooks:
         self._scale: Tensor | None = None
         """The loss scale of the signals, 0-d."""
 
-    def choose_layers(
-        self, active: ActiveIntervention, names: Sequence[str], reader: GradientReader, *, log: bool
-    ) -> None:
+    def choose_layers(self, active: ActiveIntervention, names: Sequence[str], reader: GradientReader) -> None:
         """Choose the layers of `names` whose modules call hooks for `active`; name the others once in the log."""
         chosen = frozenset(names)
         out = [layer.name for layer in reader.layers if layer.name in chosen and not layer.hookable]
         why = "compiled regions and ScriptModules call no hooks of the modules inside"
-        note = f"{active} does not act on the signals of {short_list(out)}: {why}"
-        if out and note not in self._diagnosis.notes:
-            self._diagnosis.note(note, log=log)
+        if out:
+            self._diagnosis.note(f"{active} does not act on the signals of {short_list(out)}: {why}")
         active.sites = np.array([reader.layout.index[name] for name in names if name not in out], dtype=np.intp)
 
     def open(self, interventions: Sequence[ActiveIntervention], reader: GradientReader) -> None:

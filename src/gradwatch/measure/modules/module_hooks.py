@@ -57,8 +57,6 @@ class ModuleHooks:
         """`costs`: those of these hooks and of the statistics' own."""
         self.hooks = HookSet()
         self.statistics = statistics
-        self._of_loss = [one for one in statistics if type(one).on_loss is not ModuleStatistic.on_loss]
-        """Those that want to know where a backward pass begins."""
         self._sample = _Sample()
         self.order: dict[int, None] = {}
         """Sites of layers in the order in which they first ran, up to the last `collect`."""
@@ -96,7 +94,7 @@ class ModuleHooks:
 
     def on_loss(self, loss: Tensor) -> None:
         """A backward pass begins at `loss`."""
-        for statistic in self._of_loss if len(self.hooks) else ():
+        for statistic in self.statistics if len(self.hooks) else ():
             statistic.on_loss(loss)
 
     def collect(self, layout: Layout) -> ModuleHooksReading | None:
