@@ -242,6 +242,7 @@ def test_of_micro_batches_too() -> None:
         """Whether a pass does that leaves NaN at `bad`."""
         for parameter in parameters:
             parameter.grad = torch.full_like(parameter, torch.nan if parameter is bad else 1.0)
+        origin.batch += 1
         origin.backward()
         origin.look()
         return origin.alarmed

@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -156,6 +156,32 @@ def test_a_nan_is_one_alert_that_names_the_rank(how: str, layer: str, accumulate
     assert f"at batch {WHEN} of epoch 0 on rank {bad_rank}" in text
     assert (layer if how == "backward" else "the loss") in text
     assert second["lines"] == []
+
+
+class SumOfParts(SeededModule):
+    """Manual optimization: every batch has a backward pass for each of two parts of its loss, and a step."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        odd, optimizer = (batch_idx, self.global_rank) == (WHEN, self.odd[1]), self.optimizers()
+        optimizer.zero_grad()
+        for part in range(2):
+            self.manual_backward(self.loss(self.model, int(batch), odd="" if part else "backward" * odd))
+        optimizer.step()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def texts_of_parts(bad_rank: int) -> list[str]:
+    watch = GradWatch(sinks=())
+    fit_on_ranks(SumOfParts(manual=True, odd=("", bad_rank)), watch)
+    return [str(alert) for alert in watch.alerts if alert.severity is not Severity.NOTICE]
+
+
+@pytest.mark.slow
+def test_several_backward_passes_in_a_batch_are_of_one_batch() -> None:
+    (text,), _ = ranks.run(texts_of_parts, 1)
+    assert f"at batch {WHEN} of epoch 0 on rank 1" in text
 
 
 @pytest.mark.parametrize("bad_rank", [0, 1])

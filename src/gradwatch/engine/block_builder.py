@@ -152,13 +152,15 @@ class BlockBuilder:
 
     def _locate_nonfinite(self, step: StepState) -> None:
         """Record the rank and batch of a gradient that is not finite, as far as they are known."""
-        rank, micro = step.bad_rank, -1
+        rank, batch = step.bad_rank, -1
         if rank is None:
-            rank, micro = self._source.store.lookup(step.step_count, wait=step.sentinels is not None) or (None, -1)
+            rank, batch = self._source.store.lookup(step.step_count, wait=step.sentinels is not None) or (None, -1)
         if rank is not None and self._source.store.several:
             step.scalars |= {"rank": float(rank), "elsewhere": float(rank != self._source.store.rank)}
-        if micro >= 0 and "batch" in step.scalars:
-            step.scalars["batch"] -= step.passes - 1 - micro
+        if batch >= 0 and "batch" in step.scalars:
+            if batch > step.scalars["batch"] and "epoch" in step.scalars:
+                step.scalars["epoch"] -= 1  # manual steps may have batches of two epochs
+            step.scalars["batch"] = float(batch)
 
     def _noise_scale(self, step: StepState, total: float) -> dict[str, float]:
         """The gradient noise scale and its standard error, examples; see `noise`."""

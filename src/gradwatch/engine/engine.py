@@ -298,6 +298,7 @@ class Engine:
         if self._suspended:
             self._suspended = False
             self._arm(self._next)
+        self.source.batch = index
         self.replay.begin(batch if self._measuring else None, index, epoch, accumulate)
         self._loss_pass.begun = not self._loss_pass.announced
         self._reader.tensor_taps.in_batch = True

@@ -1,4 +1,4 @@
-"""Where a non-finite gradient came from: the rank and the micro-batch that had it first."""
+"""Where a non-finite gradient came from: the rank and the batch that had it first."""
 
 from __future__ import annotations
 
@@ -36,8 +36,10 @@ class NonfiniteSource:
         """`errors`: takes those inside hooks."""
         self.passes = 0
         """Backward passes that led to the present step; 0 where that is not known or does not matter."""
-        self._micro, self._step = 0, 0
-        """Of the backward pass to come, and of the step that it leads to."""
+        self.batch = -1
+        """The index of the batch that is under way; -1 where the loop does not report it."""
+        self._begun, self._step = 0, 0
+        """Backward passes that began for the coming step, and the number of that step."""
         self._accumulates = mode.accumulate > 1
         self.alarmed = False
         """Whether the last backward pass had a gradient that is not finite, as far as the host knows at once, and the
@@ -85,13 +87,13 @@ class NonfiniteSource:
         self._buffer, self._parameters, self._added_up = None, None, []
 
     def backward(self) -> None:
-        """A backward pass begins; called where the loop says of each to which step it belongs."""
-        self._micro += 1
+        """A backward pass begins, of which the loop reports each."""
+        self._begun += 1
         self.alarmed = False
 
     def look(self) -> None:
         """A backward pass is over: whether what it added makes the gradients of the coming step no longer finite."""
-        if not (self._added_up and self._micro) or self.store.lookup(self._step, wait=False) is not None:
+        if not (self._added_up and self._begun) or self.store.lookup(self._step, wait=False) is not None:
             return
         gradients = [dense_real(one.grad) for one in self._added_up if one.grad is not None]
         if not gradients:
@@ -104,7 +106,7 @@ class NonfiniteSource:
         """A step begins: the backward passes up to now led to it, and the next ones lead to step `coming`."""
         self.look()
         self.alarmed = False
-        self.passes, self._micro, self._step = self._micro, 0, coming
+        self.passes, self._begun, self._step = self._begun, 0, coming
 
     def send(self) -> HostCopy | None:
         """The sums of the norms since this was last asked, on their way to the host; None where it has seen them."""
@@ -121,7 +123,7 @@ class NonfiniteSource:
 
     def _alarm(self) -> None:
         self.alarmed = True
-        self.store.publish(self._step, self._micro - 1)
+        self.store.publish(self._step, self.batch)
 
     def _look(self, slot: Tensor, gradient: Tensor | None) -> None:
         if is_tracing() or gradient is None:
@@ -154,24 +156,26 @@ class RankStore:
         self.rank = distributed.get_rank() if self.several else 0
         """Number of this process, from 0."""
         self._run = next(_run_numbers)
-        self._published, self._micro = -1, -1
+        self._published, self._batch = -1, -1
 
-    def publish(self, step_count: int, micro: int) -> None:
-        """Publish that a gradient of this rank was not finite in micro-batch `micro` of step `step_count`."""
+    def publish(self, step_count: int, batch: int) -> None:
+        """Publish that a gradient of this rank was not finite before step `step_count`, first in the batch with the
+        index `batch`; -1 where it is not known.
+        """
         if self._published == step_count:
             return
-        self._published, self._micro = step_count, micro
+        self._published, self._batch = step_count, batch
         if self._store is not None:
-            self._store.compare_set(self._key(step_count), "", f"{self.rank} {micro}")
+            self._store.compare_set(self._key(step_count), "", f"{self.rank} {batch}")
 
     def lookup(self, step_count: int, *, wait: bool) -> tuple[int, int] | None:
-        """The rank and the micro-batch (-1 where it is not known) where a gradient of step `step_count` was not finite:
-        this rank, or the first other one; None without one.
+        """The rank and the index of the batch (-1 where it is not known) where a gradient of step `step_count` was not
+        finite: this rank, or the first other one; None without one.
 
         `wait`: other ranks may not have published theirs yet.
         """
         if self._published == step_count:
-            return self.rank, self._micro
+            return self.rank, self._batch
         if self._store is None:
             return None
         key = self._key(step_count)
@@ -182,8 +186,8 @@ class RankStore:
                 return None
         if not self._store.check([key]):
             return None
-        rank, micro = self._store.get(key).decode().split()
-        return int(rank), int(micro)
+        rank, batch = self._store.get(key).decode().split()
+        return int(rank), int(batch)
 
     def _key(self, step_count: int) -> str:
         return f"gradwatch/{self._run}/nonfinite/{step_count}"
