@@ -117,7 +117,7 @@ class Site(NamedTuple):
     """Class name of the module, or of the module that owns the parameter; "tap" for a tapped tensor."""
     layer: int
     """Site index of the layer that owns it: its own for a layer and a tapped tensor, 0 for the total, and for an
-    activation that of the layer before it in model order."""
+    activation that of the layer before it in model order, or of the first layer."""
     numel: int
     """Number of elements."""
     dtype: str

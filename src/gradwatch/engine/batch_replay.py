@@ -68,7 +68,7 @@ class BatchReplay:
         self.devices: tuple[torch.device, ...] = ()
         """The CUDA devices of the model."""
         self.loss: Tensor | None = None
-        """The loss of the last backward pass, 0-d, as it went into it."""
+        """The loss of the last backward pass, as it went into it."""
         self._copy, self.keeps_data, self._steps_waiting = copy, keeps_data, 0
         """`keeps_data`: whether those of `recent` that have ended have their data, and not only the states of the
         random number generators.

@@ -95,7 +95,7 @@ class StepState:
 
     @property
     def host_copies(self) -> tuple[HostCopy, ...]:
-        """What has to have landed before the step can be judged, but for its row of norms."""
+        """What has to have landed before the step can be judged."""
         parts = [part.host_copy for part in (self.signals, self.tapped) if part is not None]
         parts += [copy for copy in (self.sentinels, self.stale) if copy is not None]
         effect = self.effect.host_copies if self.effect else ()

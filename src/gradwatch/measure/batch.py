@@ -33,9 +33,9 @@ class Batch:
     epoch: int
     data: Any
     rng: RngState
-    """The states before the step."""
+    """The states before the batch."""
     versions: tuple[int, ...]
-    """The version counters of its tensors before the step."""
+    """The version counters of its tensors then."""
 
     @property
     def unchanged(self) -> bool:

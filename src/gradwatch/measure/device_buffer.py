@@ -1,4 +1,4 @@
-"""The one place that reads the device: a step's numbers in preallocated slots, and their copy to the host."""
+"""The way of numbers from the device: a step's in preallocated slots, and their copy to the host."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ class OptimizerParameters:
     """Sum of all norms, as far as the host sees them at once: the largest so far, which fades with each step."""
     _checked: list[nn.Parameter] = field(init=False)
     _all_local: bool | None = None
-    """Whether every parameter is there as it is: none is a DTensor, none lazy."""
+    """Whether every parameter is there as it is: none is a DTensor, none lazy, none of a type without a norm."""
 
     def __post_init__(self) -> None:
         self._checked = self.parameters[:: max(1, len(self.parameters) // CHANGE_CHECKS)]

@@ -50,8 +50,8 @@ class Reading:
     row: int = -1
     """The place of the first of them in `block`."""
     unusual: bool = False
-    """Whether the gradients look unlike those of the step before, or the loss is not finite, as far as the host sees at
-    once: then the step is judged before its optimizer moves.
+    """Whether the gradients look unlike those of the steps before, or the loss is not finite, as far as the host sees
+    at once: then the step is judged before its optimizer moves.
     """
     in_block: tuple[str, ...] = ("grad_norm",)
     """The rows in `block`, one after the other."""

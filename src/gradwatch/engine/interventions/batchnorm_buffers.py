@@ -28,8 +28,8 @@ STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 class BatchNormBuffers:
-    """The running statistics of one model. They are copied after each step that is taken, and when other code has
-    written them: when weights are loaded, or a run goes back to an earlier checkpoint.
+    """The running statistics of one model. They are copied at each step that is taken, and when other code has written
+    them: when weights are loaded, or a run goes back to an earlier checkpoint.
     """
 
     def __init__(self) -> None:

@@ -63,7 +63,7 @@ class InterventionRuntime:
                 raise NoSuchLayer(f"interventions: {one}: its patterns leave no layer; there is {short_list(layers)}")
         self._all = tuple(ActiveIntervention(number, one) for number, one in enumerate(interventions))
         self.active = list(self._all)
-        """The interventions that act at the steps and have not failed."""
+        """The interventions that act on gradients or signals and have not failed."""
         self.given = bool(self._all)
         """Whether the user passed any, including `Stop`, which does nothing at the steps."""
         self._diagnosis = diagnosis
@@ -92,7 +92,7 @@ class InterventionRuntime:
         return ", and so do the interventions" if self.active else ""
 
     def open(self, reader: GradientReader) -> dict[str, str]:
-        """Begin, or begin again when the layout has grown; the memories of the actions are kept.
+        """Begin, or begin again when the layout has grown or one has failed; the memories of the actions are kept.
 
         Returns what acts where, in words. Raises CannotAct where `at="hook"` cannot be.
         """
