@@ -284,6 +284,33 @@ def test_steps_that_no_event_reports_are_named(reported: bool, caplog: pytest.Lo
     assert caplog.text.count("use_pl_optimizer=False") == len(notes)
 
 
+@pytest.mark.parametrize("discards", [True, False])
+def test_the_loss_of_a_manual_step_is_that_of_its_gradients(discards: bool) -> None:
+    """As in adversarial training and SAM, whose first backward pass leads to no step; or in two parts of a loss."""
+    losses: list[tuple[float, float]] = []
+
+    class TwoPasses(BoringModel):
+        automatic_optimization = False
+
+        def training_step(self, batch: Any, index: int) -> None:
+            optimizer, pair = self.optimizers(), []
+            optimizer.zero_grad()
+            for scale in (3.0, 1.0):
+                loss = self.step(batch) * scale
+                self.manual_backward(loss)
+                pair.append(float(loss.detach()))
+                if discards and scale == 3.0:
+                    optimizer.zero_grad()
+            optimizer.step()
+            losses.append((pair[0], pair[1]))
+
+    watch = GradWatch(sinks=())
+    with quiet():
+        quiet_trainer(watch, max_epochs=1, limit_train_batches=5, limit_val_batches=0).fit(TwoPasses())
+    truth = [second if discards else first + second for first, second in losses]
+    assert watch.history.scalar("loss", 5).tolist() == pytest.approx(truth, rel=1e-6)
+
+
 def test_an_optimizer_that_does_not_call_its_closure_is_named() -> None:
     """Lightning reports its steps in the closure; gpytorch's NGD, for one, takes the gradients that are there."""
 

@@ -151,6 +151,15 @@ class Engine:
     def attached(self) -> bool:
         return self._reader is not None and self._model is not None
 
+    @property
+    def gradients_discarded(self) -> bool:
+        """Whether a loop of manual optimization has left no gradient of its last backward passes: those of adversarial
+        inputs, or of the first pass of SAM, lead to no step.
+        """
+        if self._mode.loop != "manual" or self._reader is None:
+            return False
+        return all(parameter.grad is None for parameter in self._reader.parameters)
+
     @guard
     @no_collections()
     def attach(self, *, optimizers: Iterable[Any] = (), run: Run | None = None) -> None:

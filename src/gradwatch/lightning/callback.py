@@ -294,8 +294,10 @@ class GradWatch(PackageAware, Callback):
         if engine.interventions.given:
             engine.interventions.begin_backward(lambda: scale_at(trainer, loss))
         if copy is not None and copy.numel() == 1:
-            copy = copy.reshape(())
-            self._loss = copy if self._loss is None else self._loss + copy
+            copy, before = copy.reshape(()), self._loss
+            if before is not None and engine.gradients_discarded:
+                before = None
+            self._loss = copy if before is None else before + copy
 
     @event
     def on_before_optimizer_step(self, engine: Engine, trainer: Any, optimizer: Any) -> None:
