@@ -212,9 +212,7 @@ class Diagnosis:
         )
 
     def note(self, note: str, *, error: Exception | None = None) -> None:
-        """Add a note that is not an alert to the verdict and the log, once; every rank logs one on an `error`."""
-        if error is None and note in self.notes:
-            return
+        """Add a note that is not an alert to the verdict and the log; every rank logs one on an `error`."""
         self.notes.append(note)
         if self.logs or error is not None:
             with preserve_bars(logger):

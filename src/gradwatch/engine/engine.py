@@ -54,7 +54,7 @@ UNREPORTED = (
 
 NEVER_STEPPED = (
     "no step of an optimizer was seen: in training_step, after self.manual_backward(loss), call step() of an optimizer "
-    "that self.optimizers() gives"
+    "that self.optimizers() gives; of one with steps of its own, as SAM, step(closure)"
 )
 
 MANY_BATCHES = 100
@@ -358,9 +358,7 @@ class Engine:
         if self._model is None:
             return
         if self.replay.devices and is_capturing():
-            self.diagnosis.note(
-                f"a step that is captured into a CUDA graph is not measured{self.interventions.neither}"
-            )
+            self._note_once(f"a step that is captured into a CUDA graph is not measured{self.interventions.neither}")
             return
         self.interventions.pending, self._reading = self.interventions.given, None
         if not self._loss_pass.begun:  # a plugin of the Trainer does not call `on_before_backward`
@@ -479,7 +477,7 @@ class Engine:
             raise self._errors[0]
         if step.sampled:
             if self.samples.costs.refused:
-                self.diagnosis.note(FULL_HOOKS_REFUSED)
+                self._note_once(FULL_HOOKS_REFUSED)
             self.overhead.seconds += self.samples.costs.take_seconds()
         if not step.norms_only:
             self.overhead.seconds += reader.take_seconds()
@@ -566,7 +564,7 @@ class Engine:
         if step is None or watched is not self._optimizers.awaited or self._reader is None:
             if watched.overtaken:
                 watched.overtaken, watched.observed.late = False, True
-                self.diagnosis.note(INTERRUPTED.format(between="watch.step of another optimizer", more=""))
+                self._note_once(INTERRUPTED.format(between="watch.step of another optimizer", more=""))
             elif self._reader is not None and not self._optimizers.begun[watched.number]:
                 self._reader.steps_unreported(watched)
             return
@@ -576,7 +574,7 @@ class Engine:
             scaled = ", grad_norm may be too small by the loss scale" if step.info.scale is not None else ""
             watched.ignore()
             acted = ", and interventions have acted before it" if self.interventions.given else ""
-            self.diagnosis.note(INTERRUPTED.format(between="a backward pass", more=scaled + acted))
+            self._note_once(INTERRUPTED.format(between="a backward pass", more=scaled + acted))
             return
         begun = perf_counter()
         step.stepped = True
@@ -602,9 +600,14 @@ class Engine:
         if self._reader is None or self._model is None:
             return
         if self._reader.has_unreported:
-            self.diagnosis.note(UNREPORTED)
+            self._note_once(UNREPORTED)
         elif self._mode.loop == "manual" and self._batches_begun > 1 and not self.step_count:
-            self.diagnosis.note(NEVER_STEPPED)
+            self._note_once(NEVER_STEPPED)
+
+    def _note_once(self, note: str) -> None:
+        """Note what could not be measured."""
+        if note not in self.diagnosis.notes:
+            self.diagnosis.note(note)
 
     def _alerted(self, alert: Alert) -> None:
         if self._reader is None or self._reader.shards is None:

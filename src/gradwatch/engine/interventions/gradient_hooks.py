@@ -48,7 +48,8 @@ class GradientHooks:
     def continue_from(self, before: GradientHooks) -> None:
         """Replace `before` in the middle of a step; there may be more parameters now."""
         before.hooks.remove()
-        count = len(before.calls)
+        if not (count := len(before.calls)):
+            return
         self.calls[:count], self.steps[:count], self.scale = before.calls, before.steps, before.scale
         self.before[:count], self.factors[:, :count] = before.before, before.factors
 
