@@ -35,7 +35,8 @@ def test_a_detached_layer() -> None:
     )
     assert found.remedy == (
         "no detach(), no_grad() or .numpy() between layer fc1 and the loss, which must use its output; for "
-        "f(x) such as x > 0, y + (f(x) - y).detach() with y = x.clamp(-1, 1)."
+        "f(x) such as x > 0, y + (f(x) - y).detach() with y = x.clamp(-1, 1); or requires_grad_(False), if no gradient "
+        "is meant."
     )
 
 
@@ -211,6 +212,15 @@ def test_queries_of_a_library_without_effect_are_a_notice(queries: str) -> None:
     assert only(judge_steps(Disconnected(), History(layout(names)), rows)[19]).severity == Severity.WARNING
 
 
+def test_queries_beside_a_layer_of_keys_and_values_are_a_notice() -> None:
+    """As where a pyramid of tokens is reduced to a single one."""
+    names = ["net.norm", "net.attn.q", "net.attn.kv", "net.out"]
+    known = replace(layout(names), libraries=dict.fromkeys(("net", "net.attn", *names), "some"))
+    found = only(judge_steps(Disconnected(), History(known), [{"gradients": [1.0, 0.0, 1.0, 1.0]}] * 20)[19])
+    assert (found.severity, found.sites) == (Severity.NOTICE, ("net.attn.q",))
+    assert "attends to a single token" in found.message
+
+
 @pytest.mark.slow
 def test_rare_experts_have_time() -> None:
     history = History(layout(["experts.0", "experts.1", "head"], order=["experts.0", "head"]))
@@ -276,6 +286,73 @@ def test_gradients_that_are_cleared_before_the_step(how: str, signals: Any) -> N
     assert alert.headline == f"{whose} gradient is cleared before the step"
     assert alert.message.endswith("zero_grad(), p.grad = None or a hook clears it in between.")
     assert alert.remedy.startswith("zero_grad() before backward(), not between it and the step;")
+
+
+def test_layers_before_others_that_train_are_not_cleared_on_purpose() -> None:
+    """Unlike the last one, which DINO holds still at first."""
+    model = nn.ModuleDict({"body": nn.Linear(8, 8), "head": nn.Linear(8, 1)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Watch(model, sinks=()) as watch:
+        for _ in range(24):
+            loss = model["head"](model["body"](torch.randn(4, 8)).relu()).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            model["body"].zero_grad()
+            watch.step(optimizer, loss=loss)
+            optimizer.step()
+    (alert,) = watch.alerts
+    assert (alert.sites, alert.severity) == (("body",), "warning")
+    assert alert.headline == "its gradient is cleared before the step"
+
+
+@pytest.mark.parametrize("cleared", [True, False])
+def test_a_gradient_that_may_be_of_the_loss_of_another_optimizer(cleared: bool) -> None:
+    """With several optimizers, that a gradient arrives does not say whose loss it is of."""
+    torch.manual_seed(0)
+    first, second = nn.Linear(8, 8), nn.Linear(8, 8)
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.01) for net in (first, second)]
+    with Watch(nn.ModuleList([first, second]), sinks=()) as watch:
+        for step in range(48):
+            optimizer, x = optimizers[step % 2], torch.randn(4, 8)
+            optimizer.zero_grad()
+            loss = (second(x) if cleared and step % 2 else first(x) if step % 2 else second(first(x))).square().mean()
+            loss.backward()
+            if cleared or step % 2 == 0:
+                optimizers[1].zero_grad()
+            watch.step(optimizer, loss=loss)
+            optimizer.step()
+    (alert,) = watch.alerts
+    assert (alert.sites, alert.severity) == (("1",), "warning")
+    assert alert.headline == "a gradient arrives there, and none is left at the step"
+    assert alert.message.endswith("clears it in between, or only the loss of another optimizer depends on it.")
+    assert alert.remedy.endswith("and for the optimizer of layer 1 a loss that depends on it.")
+
+
+@pytest.mark.parametrize("how", ["no_grad", "detach"])
+@pytest.mark.parametrize("rate", [0.01, 0.0])
+def test_weights_that_are_an_average_of_others_need_no_gradient(how: str, rate: float) -> None:
+    """Those of a teacher that is in the optimizer, too; of one that never moves, it may be a mistake."""
+    torch.manual_seed(0)
+    student, teacher = nn.Linear(8, 8), nn.Linear(8, 8)
+    optimizer = torch.optim.Adam([*student.parameters(), *teacher.parameters()], lr=0.01)
+
+    def loss(_: int) -> torch.Tensor:
+        x = torch.randn(16, 8)
+        with torch.set_grad_enabled(how != "no_grad"):
+            target = teacher(x).detach()
+        return (student(x + 0.1) - target).square().mean()
+
+    @torch.no_grad()
+    def average(_: int) -> None:
+        for mine, other in zip(teacher.parameters(), student.parameters(), strict=True):
+            mine.lerp_(other, rate)
+
+    watch = Watch(nn.ModuleList([student, teacher]), sinks=())
+    train(optimizer, loss, watch, steps=30, before=average)
+    assert [alert.sites for alert in watch.alerts] == ([] if rate else [("1",)])
+    assert all(
+        alert.remedy.partition("; or requires_grad_(False), if no gradient is meant")[1] for alert in watch.alerts
+    )
 
 
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
@@ -746,6 +823,23 @@ def test_two_factors_of_zeros_in_a_layer() -> None:
     single = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 1))
     nn.init.zeros_(single[0].weight).register_hook(torch.zeros_like)  # type: ignore[no-untyped-call]
     assert "two factors" not in zero_gradients_of(single).message
+
+
+def test_a_frozen_factor_of_zeros_in_a_layer() -> None:
+    """As the second factor of LoRA, frozen by mistake."""
+    torch.manual_seed(0)
+    low_rank = LowRank()
+    first, second = low_rank.parameters()
+    nn.init.ones_(first)
+    second.requires_grad_(False)
+    alert = zero_gradients_of(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), low_rank, nn.Tanh(), nn.Linear(8, 1)))
+    name = next(name for name, parameter in low_rank.named_parameters() if parameter is second)
+    assert alert.sites == ("2",)
+    assert alert.message.endswith(
+        f"while what flowed back to its output was not: every number in parameter 2.{name} is 0 and frozen "
+        "(requires_grad is False), and 0 times a gradient is 0."
+    )
+    assert alert.remedy == f"requires_grad_(True) for parameter 2.{name}."
 
 
 def test_two_layers_of_zeros_in_a_row() -> None:

@@ -196,7 +196,7 @@ _BY_GROUP: dict[str, tuple[Statistic, ...]] = {
         Statistic(
             "frozen_rms",
             "frozen rms",
-            "root mean square of a parameter of a frozen layer, at the sampled step at which it first runs",
+            "root mean square of a frozen parameter, at the sampled step at which its layer first runs",
         ),
         Statistic("frozen_max", "frozen max", "largest magnitude of that parameter, at the same step"),
         Statistic(

@@ -47,6 +47,9 @@ torch's start has 0.6 at most."""
 LARGEST_SQUARED = 1.8e19
 """The root of the largest float32: a norm of larger numbers overflows, and makes 0 of what it divides."""
 
+SAME_WEIGHTS = 1e-6
+"""Relative difference of two norms of the same weights. Judgement: the rounding of float32."""
+
 FADED_SHARE = 1e-3
 """Share of the least signal of the layers that have a gradient, under which one may have been rounded to 0. Judgement:
 layers differ less in how their inputs make a gradient of a signal."""
@@ -149,7 +152,7 @@ class Disconnected(CheckedRule):
         rare = whole & _have_running_siblings(history, owners, self.unused_records)
         wanted = np.select([whole & ran, rare], [self.detached_records, self.rare_records], self.unused_records)
         absences = (history.codes(self.rare_records)[:, sites] == NO_GRADIENT).sum(axis=0)
-        enough = absences >= np.minimum(wanted, history.capacity)
+        enough = (absences >= np.minimum(wanted, history.capacity)) & ~_written_otherwise(history, sites)
         if not enough.any():
             return []
         sites, owners, wanted, absences = (each[enough] for each in (sites, owners, wanted, absences))
@@ -157,8 +160,9 @@ class Disconnected(CheckedRule):
         makers = np.array([layout.libraries.get(module_of(name), "") for name in layout.names(owners)])
         callers = np.array(_libraries_around(layout, sites, layout.order))
         users = np.where(_beside(layout, sites, trained), _libraries_around(layout, sites, trained), "")
+        arrived, where = self._arrived(history, sites), CLEARED if is_alone(history) else ELSEWHERE
         causes = (  # where it may be, what it is, and the library that has no use for these sites: the first one counts
-            (self._arrived(history, sites), CLEARED, ""),
+            (arrived, where, ""),
             (~whole & (makers != ""), LEFT_OUT_BY, makers),
             (~whole, LEFT_OUT, ""),
             (np.full(len(sites), nowhere is not None), nowhere, ""),
@@ -180,8 +184,6 @@ class Disconnected(CheckedRule):
         """Which of `sites`, without a gradient at any step, had one in a backward pass. With several optimizers it may
         be that of another's pass.
         """
-        if not is_alone(history):
-            return np.zeros(len(sites), dtype=bool)
         arrived, _ = history.samples("arrived_norm", self.rare_records)
         return np.asarray((arrived[:, sites] > 0).any(axis=0))
 
@@ -195,7 +197,7 @@ class Disconnected(CheckedRule):
         if enough.any():
             enough &= ~np.isin(layers, faded_layers(history, self.rare_records))
         layers, zeros = layers[enough], zeros[enough]
-        cleared, found = self._arrived(history, layers), []
+        cleared, found = self._arrived(history, layers) & is_alone(history), []
         inputs, _ = history.samples("input_rms", self.rare_records)
         given = (inputs[:, layers] == 0).any(axis=0) & ~(inputs[:, layers] > 0).any(axis=0)
         given &= ~cleared & _has_signal(history, layers, self.rare_records)  # without one, the cause is another
@@ -237,6 +239,8 @@ class Disconnected(CheckedRule):
         last = layout.names(_as_they_run(layout, layers))[-1]
         reached, zero = _has_signal(history, layers, records), _has_zero_weights(history, layers)
         if reached.all():
+            if factors := _frozen_zeros_inside(history, layers):
+                return FROZEN_FACTOR, {"zeros": name_text(layout.names(factors), "parameter")}
             several = zero.all() and all((layout.owners == site).sum() > 1 for site in layers)
             return ZERO_OF_FACTORS if several else ZERO_INSIDE, {}
         # one of two that make the gradients of each other 0 still gets a signal; it may be a layer behind these
@@ -286,8 +290,8 @@ class Disconnected(CheckedRule):
         more |= zip(("s", "it", "are", "their", "them", "run"), one if len(names) == 1 else several, strict=True)
         more["example"] = ", such as add_pooling_layer=False" * (more.get("library") == "transformers")
         headline, message, remedy = (text.format(**more) for text in cause[:3])
-        # DINO clears the gradient of its last layer at first; a zero_grad() in the wrong place clears all
-        meant = cause.meant or (cause is CLEARED and history.total > 0)
+        # DINO clears the gradient of its last layer at first; a zero_grad() in the wrong place clears others, too
+        meant = cause.meant or (cause is CLEARED and _are_last(history, sites))
         meant |= cause is LEFT_OUT and all(name.endswith(".bias") for name in names)
         severity, value, threshold = Severity.NOTICE if meant else Severity.WARNING, float(records), float(limit)
         return Finding(self.name, severity, names[-1], names, value, threshold, message, remedy, onset, headline)
@@ -311,6 +315,14 @@ CLEARED = Cause(
     "p.grad = None or a hook clears it in between.",
     "zero_grad() before backward(), not between it and the step; in a loop of your own, watch.step() between them and "
     "optimizer.step().",
+)
+ELSEWHERE = Cause(
+    "a gradient arrives there, and none is left at the step",
+    "{All} got a gradient in a backward pass and had none, or only zeros, at the step of {their} optimizer, in "
+    "{steps}: zero_grad(), p.grad = None or a hook clears it in between, or only the loss of another optimizer depends "
+    "on {them}.",
+    "zero_grad() before backward(), not between it and the step; and for the optimizer of {kind} {last} a loss that "
+    "depends on it.",
 )
 NO_BACKWARD = Cause(
     "no gradient in {steps}",
@@ -350,7 +362,8 @@ WITHOUT_GRADIENTS = Cause(
     "{it} {run} with gradients disabled",
     "{All} {run} in the forward pass and got no gradient in {steps}: no output was seen there with gradients enabled. "
     "That is so inside torch.no_grad(), and with reentrant checkpointing of inputs that need no gradient.",
-    "checkpoint(..., use_reentrant=False), or no torch.no_grad(), around layer {last}.",
+    "checkpoint(..., use_reentrant=False), or no torch.no_grad(), around layer {last}; or requires_grad_(False), if no "
+    "gradient is meant there, as in a target network.",
 )
 OUTPUT_UNUSED = Cause(
     "no gradient in {steps}, although {it} {run}",
@@ -366,7 +379,7 @@ DETACHED = Cause(
     "torch.no_grad() or an operation without a gradient (argmax, a comparison, .item(), .numpy()) cuts the way to the "
     "loss.",
     "no detach(), no_grad() or .numpy() between layer {last} and the loss, which must use its output; for f(x) such "
-    "as x > 0, y + (f(x) - y).detach() with y = x.clamp(-1, 1).",
+    "as x > 0, y + (f(x) - y).detach() with y = x.clamp(-1, 1); or requires_grad_(False), if no gradient is meant.",
 )
 UNUSED_BY = Cause(
     "{it} never {run}",
@@ -405,6 +418,12 @@ ZERO_INSIDE = Cause(
     "The gradient of {all} {zero}, while what flowed back to {their} output{s} was not: a hook that makes it 0, "
     "inputs that are all 0 or padding, or an operation without a slope inside the layer.",
     "without the register_hook or register_post_accumulate_grad_hook on layer {last}, or inputs that are not all 0.",
+)
+FROZEN_FACTOR = Cause(
+    "{their} gradient {zero}; every number in {zeros} is 0 and frozen",
+    "The gradient of {all} {zero}, while what flowed back to {their} output{s} was not: every number in {zeros} is 0 "
+    "and frozen (requires_grad is False), and 0 times a gradient is 0.",
+    "requires_grad_(True) for {zeros}.",
 )
 ZERO_OF_FACTORS = Cause(
     "{their} gradient {zero}, unlike what flows back to {them}",
@@ -530,6 +549,15 @@ def _onset(history: History, sites: Sites, *, zero: bool = False) -> int:
     return n - int(later.argmax(axis=0).min())
 
 
+def _are_last(history: History, sites: Sites) -> bool:
+    """Whether some layers have a gradient, and all of them run before the first of `sites`."""
+    order = {site: place for place, site in enumerate(forward_order(history.layout).tolist())}
+    layers, norms = history.layout.layers, history.row("grad_norm")
+    first = min(order.get(history.layout.sites[site].layer, -1) for site in sites)
+    trained = [order.get(layer, -1) for layer in layers[norms[layers] > 0].tolist()]
+    return bool(trained) and max(trained) < first
+
+
 @lru_cache(maxsize=8)
 def _holding(layout: Layout, layers: tuple[int, ...]) -> dict[str, int]:
     """The names of the modules that hold any of `layers`, and the place of the last of these in the forward order."""
@@ -547,6 +575,15 @@ def _ran_without_gradients(history: History, sites: Sites) -> Mask:
         return np.zeros(len(sites), dtype=bool)
     outputs, order = (history.row(name, back=back) for name in ("output_rms", "run_order"))
     return np.isnan(outputs[sites]) & ~np.isnan(order[sites])
+
+
+def _written_otherwise(history: History, sites: Sites) -> Mask:
+    """Which of `sites`, which no gradient reaches, had other weights at one sample than at another: those of a teacher
+    or a target network are an average or a copy of others.
+    """
+    norms = history.samples("weight_norm", len(history))[0][:, sites]
+    least, most = np.fmin.reduce(norms, initial=np.inf), np.fmax.reduce(norms, initial=0.0)
+    return np.asarray(most > least * (1 + SAME_WEIGHTS))
 
 
 def _beside(layout: Layout, layers: Sites, others: Sites) -> Mask:
@@ -616,15 +653,30 @@ def _zero_weights_behind(history: History, layer: int) -> list[int]:
 
 def _frozen_zeros_after(history: History, layers: Sites) -> list[int]:
     """The layers to which `layers` give what they make, where all are frozen and have no weight but 0; else none."""
-    layout, largest = history.layout, history.window("frozen_max", len(history))
-    silent = set(layers.tolist())
+    layout, silent = history.layout, set(layers.tolist())
     edges = [edge for edge in layout.edges or () if edge[0] in silent]
     behind = sorted({after for _, after in edges} - silent)
-    if {before for before, _ in edges} != silent or not len(largest):
+    if {before for before, _ in edges} != silent:
         return []
-    largest = np.where(history.codes(1)[0] == FROZEN, np.fmax.reduce(largest), np.nan)
-    weights = [np.array(parameters_of_kind(layout, site, bias=False), dtype=np.intp) for site in behind]
-    return behind if all(len(own) and (largest[own] == 0).all() for own in weights) else []
+    zeros = _frozen_zeros(history)
+    weights = [parameters_of_kind(layout, site, bias=False) for site in behind]
+    return behind if all(len(own) and zeros.issuperset(own) for own in weights) else []
+
+
+def _frozen_zeros_inside(history: History, layers: Sites) -> list[int]:
+    """Weights that are frozen and all 0, in each of `layers` one at least; else none."""
+    zeros = _frozen_zeros(history)
+    found = [zeros.intersection(parameters_of_kind(history.layout, site, bias=False)) for site in layers.tolist()]
+    return sorted(set().union(*found)) if all(found) else []
+
+
+def _frozen_zeros(history: History) -> set[int]:
+    """The parameters that are frozen, and that had no number but 0 at the samples of such."""
+    largest = history.window("frozen_max", len(history))
+    if not len(largest):
+        return set()
+    frozen = history.codes(1)[0] == FROZEN
+    return set(np.flatnonzero(frozen & (np.fmax.reduce(largest) == 0)).tolist())
 
 
 def _why_flat(history: History, layers: Sites, records: int) -> tuple[str, str] | None:

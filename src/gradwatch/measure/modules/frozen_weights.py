@@ -1,5 +1,5 @@
-"""Root mean squares and largest magnitudes of the weights of frozen layers, once each: they tell whether anybody has
-trained them.
+"""Root mean squares and largest magnitudes of frozen parameters, once each: they tell whether anybody has trained
+them.
 """
 
 from __future__ import annotations
@@ -22,36 +22,38 @@ MAX_ELEMENTS = 2**24
 
 
 class FrozenWeights(ModuleStatistic):
-    """Reads the weights of each frozen layer when it first runs on a sampled step."""
+    """Reads each frozen parameter when its layer first runs on a sampled step."""
 
     def __init__(self) -> None:
         self._read: list[tuple[Tensor, Tensor, tuple[int, str, int]]] = []
         """Norm and largest magnitude, 0-d; site of the layer, name of the parameter in it, and number of its elements.
         """
-        self._known: set[int] = set()
+        self._known: set[tuple[int, str]] = set()
+        """Sites and names of those that were read."""
 
     def on_output(self, site: int, module: nn.Module, kind: str) -> OutputCallback | None:
-        if kind or site in self._known:
-            return None
-        parameters = [each for each in module._parameters.values() if each is not None]
-        if any(each.requires_grad for each in parameters):
-            return None
-        own = [each for each in parameters if is_dense_real(each.data)]
-        if not own or any(each.numel() > MAX_ELEMENTS for each in own):
+        if kind or not self._unread(site, module):
             return None
         there = weakref.ref(module)
 
         def on_output(arguments: object, tensors: Iterable[Tensor]) -> None:
-            if site not in self._known and (module := there()) is not None:
-                self._known.add(site)
+            for name, weights in {} if (module := there()) is None else self._unread(site, module).items():
+                self._known.add((site, name))
                 self.version += 1
-                for name, parameter in module._parameters.items():
-                    if parameter is not None and is_dense_real(parameter.data) and parameter.numel():
-                        weights = parameter.detach()
-                        largest = torch.linalg.vector_norm(weights, inf)
-                        self._read.append((wide_norm(weights), largest, (site, name, weights.numel())))
+                largest = torch.linalg.vector_norm(weights, inf)
+                self._read.append((wide_norm(weights), largest, (site, name, weights.numel())))
 
         return on_output
+
+    def _unread(self, site: int, module: nn.Module) -> dict[str, Tensor]:
+        """The frozen parameters of `module` to be read, by name; none of a layer with a large one."""
+        frozen = {
+            name: parameter.detach()
+            for name, parameter in module._parameters.items()
+            if parameter is not None and not parameter.requires_grad and (site, name) not in self._known
+        }
+        own = {name: weights for name, weights in frozen.items() if weights.numel() and is_dense_real(weights)}
+        return {} if any(weights.numel() > MAX_ELEMENTS for weights in own.values()) else own
 
     def collect(self, layout: Layout) -> ModuleReading | None:
         if not self._read:
@@ -65,7 +67,7 @@ class FrozenWeights(ModuleStatistic):
 def _by_parameter(
     layout: Layout, parameters: Sequence[tuple[int, str, int]], numbers: Mapping[str, Floats]
 ) -> dict[str, Floats]:
-    """Two numbers for each parameter of a frozen layer."""
+    """Two numbers for each frozen parameter."""
     rms, most = np.full((2, len(layout.sites)), np.nan)
     rms[0] = most[0] = 0.0  # that they were measured
     for (site, name, size), norm, largest in zip(
