@@ -174,6 +174,18 @@ def test_a_module_called_module_keeps_its_name() -> None:
     assert chosen(model) == ["module"]
 
 
+def test_parameters_that_a_module_holds_for_others() -> None:
+    """As the `TensorDictParams` of torchrl's losses, which run a network functionally."""
+    held, net = nn.Module(), nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    held._parameters.update(net.named_parameters())
+    model = nn.ModuleDict({"loss": held, "head": nn.Linear(2, 1)})
+    layers = find_layers(model)
+    assert [(layer.name, layer.hookable) for layer in layers] == [("loss.0", False), ("loss.2", False), ("head", True)]
+    names = [name for layer in layers for name, _ in layer.parameters]
+    assert names == [name for name, _ in model.named_parameters()]
+    assert [layer.name for layer in find_layers(held)] == ["0", "2"]
+
+
 def test_compiled_and_scripted_regions_take_no_module_hooks() -> None:
     model = encoder()
     model.encoder[1].compile(backend="eager")

@@ -87,8 +87,7 @@ class Options:
     ) -> dict[str, str]:
         """What each kind of number of a run is, for people: the start-up line and the record say it.
 
-        `unhookable`: layers whose signals cannot be had (compiled regions, ScriptModules). `interval`: steps between
-        samples.
+        `unhookable`: layers whose signals cannot be had, as in compiled regions. `interval`: steps between samples.
         """
         every = {1: "every step", "auto": "as the budget allows"}.get(
             self.every_n_steps, f"every {self.every_n_steps} steps"
@@ -98,7 +97,7 @@ class Options:
             signals = "signals off" + f", activations sampled, {share}" * (self.activations is True)
         else:
             signals = f"signals of rank {mode.rank}, sampled" if mode.ranks > 1 else "signals sampled"
-            signals += f", {share}" + f", without {unhookable} layers inside compiled regions" * bool(unhookable)
+            signals += f", {share}" + f", without {unhookable} layers whose modules call no hooks" * bool(unhookable)
         return {
             "grad_norm": f"gradient norms {mode.label(sharded=sharded, acting=bool(self.interventions))}, {every}",
             "signal_norm": signals,

@@ -62,7 +62,9 @@ class Layer:
     parameters: tuple[tuple[str, nn.Parameter], ...]
     """Full clean name and parameter; a tied parameter belongs to the first layer that owns it."""
     hookable: bool
-    """Whether module hooks work on it: not inside a compiled region, not a ScriptModule."""
+    """Whether module hooks work on it: not inside a compiled region, not a ScriptModule, not what another module holds
+    for it.
+    """
     activations: tuple[Activation, ...] = ()
     """Those between this layer and the next in model order on which module hooks work; the first layer also has those
     before it."""
@@ -178,11 +180,15 @@ def _all_layers(model: nn.Module) -> Iterator[Layer]:
         hookable = not isinstance(module, ScriptModule)
         if compiled and hookable:
             hookable = not any(is_within(path, region) for region in compiled)
-        if own:
-            if name not in owned:
-                owned[name] = model.get_submodule(owner) if inside else module, [], hookable
-            owned[name][1].extend([(f"{whole}.{key}" if whole else key, parameter) for key, parameter in own])
-        elif kind and hookable and not inside:
+        begin = f"{whole}." if whole else ""
+        for key, parameter in own:
+            # a module that holds the parameters of others, as TensorDictParams does, names them with dots
+            held = key.rpartition(".")[0]
+            layer = begin + held if held else name
+            if layer not in owned:
+                owned[layer] = model.get_submodule(owner) if inside else module, [], hookable and not held
+            owned[layer][1].append((begin + key, parameter))
+        if kind and hookable and not inside:
             activations.setdefault(next(reversed(owned), ""), []).append(Activation(name, module, kind))
     before = activations.get("", [])
     for name, (module, parameters, hookable) in owned.items():
