@@ -175,18 +175,18 @@ class OptimizerParameters:
         with torch.no_grad():
             try:
                 plan, index = self._plans[row]
-                total = plan.run(tensors)
+                summed = plan.run(tensors)
             except (KeyError, TypeError, RuntimeError):
                 # none was made, or one for other shapes, layouts or dtypes: plan for what is there now
                 plan = Plan(tensors, buffer[row], reduction=reduction)
-                total = plan.run(tensors)
+                summed = plan.run(tensors)
                 index = np.full(buffer.places, -1, dtype=np.intp)
                 index[[self.indices[member] for member in plan.positions]] = np.arange(len(plan.positions))
                 self._plans[row] = plan, index
         if row == "grad_norm":
-            self.unusual = not total <= self._largest_sum * UNUSUAL < np.inf
-            if total < np.inf:  # and a number
-                self._largest_sum = max(total, FADES * self._largest_sum)
+            self.unusual = not summed <= self._largest_sum * UNUSUAL < np.inf
+            if summed < np.inf:  # and a number
+                self._largest_sum = max(summed, FADES * self._largest_sum)
         return index
 
     @torch.no_grad()

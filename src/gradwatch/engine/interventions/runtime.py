@@ -290,7 +290,7 @@ class InterventionRuntime:
                 continue
             changes.add(active, indices, factors, within)
             if isinstance(active.action, Scaling) and not (active.dry or active.hooked):
-                gradients.multiply(active, indices, factors)
+                gradients.add_factors(active, indices, factors)
 
     def _decide(
         self, active: ActiveIntervention, gradients: StepGradients, present: Tensor, info: StepInfo

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from gradwatch.engine.interventions.active_intervention import ActiveIntervention
 from gradwatch.engine.interventions.gradient_hooks import norm_ratio, norms_of
-from gradwatch.engine.interventions.multiply import multiply as multiply_gradients
-from gradwatch.engine.interventions.multiply import multiply_each, sharing_memory
+from gradwatch.engine.interventions.multiply import multiply, multiply_each, sharing_memory
 from gradwatch.engine.interventions.step_plan import StepPlan
 from gradwatch.interventions import Editing, Scaling
 from gradwatch.measure.device_buffer import EDITED, Indices, host_view
@@ -75,7 +74,7 @@ class StepGradients:
             return factors
         return torch.where(present if self.intact is None else present & self.intact, factors, 1.0)
 
-    def multiply(self, active: ActiveIntervention, indices: Indices, factors: Tensor | float) -> None:
+    def add_factors(self, active: ActiveIntervention, indices: Indices, factors: Tensor | float) -> None:
         """Multiply the gradients at `indices` by `factors` at the next `apply_factors`."""
         if active is not self._last or self.edited:  # after the last one no norm is needed
             self.norms = _times(self.norms, active.device_indices, factors)
@@ -136,7 +135,7 @@ class StepGradients:
             elif self._plan.members is not None:
                 factors = factors[self._plan.members]
         if factors is not None or known:
-            multiply_gradients(
+            multiply(
                 held.parameters,
                 self._gradients(),
                 factors=factors,
