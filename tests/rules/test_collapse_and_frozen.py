@@ -477,6 +477,24 @@ def test_what_is_off_on_purpose_between_others(
     assert silent(judge_steps(Frozen(), shaped(sizes, flow), rows))
 
 
+@pytest.mark.parametrize(
+    ("numbers", "libraries", "found"),
+    [
+        (1, {"middle": "neuralforecast"}, False),
+        (1, {"first": "neuralforecast"}, True),  # of a class of the user's own
+        (2, {"middle": "neuralforecast"}, True),
+    ],
+)
+def test_single_numbers_that_a_library_keeps(numbers: int, libraries: dict[str, str], found: bool) -> None:
+    """As the scale of attention, a parameter for the checkpoint's sake."""
+    shape = shaped({"first": 1000, "middle": numbers, "last": 10}, CHAIN).layout
+    own = {site: shape.sites[site]._replace(numel=numbers) for site in shape.parameters_of(shape.index["middle"])}
+    sites = tuple(own.get(i, site) for i, site in enumerate(shape.sites))
+    history = History(replace(shape, sites=sites, libraries=libraries))
+    outcome = judge_steps(Frozen(), history, [{"codes": {"middle": Missing.FROZEN}}] * 31)
+    assert silent(outcome) is not found
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -26,6 +26,7 @@ from gradwatch.core.record import (
     Layout,
     Mask,
     Sites,
+    module_of,
 )
 from gradwatch.rules.evidence.paths import paths, reaching_loss
 from gradwatch.rules.evidence.recent_rows import RecentRows
@@ -460,14 +461,23 @@ def _makes(layout: Layout) -> Sites:
 
 
 def _amid(layout: Layout, order: Sites, off: Mask) -> Sites:
-    """The layers, norms left aside, that are `off`, and into which and out of which data flow from and to such
-    as train. None where more weights are off than train: those are adapted.
+    """The layers, norms and a library's single numbers left aside, that are `off`, and into which and out of which data
+    flow from and to such as train. None where more weights are off than train: those are adapted.
     """
     sizes = layout.sizes[order]
     if layout.edges is None or sizes[off].sum() >= sizes[~off].sum():
         return order[:0]
     flow = paths(layout, order)
-    return layout.without_class(order[off & flow.below(~off) & flow.above(~off)], "Norm")
+    amid = layout.without_class(order[off & flow.below(~off) & flow.above(~off)], "Norm")
+    return amid[[not _is_constant(layout, site) for site in amid.tolist()]]
+
+
+def _is_constant(layout: Layout, layer: int) -> bool:
+    """Whether all parameters of `layer` are single numbers of a library, which most often means them to stay, as the
+    scale of attention where it is to be in the checkpoint.
+    """
+    numbers = bool((layout.sizes[layout.parameters_of(layer)] == 1).all())
+    return numbers and module_of(layout.sites[layer].name) in layout.libraries
 
 
 def _used(history: History, layers: Sites) -> Sites:
