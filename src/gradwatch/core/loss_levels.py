@@ -124,7 +124,7 @@ class LossLevels:
 
 
 def _blew_up(first: Floats) -> bool:
-    """Whether one of the `first` losses is far out, or all since a step in their first half are far above all before."""
+    """Whether one of the `first` losses is far out, or all since a step in their first half far above all before."""
     sizes = np.abs(first)
     if first.max() >= OUTLIER_RATIO * max(sizes[0], abs(np.median(first))) > 0:
         return True
