@@ -15,7 +15,21 @@ from gradwatch.core.history import History
 from gradwatch.core.record import Layout, Missing, Site
 from gradwatch.rules import Divergence, Stalled, Vanishing
 from quick import cases
-from synthetic_history import NAN, USUAL, findings, judge_steps, jump, layout, net, only, silent, steps, still
+from synthetic_history import (
+    INF,
+    NAN,
+    USUAL,
+    Outcome,
+    findings,
+    judge_steps,
+    jump,
+    layout,
+    net,
+    only,
+    silent,
+    steps,
+    still,
+)
 
 # ---- divergence
 
@@ -91,6 +105,50 @@ def test_a_large_step_of_another_optimizer() -> None:
         found = only(judge_steps(Divergence(), net(2), [*before, large, second])[-1])
         assert "too high for this model and loss (lr=0.1)." in found.message
         assert (found.onset, found.remedy) == (2, remedy)
+
+
+def blown_up(*, loss: float = 5e4, gradients: float = 3e3, updates: float = 0.4, before: int = 1) -> Outcome:
+    """Loss and gradient of one of the first steps are far up after a step of `updates`, and back at the next."""
+    far = {"loss": loss, "gradients": gradients}
+    rows = [*steps(before - 1, loss=2.5), *steps(1, loss=2.5, updates=[1e-3, updates, 1e-3])]
+    return judge_steps(Divergence(), net(3), [*rows, *steps(1, **far), *steps(30, loss=3.0)])
+
+
+@pytest.mark.parametrize("before", [1, 4, 19])
+def test_a_loss_that_blows_up_in_the_first_steps_and_comes_back(before: int) -> None:
+    outcome = blown_up(before=before)
+    assert [bool(found) for found in outcome] == [False] * before + [True] + [False] * 30
+    found = only(outcome[before])
+    assert (found.severity, found.layer, found.sites, found.onset) == (Severity.WARNING, "fc1", ("fc1",), 2)
+    assert (found.value, found.threshold) == (pytest.approx(3000), 1000)
+    assert found.message == (
+        "The loss went from 2.5 at first to 50000, and the gradient from 1.7 to 5200, right after a step that moved "
+        "the weights of layer fc1 by 0.4 times their size; a hundredth is usual. The learning rate is too high for "
+        "this model and loss (lr=0.1)."
+    )
+    assert found.headline == "the loss went from 2.5 to 50000 in the first steps"
+    if before == 1:
+        assert found.remedy == (
+            "lr=0.007 in configure_optimizers: step 0 would have moved the weights by up to 0.03 of their size."
+        )
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        {"loss": 2e3},
+        {"gradients": 900.0},
+        {"updates": 0.2},
+        {"before": 20},
+        {"loss": -5e4},
+        {"loss": NAN},
+        {"gradients": INF},
+        {"updates": NAN},
+    ],
+    ids=str,
+)
+def test_a_loss_that_is_far_up_in_the_first_steps_for_other_reasons(rows: dict[str, Any]) -> None:
+    assert silent(blown_up(**rows))
 
 
 def test_two_steps_as_large_as_the_weights() -> None:

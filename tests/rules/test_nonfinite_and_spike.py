@@ -236,6 +236,31 @@ def test_a_spike_under_the_usual_norm_of_the_whole_model_is_clipped_in_its_layer
     assert found.remedy == f'interventions=[Clip(0.001, layers="fc2")], {highest}'
 
 
+def rising(*, factor: float = 1.5, loss: float = 0.9) -> list[dict[str, Any]]:
+    """A layer that begins to learn: its gradient grows by `factor` in each of eight steps, then 100 times."""
+    norms = [2e-6] * 40 + [2e-6 * factor**i for i in range(1, 9)]
+    norms += [norms[-1] * 100, norms[-1]]
+    losses = [*[1.0] * 48, loss, 1.0]
+    return [{"gradients": [1, 1, norm], "loss": at} for norm, at in zip(norms, losses, strict=True)]
+
+
+def test_a_gradient_that_grows_as_a_layer_begins_to_learn_is_no_spike() -> None:
+    assert silent(judge_rows(Spike(), net(3), rising()))
+    assert silent(judge_rows(Spike(), net(3), [{**row, "loss": NAN} for row in rising()]))
+
+
+@pytest.mark.parametrize("rows", [rising(loss=10.0), rising(factor=1.1)], ids=["the loss too", "slowly"])
+def test_a_jump_after_a_rise_is_a_spike_where_the_loss_jumps_or_the_rise_is_slow(
+    rows: list[dict[str, Any]],
+) -> None:
+    assert only(judge_rows(Spike(), net(3), rows)[-1]).sites == ("fc2",)
+
+
+def test_a_jump_from_a_level_that_rose_at_once_is_a_spike() -> None:
+    rows = [{"gradients": [1, 1, norm], "loss": 1.0} for norm in [*[2e-6] * 40, *[1.8e-5] * 6, 1e-3, 1.8e-5]]
+    assert only(judge_rows(Spike(), net(3), rows)[-1]).sites == ("fc2",)
+
+
 @pytest.mark.parametrize(("height", "severity"), [(2.5, Severity.WARNING), (1.5, Severity.NOTICE)])
 def test_a_spike_matters_where_it_is_much_of_the_whole_gradient(height: float, severity: Severity) -> None:
     rows = [{"gradients": [3.0, small], "loss": 1.0} for small in [*[0.1] * 60, height, 0.1]]

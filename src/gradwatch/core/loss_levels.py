@@ -15,6 +15,14 @@ from gradwatch.core.record import Floats, Mask
 LEVEL_LOSSES = 10
 """Losses whose median is a level. Judgement: single batches differ."""
 
+OUTLIER_RATIO = 30.0
+"""Ratio of the highest of the first losses to the first one and to their median from which the loss blew up. Measured:
+of ten draws of one distribution 1 % have 6 or more for the mean of four squared errors, 13 for an exponential one."""
+
+STEP_RATIO = 3.0
+"""Ratio of the lowest loss since a step to the highest before from which it blew up there. Measured: of ten draws of
+one distribution 0.3 % have it for the mean of eight squared errors, 1.6 % of four, 4 % for an exponential one."""
+
 JUDGED_STEPS = 50
 """Steps before which nothing is said of the loss: it need not have moved by then. Judgement."""
 
@@ -105,11 +113,24 @@ class LossLevels:
         self._steps, self._several = int(state["steps"]), bool(state["several"])
 
     def _medians(self) -> tuple[float, float] | None:
-        """Of a fifth of the losses, at most of `LEVEL_LOSSES`, so that those of a short run differ."""
+        """Of a fifth of the losses, at most of `LEVEL_LOSSES`, so that those of a short run differ. The first loss is
+        the first level where it is lower, and the loss blew up after it.
+        """
         if not self._steps:
             return None
         count = max(1, min(LEVEL_LOSSES, self._steps // 5))
-        return float(np.median(self._first[:count])), float(np.median(self._last[-count:]))
+        first, last = float(np.median(self._first[:count])), float(np.median(self._last[-count:]))
+        return self._first[0] if self._first[0] < first and _blew_up(np.array(self._first)) else first, last
+
+
+def _blew_up(first: Floats) -> bool:
+    """Whether one of the `first` losses is far out, or all since a step in their first half far above all before."""
+    sizes = np.abs(first)
+    if first.max() >= OUTLIER_RATIO * max(sizes[0], abs(np.median(first))) > 0:
+        return True
+    before, since = np.maximum.accumulate(first)[:-1], np.minimum.accumulate(first[::-1])[::-1][1:]
+    least_rise = (STEP_RATIO - 1) * np.maximum.accumulate(sizes)[:-1]  # so it is for losses below 0, too
+    return bool(((since - before >= least_rise) & (least_rise > 0))[: len(first) // 2].any())
 
 
 def loss_text(levels: tuple[float, float]) -> str:

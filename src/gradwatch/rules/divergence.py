@@ -13,7 +13,7 @@ from gradwatch.core.history import OPENING, History
 from gradwatch.core.number_text import number_text
 from gradwatch.core.record import MEASURED, TOTAL, Floats, Mask, Sites
 from gradwatch.rules.evidence.baseline import LEVEL_RECORDS, first_steps_text, largest_first_loss, was_learnt
-from gradwatch.rules.evidence.jumps import GradientJump, gradient_jump, grew_alike, last_jump
+from gradwatch.rules.evidence.jumps import LARGE_UPDATE, GradientJump, gradient_jump, grew_alike, last_jump
 from gradwatch.rules.evidence.learning_rates import (
     EFFECT_RECORDS,
     LONG_MOMENTUM,
@@ -80,7 +80,9 @@ STILL_LEARNT_SHARE = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Divergence(CheckedRule):
-    """A step moved a layer's weights by more than their own size; or the loss left its first level for good."""
+    """A step moved a layer's weights by more than their own size; or the loss left its first level for good, or was far
+    over it for once in the first steps.
+    """
 
     name: ClassVar[str] = "divergence"
     needs: ClassVar[frozenset[str]] = frozenset({"grad_norm", "weight_norm", "update_ratio"})
@@ -102,6 +104,12 @@ class Divergence(CheckedRule):
     """Number of first records for the first level of loss and gradient. As in `Exploding`."""
     rise_records: int = 50
     """Records within which the loss rises. Judgement: with a moving target it rises more slowly."""
+
+    blow_up: float = 1000.0
+    """Ratio of loss and total gradient to their first values from which one loss of the first steps is enough, right
+    after a step that moved a layer far. Judgement."""
+    early_records: int = 20
+    """First records in which that is looked for. As `Spike.warm_up`: later ones are that rule's."""
 
     growth: float = 3.0
     """Limit for the growth of weights while nothing is learnt, as a ratio of norms. Judgement: from torch's default
@@ -142,6 +150,8 @@ class Divergence(CheckedRule):
 
     def __call__(self, history: History) -> Sequence[Finding] | None:
         if 1 < history.newest("update_ratio") <= EFFECT_RECORDS + 1 and (found := self._after_large_steps(history)):
+            return [found]
+        if found := self._blew_up(history):
             return [found]
         known = history.has("loss") and len(history) >= self.first_records + LEVEL_RECORDS
         start = largest_first_loss(history, self.first_records) if known else 0.0
@@ -185,6 +195,36 @@ class Divergence(CheckedRule):
         )
         headline = why.headline or f"one step was {number_text(worst)} times the size of the weights"
         return Finding(self.name, Severity.ERROR, layer, names, worst, limit, message, why.remedy, why.onset, headline)
+
+    def _blew_up(self, history: History) -> Finding | None:
+        """A loss of the first steps that is far over the first one, as its gradient is, right after a large step. It
+        need not stay there: the weights have been thrown.
+        """
+        if not history.whole or maximizes(history):
+            return None
+        own = own_records(history)
+        if not 1 < len(own) <= self.early_records:
+            return None
+        ends, n = -own[[0, -1]], len(history)
+        losses, norms = history.scalar("loss", n)[ends], history.window("grad_norm", n, sites=0)[ends]
+        if not (np.isfinite([losses, norms]).all() and losses[0] and norms[0] > 0):
+            return None
+        value = min(float(losses[1]) / abs(losses[0]), float(norms[1] / norms[0]))
+        moved, back = np.nan_to_num(relative_updates(history, own[[-2]])[0]), int(own[-2])
+        if not (value >= self.blow_up and moved.max(initial=0.0) >= LARGE_UPDATE):
+            return None
+        layout, worst, chosen = history.layout, float(moved.max()), moved >= LARGE_UPDATE
+        layer, names = layout.names([layout.layers[moved.argmax()]])[0], layout.names(layout.layers[chosen])
+        why = _why_long(history, back, records=EFFECT_RECORDS)
+        first, now = (number_text(loss, 3) for loss in losses)
+        message = (
+            f"The loss went from {first} at first to {now}, and the gradient from {number_text(norms[0])} to "
+            f"{number_text(norms[1])}, right after a step that moved the weights of {name_text(names)} by "
+            f"{'up to ' * (len(names) > 1)}{number_text(worst)} times their size; a hundredth is usual. {why.cause}"
+        )
+        headline = why.headline or f"the loss went from {first} to {now} in the first steps"
+        severity, limit = Severity.WARNING, self.blow_up
+        return Finding(self.name, severity, layer, names, value, limit, message, why.remedy, why.onset, headline)
 
     def _after_rate_jump(self, history: History, first: float) -> Finding | None:
         """The loss beyond its `first` level, right after a jump of the learning rate: that need not be waited for. Or

@@ -37,6 +37,16 @@ FIRST_LEVEL_LOSSES = 10
 RECENT_LOSSES = 10
 """Losses before a spike with which its own is compared. Judgement."""
 
+RISING_RECORDS = 5
+"""Records before a spike in which its layer's gradient may have been rising. As `LEVEL_RECORDS`."""
+
+RISEN_RATIO = 3.0
+"""Ratio of their median to that of the window from which it has risen far. Measured: in a transformer whose attention
+begins to learn, layers have 5 to 26 before they jump tenfold."""
+
+RISING_RATIO = 2.0
+"""Ratio of the last of them to the first from which it still rises. Measured: 3 to 7 there."""
+
 LOOKBACK_WINDOWS = 4
 """Windows of records in which a layer's own are searched where several optimizers take turns. Judgement."""
 
@@ -47,7 +57,8 @@ class Spike(CheckedRule):
 
     That is known when the next step has come back. Where gradient or loss are beyond all that the untrained model had
     it is said at once: no shift in the data, which stays, takes a model there. Layers that had no gradient lately, as
-    the head of another task, are left out of the whole model's.
+    the head of another task, are left out of the whole model's. Layers whose gradient has been rising all the while are
+    left out unless the loss jumps: so it does where a layer begins to learn.
     """
 
     name: ClassVar[str] = "spike"
@@ -144,6 +155,8 @@ class Spike(CheckedRule):
             high &= later <= ceiling * 10.0**self.back_dex
         median, sigma = median_and_spread(np.log10(np.where(base, past, np.nan)[:, high]))
         far = np.log10(height[high]) - median >= self.sigmas * np.maximum(sigma, self.floor_dex)
+        if far.any() and not _loss_jumped(history, self.window, back):
+            far &= ~_was_rising(past[:, high], base[:, high], 10.0**median)
         if not far.any():
             return []
         counts, sites = base.sum(axis=0)[high][far], candidates[high][far]
@@ -228,6 +241,15 @@ def _loss_stays(history: History, back: int, window: int) -> bool:
     return bool(then > highest and not now <= max(highest, (then + np.median(before)) / 2))
 
 
+def _was_rising(past: Floats, base: Mask, medians: Floats) -> Mask:
+    """Of which sites the newest norms of the baseline `base` are far above its median, one of `medians` each, and still
+    rise: shape [sites]. `past`: shape [records, sites].
+    """
+    newest = base & _newest(base, RISING_RECORDS)
+    late = past.T[newest.T].reshape(-1, RISING_RECORDS)
+    return np.asarray((np.median(late, axis=1) >= RISEN_RATIO * medians) & (late[:, -1] >= RISING_RATIO * late[:, 0]))
+
+
 def _total_of(layers: Sites, norms: Floats) -> Floats:
     """`norms`, shape [sites], with the total of `layers` alone."""
     return np.concatenate([[np.sqrt(np.nansum(np.square(norms[layers])))], norms[1:]])
@@ -259,21 +281,35 @@ def _clipping_remedy(history: History, window: int, back: int, of_layer: str) ->
     return f"Trainer(gradient_clip_val={number_text(highest)}), the highest norm of {whose} in {steps}."
 
 
+def _losses_before(history: History, window: int, back: int) -> Floats:
+    """The finite losses of the optimizer in the window before the record `back` from the end."""
+    losses = history.scalar("loss", window + back)[_own(history, window + back, back)]
+    return losses[np.isfinite(losses)]
+
+
+def _loss_jumped(history: History, window: int, back: int) -> bool:
+    """Whether the loss at the record `back` from the end is out of the range of those before, as far as it is known."""
+    before, now = _losses_before(history, window, back), history.number("loss", back=back)
+    if not np.isfinite(now) or not len(before):
+        return False
+    # a loss that falls is highest at the start of the window, far above the recent ones
+    lately = before[-RECENT_LOSSES:]
+    return bool(now > min(before.max(), 2 * lately.max() - lately.min()))
+
+
 def _loss_text(history: History, window: int, back: int, *, returned: bool) -> str:
     """What the loss did at that record, and where to look. `returned`: the gradient has come back since."""
-    losses, own = history.scalar("loss", window + back), _own(history, window + back, back)
-    before = losses[own][np.isfinite(losses[own])]
-    if not np.isfinite(losses[-back]) or not len(before):
+    before, now = _losses_before(history, window, back), history.number("loss", back=back)
+    if not np.isfinite(now) or not len(before):
         return "Look at this batch's inputs, targets and weights in the loss."
-    now, lately = losses[-back], before[-RECENT_LOSSES:]
     last = _last_update(history, back)
     sampled = f"The last that was sampled moved the weights by {number_text(last)} times their size."
-    # a loss that falls is highest at the start of the window, far above the recent ones
-    if not now > min(before.max(), 2 * lately.max() - lately.min()):
+    if not _loss_jumped(history, window, back):
         look = "The loss did not: look for a division or square root near 0 in the backward pass"
         return f"{look}, or for steps that are too large. {sampled}" if last >= SANE_SHARE else f"{look}."
-    jumped = f"The loss jumped too, from {number_text(float(np.median(lately)), 3)} to {number_text(now, 3)}"
-    moved = largest_update(history, back + 1) if own[-1] == len(losses) - back - 1 else np.nan
+    usual, own = float(np.median(before[-RECENT_LOSSES:])), is_own(history, back + 1)
+    jumped = f"The loss jumped too, from {number_text(usual, 3)} to {number_text(now, 3)}"
+    moved = largest_update(history, back + 1) if own[0] else np.nan
     if moved >= LARGE_UPDATE:
         return (
             f"{jumped}, after a step that moved the weights by {number_text(moved)} times their size: steps are too "
