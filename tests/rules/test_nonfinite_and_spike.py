@@ -249,6 +249,13 @@ def test_a_gradient_that_grows_as_a_layer_begins_to_learn_is_no_spike() -> None:
     assert silent(judge_rows(Spike(), net(3), [{**row, "loss": NAN} for row in rising()]))
 
 
+def test_a_jump_after_fewer_records_than_a_rise_takes() -> None:
+    rows = (
+        [{"gradients": 1.0, "loss": 1.0}] * 3 + [{"gradients": 100.0, "loss": 1.0}] + [{"gradients": 1.0, "loss": 1.0}]
+    )
+    assert not silent(judge_rows(Spike(warm_up=3), net(3), rows))
+
+
 @pytest.mark.parametrize("rows", [rising(loss=10.0), rising(factor=1.1)], ids=["the loss too", "slowly"])
 def test_a_jump_after_a_rise_is_a_spike_where_the_loss_jumps_or_the_rise_is_slow(
     rows: list[dict[str, Any]],

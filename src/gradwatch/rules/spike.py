@@ -245,9 +245,13 @@ def _was_rising(past: Floats, base: Mask, medians: Floats) -> Mask:
     """Of which sites the newest norms of the baseline `base` are far above its median, one of `medians` each, and still
     rise: shape [sites]. `past`: shape [records, sites].
     """
-    newest = base & _newest(base, RISING_RECORDS)
-    late = past.T[newest.T].reshape(-1, RISING_RECORDS)
-    return np.asarray((np.median(late, axis=1) >= RISEN_RATIO * medians) & (late[:, -1] >= RISING_RATIO * late[:, 0]))
+    enough = base.sum(axis=0) >= RISING_RECORDS
+    newest = (base & _newest(base, RISING_RECORDS))[:, enough]
+    late = past[:, enough].T[newest.T].reshape(-1, RISING_RECORDS)
+    risen = np.median(late, axis=1) >= RISEN_RATIO * medians[enough]
+    rising = np.zeros(len(enough), dtype=bool)
+    rising[enough] = risen & (late[:, -1] >= RISING_RATIO * late[:, 0])
+    return rising
 
 
 def _total_of(layers: Sites, norms: Floats) -> Floats:
