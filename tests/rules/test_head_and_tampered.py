@@ -547,6 +547,34 @@ def test_losses_that_want_the_probability(loss: str) -> None:
     assert watched(nn.Sequential(mlp(CLASSES), nn.Sigmoid()), value, lr=0.5, steps=40) == ()
 
 
+@pytest.mark.parametrize("loss", ["binary", "cross"])
+def test_a_binary_cross_entropy_of_a_softmax(loss: str) -> None:
+    """Where there are many classes, log(1 - p) is nearly -p."""
+
+    def value(model: nn.Module, x: Tensor) -> Tensor:
+        y = x[:, :20].argmax(1)
+        return (
+            F.binary_cross_entropy(model(x), F.one_hot(y, 20).float())
+            if loss == "binary"
+            else F.cross_entropy(model(x), y)
+        )
+
+    model = nn.Sequential(nn.Linear(20, 20), nn.Softmax(dim=1))
+    alerts = watched(model, value, inputs=lambda: torch.randn(32, 20), reported=False)
+    assert [alert.rule for alert in alerts] == ["bad_head"] * (loss == "cross")
+
+
+def test_probabilities_that_are_all_1_show_no_loss() -> None:
+    """Of raw inputs: what little they differ by is rounding, and so is the gradient's share of it."""
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return F.mse_loss(model(x), target(x))
+
+    model = nn.Sequential(mlp(CLASSES), nn.Sigmoid())
+    nn.init.constant_(model[0][6].bias, 16.0)
+    assert watched(model, loss, lr=1e-3, inputs=lambda: torch.randn(32, 8)) == ()
+
+
 class Inside(nn.Module):
     """Attention over places, a gate of experts and a Softmax that a norm follows, by modules."""
 

@@ -26,6 +26,17 @@ MAX_EXAMPLES = 64
 MAX_NUMBERS = 2**17
 """Numbers of an output that are measured, at most; larger examples are fewer: 0.5 MiB of copies. Judgement."""
 
+LEAST_VARIANCE = 1e-10
+"""Variance of what the gradient is compared with, under which rounding makes what there is of it: probabilities that
+are all 0 or 1 show nothing. Judgement: that of float32 makes 1e-14."""
+
+BETTER_SHARE = 0.01
+"""Share of the squared deviations, under which those from another loss are less. Judgement: they are rounding if it is
+that loss, and a half or more where label smoothing bends those of a cross entropy."""
+
+LARGEST = 1 - 2**-24
+"""The largest number below 1 in float32."""
+
 MAX_OUTPUTS = 1024
 """Outputs measured in one step at most: a recurrent net may have one at every time step. Judgement."""
 
@@ -35,7 +46,7 @@ class _StepMisfits:
     """What the hooks of one sampled step have measured. They hold it and nothing else."""
 
     sums: list[tuple[Tensor, int]] = field(default_factory=list)
-    """For each call, the sums of squares of `_misfit`, shape [2], and its site, in one: autograd has a thread for each
+    """For each call, what `_add_misfit` has summed, shape [3], and its site, in one: autograd has a thread for each
     device.
     """
     calls: int = 0
@@ -45,10 +56,11 @@ class LogitMisfit(ModuleStatistic):
     """Compares the gradient of probabilities with the gradient under a loss that takes them as logits.
 
     For a cross entropy that takes p [classes] as logits, dL/dp_i of every class i but the target is w softmax(p)_i with
-    one w for all of them: log dL/dp_i - p_i is constant over these classes. A loss of p itself is far from that:
-    -log p_target has no gradient at the other classes, and for a squared error log dL/dp_i - log p_i is constant. For a
-    binary cross entropy that takes p as a logit, log |dL/dp| - log sigmoid(p) is constant over the negatives, and
-    log |dL/dp| - log sigmoid(-p) over the positives.
+    one w for all of them: log dL/dp_i - p_i is constant over these classes. Most losses of p itself are far from that:
+    -log p_target has no gradient at the other classes, and for a squared error log dL/dp_i - log p_i is constant. A
+    binary cross entropy of p is near it, as log dL/dp_i + log(1 - p_i) is constant: where that holds better, nothing is
+    said. For a binary cross entropy that takes p as a logit, log |dL/dp| - log sigmoid(p) is constant over the
+    negatives, and log |dL/dp| - log sigmoid(-p) over the positives.
     """
 
     def __init__(self, costs: HookCosts, loss_pass: LossPass) -> None:
@@ -86,29 +98,35 @@ class LogitMisfit(ModuleStatistic):
 
 def _logit_misfit(sites: Sequence[int], n: int, numbers: Mapping[str, Floats]) -> dict[str, Floats]:
     """One number for each of `n` sites, over all its calls. The total's is the smallest."""
-    misfit, spread = numbers["misfits"].reshape(-1, 2).T
+    misfit, spread, other = (np.bincount(sites, sums, n) for sums in numbers["misfits"].reshape(-1, 3).T)
     with np.errstate(invalid="ignore", divide="ignore"):
-        ratio = np.sqrt(np.bincount(sites, misfit, n) / np.bincount(sites, spread, n))
-    ratio[~np.isfinite(ratio)] = np.nan
+        ratio = np.sqrt(misfit / spread)
+    ratio[~np.isfinite(ratio) | (other < BETTER_SHARE * misfit)] = np.nan
     ratio[0] = np.fmin.reduce(ratio)
     return {"logit_misfit": ratio}
 
 
 def _add_misfit(step: _StepMisfits, site: int, class_dim: int | None, p: Tensor, gradient: Tensor) -> None:
-    """`p`: shape [examples, classes], or [1, numbers] where there is no dimension of classes."""
+    """Sum up squared deviations: those from a loss that takes `p` as logits, what they are compared with, and those
+    from a loss of `p` itself. `p`: shape [examples, classes], or [1, numbers] where there is no dimension of classes.
+    """
     gradient = _sampled(gradient, class_dim).float()
-    misfit = _misfit(gradient > 0, gradient, p if class_dim is not None else F.logsigmoid(p))
-    if class_dim is None:
-        misfit += _misfit(gradient < 0, -gradient, F.logsigmoid(-p))
-    step.sums.append((misfit, site))
+    if class_dim is not None:
+        sums = _misfit(gradient > 0, gradient, p)
+        other = _misfit(gradient > 0, gradient, -torch.log1p(-p.clamp(max=LARGEST)))[:1]
+    else:
+        sums = _misfit(gradient > 0, gradient, F.logsigmoid(p)) + _misfit(gradient < 0, -gradient, F.logsigmoid(-p))
+        other = torch.full_like(sums[:1], torch.inf)  # no other loss is like it
+    step.sums.append((torch.cat([sums, other]), site))
 
 
 def _misfit(chosen: Tensor, gradient: Tensor, expected_logs: Tensor) -> Tensor:
     """Sums of squared deviations among the `chosen` of each row, shape [2]: of log `gradient` - `expected_logs`, and of
-    `expected_logs`.
+    `expected_logs`; zeros where these are all alike.
     """
     logs = torch.where(chosen, gradient, torch.ones_like(gradient)).log()
-    return torch.stack([_squared_deviations(logs - expected_logs, chosen), _squared_deviations(expected_logs, chosen)])
+    sums = torch.stack([_squared_deviations(logs - expected_logs, chosen), _squared_deviations(expected_logs, chosen)])
+    return torch.where(sums[1] > LEAST_VARIANCE * chosen.sum(), sums, 0.0)
 
 
 def _squared_deviations(values: Tensor, chosen: Tensor) -> Tensor:
