@@ -239,6 +239,15 @@ def test_the_better_rate_says_where_it_comes_from() -> None:
     assert (
         lower == "lr=0.01 in configure_optimizers, as at step 29, which moved the weights by up to 0.01 of their size."
     )
+    grown = after(
+        steps(2, updates=0.01, lr=0.01),
+        steps(2, updates=0.2, lr=0.1),
+        steps(30, updates=0.01, lr=1.0),
+        steps(1, lr=3.0),
+    )
+    assert (
+        grown == "lr=0.01 in configure_optimizers, as at step 1, which moved the weights by up to 0.01 of their size."
+    )
     warmed = after(steps(1, updates=0.0, lr=0.0), steps(20, updates=0.6, lr=0.04))
     assert (
         warmed == "lr=0.002 in configure_optimizers: step 1 would have moved the weights by up to 0.03 of their size."
