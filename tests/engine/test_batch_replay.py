@@ -223,6 +223,16 @@ def test_names_of_operations() -> None:
     assert "is finite" in forward("torch.erf", [fine], nan=True, dtype="float32").what
 
 
+def test_a_masked_row_lies_along_the_dim_of_the_softmax() -> None:
+    """Which may be a wrong one: then a mask that leaves something in each row is of no use."""
+    masked = InputSummary("float32", 16, (4, 4), -1.0, 1.0, 0, masked=6)
+    wrong = forward("torch.softmax", [masked], nan=True, dtype="float32")
+    assert "a row of its input, along the dim of the softmax, is fully masked" in wrong.what
+    assert wrong.remedy.startswith("a softmax over the dim of the keys or classes, with at least one position")
+    attention = forward("torch.nn.functional.scaled_dot_product_attention", [masked], nan=True, dtype="float32")
+    assert (" dim " in attention.what, " dim " in attention.remedy) == (False, False)
+
+
 def test_a_bystander_takes_nothing() -> None:
     class Trainer:
         def __init__(self) -> None:

@@ -395,12 +395,12 @@ def test_a_loss_that_does_not_depend_on_the_model(how: str) -> None:
     assert alert.headline == f"no gradient in {steps} steps, although there is a loss"
     assert alert.message == (
         f"No watched layer got a gradient in {steps} steps, although there is a loss: most often it does not depend on "
-        "their weights, as after detach(), .item() or torch.tensor(), inside torch.no_grad(), or where a copy of the "
-        "model makes it; or backward() is not called."
+        "their weights, as after detach(), argmax, a comparison, .item() or torch.tensor(), inside torch.no_grad(), or "
+        "where a copy of the model makes it; or backward() is not called."
     )
     assert alert.remedy == (
-        "a loss that this model makes, not a copy of it, and no detach(), no_grad(), .item() or torch.tensor() on the "
-        "way; in a loop of your own, loss.backward() before the step."
+        "a loss that this model makes, not a copy of it, and no detach(), no_grad(), argmax, comparison, .item() or "
+        "torch.tensor() on the way; in a loop of your own, loss.backward() before the step."
     )
 
 
@@ -601,9 +601,9 @@ def test_a_gradient_that_was_always_zero() -> None:
     assert silent(outcome[:19])
     found = only(outcome[19])
     assert found.message == (
-        "The gradient of layer fc0 was exactly 0 at each of 20 steps: a loss weight of 0, a mask or padding that "
-        "leaves nothing, a hook that makes it 0, an operation without a slope (round, sign, a comparison, a clamp or "
-        "an activation in its flat part, a softmax or norm of one number), or units that are dead from the start."
+        "The gradient of layer fc0 was exactly 0 at each of 20 steps: a loss weight of 0, a mask, padding or dropout "
+        "that leaves nothing, a hook that makes it 0, an operation without a slope (round, sign, a comparison, a clamp "
+        "or an activation in its flat part, a softmax or norm of one number), or units that are dead from the start."
     )
     assert found.remedy == (
         "a weight above 0 for the loss of layer fc0, no clamp of its outputs, or straight through: "
@@ -712,7 +712,7 @@ def test_inputs_that_are_all_0_where_nothing_flows_back() -> None:
 
     alert = zero_gradients_of(nn.Sequential(Weighed(), nn.Tanh(), nn.Linear(8, 1)))
     assert alert.sites == ("0.context",)
-    assert "was exactly 0 at each of 20 steps: a loss weight of 0, a mask or" in alert.message
+    assert "was exactly 0 at each of 20 steps: a loss weight of 0, a mask, " in alert.message
 
 
 @pytest.mark.parametrize("straight", [False, True])
@@ -885,7 +885,7 @@ def test_a_layer_of_zeros_before_others_that_are_not() -> None:
     nn.init.zeros_(model[2].bias)
     alert = zero_gradients_of(model, lambda y: (y - 1).square().mean())
     assert alert.sites == ("0", "2")
-    assert "0 at each of 20 steps: a loss weight of 0, a mask or padding that leaves nothing" in alert.message
+    assert "0 at each of 20 steps: a loss weight of 0, a mask, padding or dropout that leaves nothing" in alert.message
 
 
 def test_adapters_that_are_all_zeros_beside_frozen_layers() -> None:
@@ -1047,8 +1047,8 @@ def test_a_layer_in_no_optimizer() -> None:
     )
     assert (found.onset, found.headline) == (10, "it is trainable, but in no known optimizer")
     assert found.remedy == (
-        "pass self.parameters() to the optimizer in configure_optimizers; or requires_grad_(False) where no gradient "
-        "is meant to change it, as in a teacher that is an average."
+        "pass self.parameters() to the optimizer in configure_optimizers, once all layers are there; or "
+        "requires_grad_(False) where no gradient is meant to change it, as in a teacher that is an average."
     )
 
 
@@ -1114,8 +1114,8 @@ def test_nothing_is_said_of_weights_that_something_else_may_change(how: str) -> 
         "values unless something else changes them."
     )
     assert alert.remedy == (
-        "pass model.parameters() to the optimizer, and every optimizer to watch.step(); or requires_grad_(False) "
-        "where no gradient is meant to change it, as in a teacher that is an average."
+        "pass model.parameters() to the optimizer, and every optimizer to watch.step(), once all layers are there; or "
+        "requires_grad_(False) where no gradient is meant to change it, as in a teacher that is an average."
     )
 
 

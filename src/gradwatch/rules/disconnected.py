@@ -333,10 +333,10 @@ NO_BACKWARD = Cause(
 NO_DEPENDENCE = Cause(
     "no gradient in {steps}, although there is a loss",
     "No watched layer got a gradient in {steps}, although there is a loss: most often it does not depend on their "
-    "weights, as after detach(), .item() or torch.tensor(), inside torch.no_grad(), or where a copy of the model "
-    "makes it; or backward() is not called.",
-    "a loss that this model makes, not a copy of it, and no detach(), no_grad(), .item() or torch.tensor() on the "
-    "way; in a loop of your own, loss.backward() before the step.",
+    "weights, as after detach(), argmax, a comparison, .item() or torch.tensor(), inside torch.no_grad(), or where a "
+    "copy of the model makes it; or backward() is not called.",
+    "a loss that this model makes, not a copy of it, and no detach(), no_grad(), argmax, comparison, .item() or "
+    "torch.tensor() on the way; in a loop of your own, loss.backward() before the step.",
 )
 STOPPED = Cause(
     "no gradient any more, in {steps}",
@@ -469,9 +469,9 @@ ATTENDS = Cause(
 )
 NO_SLOPE = Cause(
     "{their} gradient {zero}",
-    "The gradient of {all} {zero}: {cause}a loss weight of 0, a mask or padding that leaves nothing, a hook that "
-    "makes it 0, an operation without a slope (round, sign, a comparison, a clamp or an activation in its flat part, "
-    "a softmax or norm of one number), or units that are dead{since}.{biased}",
+    "The gradient of {all} {zero}: {cause}a loss weight of 0, a mask, padding or dropout that leaves nothing, a hook "
+    "that makes it 0, an operation without a slope (round, sign, a comparison, a clamp or an activation in its flat "
+    "part, a softmax or norm of one number), or units that are dead{since}.{biased}",
     "{remedy}a weight above 0 for the loss of layer {last}, no clamp of its outputs, {scalar}or straight through: x + "
     "(round(x) - x).detach().",
 )

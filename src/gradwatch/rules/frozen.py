@@ -154,8 +154,8 @@ class Frozen(CheckedRule):
         remedy = (
             f"put in {first_named} before configure_optimizers runs, in __init__ or configure_model, for example."
             if late
-            else "pass self.parameters() to the optimizer in configure_optimizers; or requires_grad_(False) where no "
-            "gradient is meant to change it, as in a teacher that is an average."
+            else "pass self.parameters() to the optimizer in configure_optimizers, once all layers are there; or "
+            "requires_grad_(False) where no gradient is meant to change it, as in a teacher that is an average."
         )
         # without signals a target network looks the same
         severity = Severity.WARNING if known else Severity.NOTICE

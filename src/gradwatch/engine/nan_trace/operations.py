@@ -129,9 +129,12 @@ def _of_values(op: str, inputs: Sequence[InputSummary], *, has_mask: bool, nan: 
         )
     masked = any(facts.masked for facts in inputs) or (op in ATTENTIONS and has_mask and not _large(inputs))
     if op in SOFTMAXES and nan and masked:
+        along, over = "", ""
+        if op not in ATTENTIONS:
+            along, over = ", along the dim of the softmax,", "a softmax over the dim of the keys or classes, with "
         return Explanation(
-            "a row of its input is fully masked, and the softmax of such a row is NaN",
-            "at least one position left unmasked in every row, or torch.finfo(x.dtype).min in place of -inf.",
+            f"a row of its input{along} is fully masked, and the softmax of such a row is NaN",
+            f"{over}at least one position left unmasked in every row, or torch.finfo(x.dtype).min in place of -inf.",
         )
     if op in ARCS and first is not None:
         return Explanation(
