@@ -73,6 +73,14 @@ def test_a_decay_begins_where_weights_that_drifted_fall_fast() -> None:
     assert only(outcome[-1]).onset == 9
 
 
+def test_weights_that_come_back_from_a_jump_do_not_decay() -> None:
+    """As those of a few steps that were far too large."""
+    for height, found in ((27.0, False), (1.0, True)):
+        sizes = [*[1.0] * 8, *height * 0.5 ** (np.arange(8) / 4)]
+        outcome = judge_steps(Collapse(), net(4), [{"weights": USUAL * size, "lr": 0.1} for size in sizes])
+        assert silent(outcome) == (not found)
+
+
 def test_decay_that_halves_the_weights() -> None:
     outcome = judge_steps(Collapse(), net(4), shrinking(7, 10, layers=[1, 1, 0, 0]))
     assert silent(outcome[:4])

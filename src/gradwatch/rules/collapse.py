@@ -36,6 +36,10 @@ IMPROVED_RATIO = 0.9
 SHORTEST_DECAY = 4
 """Steps over which a decay stands out from the noise of single steps; the first samples span as many. Judgement."""
 
+RETURN_RATIO = 3.0
+"""Ratio of weights to their least norm before, from which on they may come back from a jump, and do not decay. As
+`Divergence.growth`."""
+
 SLOWEST_SHARE = 0.5
 """Share of the limit's rate at which weights have to fall for a decay to have begun. Judgement: they may have drifted
 before."""
@@ -136,6 +140,7 @@ class Collapse(CheckedRule):
         with np.errstate(divide="ignore", invalid="ignore"):
             left, changes = since[-1] / since[0], np.diff(since, axis=0)
         falls = (changes < 0).all(axis=0) & (left <= 0.5 ** (steps / self.half_life))
+        falls &= ~(since[0] > RETURN_RATIO * history.at("weight_norm", backs[: far[-1] + 1])[:, layers].min(axis=0))
         if np.count_nonzero(falls) < self._wanted(history, len(layers), int(backs[far[-1]])):
             return []
         names = history.layout.names(layers[falls])
