@@ -233,6 +233,14 @@ def test_a_masked_row_lies_along_the_dim_of_the_softmax() -> None:
     assert (" dim " in attention.what, " dim " in attention.remedy) == (False, False)
 
 
+def test_a_line_that_is_in_no_file_is_not_quoted() -> None:
+    names: dict[str, Any] = {}
+    exec(compile("def loss(net, x):\n    return (net(x) * 0).log().mean()", "<made>", "exec"), names)
+    origin = traced(names["loss"])
+    assert origin is not None
+    assert "(<made>:2)" in origin.explanation
+
+
 def test_a_bystander_takes_nothing() -> None:
     class Trainer:
         def __init__(self) -> None:

@@ -232,7 +232,8 @@ def _where(recorder: CallRecorder, call: TorchCall) -> str:
         where += " in the loss"
     file, number = call.line
     if file:
-        where += f" ({Path(file).name}:{number}: `{cut(linecache.getline(file, number).strip())}`)"
+        line = cut(linecache.getline(file, number).strip())
+        where += f" ({Path(file).name}:{number}{f': `{line}`' if line else ''})"
     return where
 
 
