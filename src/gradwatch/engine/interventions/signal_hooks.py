@@ -53,7 +53,7 @@ class SignalHooks:
         """Choose the layers of `names` whose modules call hooks for `active`; name the others once in the log."""
         chosen = frozenset(names)
         out = [layer.name for layer in reader.layers if layer.name in chosen and not layer.hookable]
-        why = "compiled regions and ScriptModules call no hooks of the modules inside"
+        why = "their modules call no hooks, as in a compiled region or a ScriptModule"
         note = f"{active} does not act on the signals of {short_list(out)}: {why}"
         if out and note not in self._diagnosis.notes:
             self._diagnosis.note(note)
