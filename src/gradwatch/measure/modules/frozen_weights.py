@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gradwatch.core.record import Floats, Layout, name_within
+from gradwatch.measure.layers import is_lazy
 from gradwatch.measure.modules import ModuleReading, ModuleStatistic, OutputCallback
 from gradwatch.measure.reductions import is_dense_real, joined, wide_norm
 
@@ -50,7 +51,7 @@ class FrozenWeights(ModuleStatistic):
         frozen = {
             name: parameter.detach()
             for name, parameter in module._parameters.items()
-            if parameter is not None and not parameter.requires_grad and (site, name) not in self._known
+            if not (parameter is None or parameter.requires_grad or is_lazy(parameter) or (site, name) in self._known)
         }
         own = {name: weights for name, weights in frozen.items() if weights.numel() and is_dense_real(weights)}
         return {} if any(weights.numel() > MAX_ELEMENTS for weights in own.values()) else own
