@@ -105,8 +105,9 @@ class SamplingSchedule:
                 found.append(max(first, start))
         interval, number = self.interval, first // self.interval
         below = 1 if self._budget is None else interval
-        places = (each * interval + _jitter(each, below) for each in (number, number + 1))
-        found.append(next(place for place in places if place >= first))
+        if (place := number * interval + _jitter(number, below)) < first:
+            place = (number + 1) * interval + _jitter(number + 1, below)
+        found.append(place)
         return min(found) * every
 
     def sample_densely(self, index: int) -> None:

@@ -416,43 +416,31 @@ class Engine:
             self._reader.disarm()
 
     def _read(self, step_begun: tuple[WatchedOptimizer, int] | None, info: StepInfo, loss: Tensor | None) -> None:
-        """Read a step that begins. `step_begun`: its optimizer, and its number among the steps of that one; None where
-        the open step evaluates its closure again.
+        """Measure a step that begins, have the interventions act on it, and leave it open. `step_begun`: its optimizer,
+        and its number among the steps of that one; None where the open step evaluates its closure again.
         """
         if step_begun is None:
             if self._open is not None:
                 self._open.evaluations += 1
             return
-        assert self._reader is not None
+        reader = self._reader
+        assert reader is not None
         begun, (watched, index) = perf_counter(), step_begun
         watched.overtaken = False
         if self._open is not None:
-            self._end_unreported(self._open, self._reader, watched)
+            self._end_unreported(self._open, reader, watched)
         planned, self._next = self._next, self._optimizers.next_index
         self.step_count += 1
-        if (shards := self._reader.shards) is not None and not self._joins_ranks(shards, index, planned):
+        if reader.shards is not None and not self._joins_ranks(reader.shards, index, planned):
             return
         if self.source.may_look:
             self.source.take_passes(self.step_count)
-        if self.schedule.every_step or self.schedule.is_measured(index):
-            self._measure(watched, index, info, loss)
-        else:
-            if self.interventions.given and self._reader.current(watched) is None:
+        if not (self.schedule.every_step or self.schedule.is_measured(index)):
+            if self.interventions.given and reader.current(watched) is None:
                 self._register((watched,))
             self._arm(self._next)
-        self.overhead.seconds += perf_counter() - begun
-
-    def _end_unreported(self, step: StepState, reader: GradientReader, watched: WatchedOptimizer) -> None:
-        """End the open `step`, of which the loop has not said that it is over, before `watched` steps."""
-        same = step.held.watched is watched
-        step.held.watched.overtaken = not same
-        with reader.deferred_errors:
-            self._finish(look_at_weights=same)
-
-    def _measure(self, watched: WatchedOptimizer, index: int, info: StepInfo, loss: Tensor | None) -> None:
-        """Measure step `index` of an optimizer, have the interventions act on it, and leave it open."""
-        reader = self._reader
-        assert reader is not None
+            self.overhead.seconds += perf_counter() - begun
+            return
         rescan, held = self._sampling and index >= FIRST_STEPS, reader.current(watched)
         tapped = reader.tensor_taps.has_new and not self.queue.waits_for_ranks
         if rescan or held is None or reader.waiting or tapped:
@@ -466,8 +454,6 @@ class Engine:
         count = self.step_count - 1
         step = read(held, index, count, info, loss, reading, reader=reader, samples=samples, source=self.source)
         self._open, step.inside = step, self._optimizers.evaluated
-        if samples is not None:  # with two optimizers, a backward pass may be another's
-            step.own_passes = self._mode.loop == "automatic" and len(self._optimizers) == 1 and not reader.waiting
         if self.interventions.active:
             step.norms_only = False
             step.effect = self.interventions.act(held, index, info, step.passes, step.reading, reader=reader)
@@ -476,14 +462,28 @@ class Engine:
         if self._errors:
             raise self._errors[0]
         if step.sampled:
-            if self.samples.costs.refused:
-                self._note_once(FULL_HOOKS_REFUSED)
-            self.overhead.seconds += self.samples.costs.take_seconds()
+            self._end_sample(step, reader)
         if not step.norms_only:
             self.overhead.seconds += reader.take_seconds()
         self.queue.measured(step)
         if not self._reports_batches and self._optimizers.ends_unseen(watched):
             self._arm(self._next)
+        self.overhead.seconds += perf_counter() - begun
+
+    def _end_unreported(self, step: StepState, reader: GradientReader, watched: WatchedOptimizer) -> None:
+        """End the open `step`, of which the loop has not said that it is over, before `watched` steps."""
+        same = step.held.watched is watched
+        step.held.watched.overtaken = not same
+        with reader.deferred_errors:
+            self._finish(look_at_weights=same)
+
+    def _end_sample(self, step: StepState, reader: GradientReader) -> None:
+        """The hooks of a sampled `step` have measured what came before its optimizer moves."""
+        # with two optimizers, a backward pass may be another's
+        step.own_passes = self._mode.loop == "automatic" and len(self._optimizers) == 1 and not reader.waiting
+        if self.samples.costs.refused:
+            self._note_once(FULL_HOOKS_REFUSED)
+        self.overhead.seconds += self.samples.costs.take_seconds()
 
     def _joins_ranks(self, shards: ShardExchange, index: int, planned: int) -> bool:
         """At step `index` of an optimizer, before all that may fail on this rank alone: do what all ranks do there.
