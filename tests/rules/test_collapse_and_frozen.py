@@ -1,7 +1,7 @@
 """Collapse and frozen, faulty and healthy runs; and what the rules about learning all keep to."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -73,12 +73,21 @@ def test_a_decay_begins_where_weights_that_drifted_fall_fast() -> None:
     assert only(outcome[-1]).onset == 9
 
 
-def test_weights_that_come_back_from_a_jump_do_not_decay() -> None:
+@pytest.mark.parametrize(
+    ("before", "found"),
+    [
+        ([1.0] * 8, False),
+        ([27.0] * 8, True),
+        (np.geomspace(1, 27, 30), True),
+        ([0.0, *np.geomspace(1e-3, 27, 30)], True),
+    ],
+    ids=["a jump", "none", "growth", "growth from 0"],
+)
+def test_weights_that_come_back_from_a_jump_do_not_decay(before: Sequence[float], found: bool) -> None:
     """As those of a few steps that were far too large."""
-    for height, found in ((27.0, False), (1.0, True)):
-        sizes = [*[1.0] * 8, *height * 0.5 ** (np.arange(8) / 4)]
-        outcome = judge_steps(Collapse(), net(4), [{"weights": USUAL * size, "lr": 0.1} for size in sizes])
-        assert silent(outcome) == (not found)
+    sizes = [*before, *27 * 0.5 ** (np.arange(8) / 4)]
+    outcome = judge_steps(Collapse(), net(4), [{"weights": USUAL * size, "lr": 0.1} for size in sizes])
+    assert silent(outcome) == (not found)
 
 
 def test_decay_that_halves_the_weights() -> None:

@@ -329,9 +329,9 @@ def test_a_gradient_that_may_be_of_the_loss_of_another_optimizer(cleared: bool) 
 
 
 @pytest.mark.parametrize("how", ["no_grad", "detach"])
-@pytest.mark.parametrize("rate", [0.01, 0.0])
-def test_weights_that_are_an_average_of_others_need_no_gradient(how: str, rate: float) -> None:
-    """Those of a teacher that is in the optimizer, too; of one that never moves, it may be a mistake."""
+@pytest.mark.parametrize("rate", [0.01, 0.0, "once"])
+def test_weights_that_are_an_average_of_others_need_no_gradient(how: str, rate: Any) -> None:
+    """Those of a teacher that is in the optimizer, too; of one that never moves, or once, it may be a mistake."""
     torch.manual_seed(0)
     student, teacher = nn.Linear(8, 8), nn.Linear(8, 8)
     optimizer = torch.optim.Adam([*student.parameters(), *teacher.parameters()], lr=0.01)
@@ -343,13 +343,13 @@ def test_weights_that_are_an_average_of_others_need_no_gradient(how: str, rate: 
         return (student(x + 0.1) - target).square().mean()
 
     @torch.no_grad()
-    def average(_: int) -> None:
+    def average(step: int) -> None:
         for mine, other in zip(teacher.parameters(), student.parameters(), strict=True):
-            mine.lerp_(other, rate)
+            mine.lerp_(other, rate if rate != "once" else float(step == 2))
 
     watch = Watch(nn.ModuleList([student, teacher]), sinks=())
     train(optimizer, loss, watch, steps=30, before=average)
-    assert [alert.sites for alert in watch.alerts] == ([] if rate else [("1",)])
+    assert [alert.sites for alert in watch.alerts] == ([] if rate == 0.01 else [("1",)])
     assert all(
         alert.remedy.partition("; or requires_grad_(False), if no gradient is meant")[1] for alert in watch.alerts
     )
@@ -835,11 +835,11 @@ def test_a_frozen_factor_of_zeros_in_a_layer() -> None:
     alert = zero_gradients_of(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), low_rank, nn.Tanh(), nn.Linear(8, 1)))
     name = next(name for name, parameter in low_rank.named_parameters() if parameter is second)
     assert alert.sites == ("2",)
-    assert alert.message.endswith(
-        f"while what flowed back to its output was not: every number in parameter 2.{name} is 0 and frozen "
-        "(requires_grad is False), and 0 times a gradient is 0."
-    )
-    assert alert.remedy == f"requires_grad_(True) for parameter 2.{name}."
+    assert (
+        f"what flowed back to its output was not: most often as every number in parameter 2.{name} is 0 and frozen "
+        "(requires_grad is False), and 0 times a gradient is 0; or a hook makes it 0"
+    ) in alert.message
+    assert alert.remedy.startswith(f"requires_grad_(True) for parameter 2.{name}, if those are factors; or without the")
 
 
 def test_two_layers_of_zeros_in_a_row() -> None:

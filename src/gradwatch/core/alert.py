@@ -266,7 +266,8 @@ class Verdict:
     interventions: tuple[str, ...] = ()
     """One sentence for each intervention about what it did."""
     loss: tuple[float, float] | None = None
-    """The level of the loss at first and at last, medians of ten; None where unknown, or too early to tell."""
+    """The level of the loss at first and at last, medians of ten, or the first loss where one of those ten is far above
+    all; None where unknown, or too early to tell."""
     ended: bool = True
     """False of a recorded run that was cut off, or is still under way."""
     run_steps: int | None = None

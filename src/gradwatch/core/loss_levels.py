@@ -112,7 +112,7 @@ class LossLevels:
         """Of a fifth of the losses, at most of `LEVEL_LOSSES`, so that those of a short run differ. The first loss is
         the first level where it is lower, and one of those after it is far above both.
         """
-        if not self._steps:
+        if not self._first:
             return None
         count = max(1, min(LEVEL_LOSSES, self._steps // 5))
         first, last = float(np.median(self._first[:count])), float(np.median(self._last[-count:]))

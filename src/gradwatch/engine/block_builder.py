@@ -152,15 +152,14 @@ class BlockBuilder:
 
     def _locate_nonfinite(self, step: StepState) -> None:
         """Record the rank and batch of a gradient that is not finite, as far as they are known."""
-        rank, batch = step.bad_rank, -1
+        rank, batch = step.bad_rank, (-1, -1)
         if rank is None:
-            rank, batch = self._source.store.lookup(step.step_count, wait=step.sentinels is not None) or (None, -1)
+            known = self._source.store.lookup(step.step_count, wait=step.sentinels is not None)
+            rank, batch = known or (None, batch)
         if rank is not None and self._source.store.several:
             step.scalars |= {"rank": float(rank), "elsewhere": float(rank != self._source.store.rank)}
-        if batch >= 0 and "batch" in step.scalars:
-            if batch > step.scalars["batch"] and "epoch" in step.scalars:
-                step.scalars["epoch"] -= 1  # manual steps may have batches of two epochs
-            step.scalars["batch"] = float(batch)
+        if batch[0] >= 0 and "batch" in step.scalars:
+            step.scalars |= {"batch": float(batch[0]), "epoch": float(batch[1])}
 
     def _noise_scale(self, step: StepState, total: float) -> dict[str, float]:
         """The gradient noise scale and its standard error, examples; see `noise`."""

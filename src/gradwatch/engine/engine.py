@@ -153,12 +153,12 @@ class Engine:
 
     @property
     def gradients_discarded(self) -> bool:
-        """Whether a loop of manual optimization has left no gradient of its last backward passes: those of adversarial
-        inputs, or of the first pass of SAM, lead to no step.
+        """Whether a loop of manual optimization has set the gradients of its last backward passes to None: those of
+        adversarial inputs, or of the first pass of SAM, lead to no step.
         """
-        if self._mode.loop != "manual" or self._reader is None:
+        if self._mode.loop != "manual" or self._model is None:
             return False
-        return all(parameter.grad is None for parameter in self._reader.parameters)
+        return all(parameter.grad is None for parameter in self._model.parameters())
 
     @guard
     @no_collections()
@@ -307,7 +307,7 @@ class Engine:
         if self._suspended:
             self._suspended = False
             self._arm(self._next)
-        self.source.batch = index
+        self.source.batch = index, epoch
         self.replay.begin(batch if self._measuring else None, index, epoch, accumulate)
         self._loss_pass.begun = not self._loss_pass.announced
         self._reader.tensor_taps.in_batch = True

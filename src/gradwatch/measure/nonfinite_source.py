@@ -36,8 +36,8 @@ class NonfiniteSource:
         """`errors`: takes those inside hooks."""
         self.passes = 0
         """Backward passes that led to the present step; 0 where that is not known or does not matter."""
-        self.batch = -1
-        """The index of the batch that is under way; -1 where the loop does not report it."""
+        self.batch = -1, -1
+        """Index and epoch of the batch that is under way; -1 where the loop does not report it."""
         self._begun, self._step = 0, 0
         """Backward passes that began for the coming step, and the number of that step."""
         self._accumulates = mode.accumulate > 1
@@ -119,7 +119,7 @@ class NonfiniteSource:
     def receive(self, step_count: int, host_copy: HostCopy) -> None:
         """`host_copy`, of that step, is done."""
         if not np.isfinite(host_copy.wait()["norms"]).all():
-            self.store.publish(step_count, -1)
+            self.store.publish(step_count, (-1, -1))
 
     def _alarm(self) -> None:
         self.alarmed = True
@@ -156,21 +156,21 @@ class RankStore:
         self.rank = distributed.get_rank() if self.several else 0
         """Number of this process, from 0."""
         self._run = next(_run_numbers)
-        self._published, self._batch = -1, -1
+        self._published, self._batch = -1, (-1, -1)
 
-    def publish(self, step_count: int, batch: int) -> None:
-        """Publish that a gradient of this rank was not finite before step `step_count`, first in the batch with the
-        index `batch`; -1 where it is not known.
+    def publish(self, step_count: int, batch: tuple[int, int]) -> None:
+        """Publish that a gradient of this rank was not finite before step `step_count`, first in `batch`, given by its
+        index and epoch; -1 where it is not known.
         """
         if self._published == step_count:
             return
         self._published, self._batch = step_count, batch
         if self._store is not None:
-            self._store.compare_set(self._key(step_count), "", f"{self.rank} {batch}")
+            self._store.compare_set(self._key(step_count), "", f"{self.rank} {batch[0]} {batch[1]}")
 
-    def lookup(self, step_count: int, *, wait: bool) -> tuple[int, int] | None:
-        """The rank and the index of the batch (-1 where it is not known) where a gradient of step `step_count` was not
-        finite: this rank, or the first other one; None without one.
+    def lookup(self, step_count: int, *, wait: bool) -> tuple[int, tuple[int, int]] | None:
+        """The rank and the batch, as of `publish`, where a gradient of step `step_count` was not finite: this rank, or
+        the first other one; None without one.
 
         `wait`: other ranks may not have published theirs yet.
         """
@@ -186,8 +186,8 @@ class RankStore:
                 return None
         if not self._store.check([key]):
             return None
-        rank, batch = self._store.get(key).decode().split()
-        return int(rank), int(batch)
+        rank, index, epoch = map(int, self._store.get(key).decode().split())
+        return rank, (index, epoch)
 
     def _key(self, step_count: int) -> str:
         return f"gradwatch/{self._run}/nonfinite/{step_count}"

@@ -18,7 +18,7 @@ from gradwatch.rules.evidence.jumps import beginning
 from gradwatch.rules.evidence.recent_rows import ROUNDING, RecentRows
 from gradwatch.rules.evidence.records import is_alone, is_own, own_losses, own_records
 from gradwatch.rules.evidence.samples import RECENT_RECORDS, in_a_row, lasted, onset_of, own_sample_backs, own_samples
-from gradwatch.rules.evidence.weights import outside_writes
+from gradwatch.rules.evidence.weights import WEIGHT_FLOOR_SHARE, outside_writes, usual_weight_norms
 from gradwatch.rules.evidence.wording import distance_text
 from gradwatch.rules.rule import CheckedRule
 
@@ -37,7 +37,7 @@ SHORTEST_DECAY = 4
 """Steps over which a decay stands out from the noise of single steps; the first samples span as many. Judgement."""
 
 RETURN_RATIO = 3.0
-"""Ratio of weights to their least norm before, from which on they may come back from a jump, and do not decay. As
+"""Ratio of weights to those at the sample before, from which on they come back from a jump, and do not decay. As
 `Divergence.growth`."""
 
 SLOWEST_SHARE = 0.5
@@ -140,7 +140,9 @@ class Collapse(CheckedRule):
         with np.errstate(divide="ignore", invalid="ignore"):
             left, changes = since[-1] / since[0], np.diff(since, axis=0)
         falls = (changes < 0).all(axis=0) & (left <= 0.5 ** (steps / self.half_life))
-        falls &= ~(since[0] > RETURN_RATIO * history.at("weight_norm", backs[: far[-1] + 1])[:, layers].min(axis=0))
+        floor = WEIGHT_FLOOR_SHARE * usual_weight_norms(history.layout)[layers]
+        before = np.maximum(history.at("weight_norm", backs[: far[-1] + 1])[:, layers], floor)
+        falls &= ~(before[1:] > RETURN_RATIO * before[:-1]).any(axis=0)
         if np.count_nonzero(falls) < self._wanted(history, len(layers), int(backs[far[-1]])):
             return []
         names = history.layout.names(layers[falls])

@@ -421,9 +421,11 @@ ZERO_INSIDE = Cause(
 )
 FROZEN_FACTOR = Cause(
     "{their} gradient {zero}; every number in {zeros} is 0 and frozen",
-    "The gradient of {all} {zero}, while what flowed back to {their} output{s} was not: every number in {zeros} is 0 "
-    "and frozen (requires_grad is False), and 0 times a gradient is 0.",
-    "requires_grad_(True) for {zeros}.",
+    "The gradient of {all} {zero}, while what flowed back to {their} output{s} was not: most often as every number in "
+    "{zeros} is 0 and frozen (requires_grad is False), and 0 times a gradient is 0; or a hook makes it 0, inputs are "
+    "all 0 or padding, or there is an operation without a slope inside the layer.",
+    "requires_grad_(True) for {zeros}, if those are factors; or without the register_hook or "
+    "register_post_accumulate_grad_hook on layer {last}, or inputs that are not all 0.",
 )
 ZERO_OF_FACTORS = Cause(
     "{their} gradient {zero}, unlike what flows back to {them}",
@@ -578,12 +580,13 @@ def _ran_without_gradients(history: History, sites: Sites) -> Mask:
 
 
 def _written_otherwise(history: History, sites: Sites) -> Mask:
-    """Which of `sites`, which no gradient reaches, had other weights at one sample than at another: those of a teacher
-    or a target network are an average or a copy of others.
+    """Which of `sites`, which no gradient reaches, have other weights at most samples than at the ones before: those of
+    a teacher are an average of others.
     """
     norms = history.samples("weight_norm", len(history))[0][:, sites]
-    least, most = np.fmin.reduce(norms, initial=np.inf), np.fmax.reduce(norms, initial=0.0)
-    return np.asarray(most > least * (1 + SAME_WEIGHTS))
+    changes, known = np.abs(np.diff(norms, axis=0)), np.isfinite(norms[1:]) & np.isfinite(norms[:-1])
+    written = (known & (changes > SAME_WEIGHTS * norms[1:])).sum(axis=0)
+    return np.asarray(written > known.sum(axis=0) / 2)
 
 
 def _beside(layout: Layout, layers: Sites, others: Sites) -> Mask:

@@ -78,6 +78,14 @@ STILL_LEARNT_SHARE = 0.5
 """Below this share of its first level the loss still counts as learnt. Judgement."""
 
 
+BEGUN_SHARE = 0.3
+"""Share of the usual norm of a layer's weights, from which on it did not begin near 0. Judgement: torch's start has 0.6
+or more."""
+
+BLOWN_RATIO = 10.0
+"""Ratio of loss and gradient to those before the step that has thrown the weights. Judgement."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Divergence(CheckedRule):
     """A step moved a layer's weights by more than their own size; or the loss left its first level for good, or was far
@@ -205,21 +213,25 @@ class Divergence(CheckedRule):
         own = own_records(history)
         if not 1 < len(own) <= self.early_records:
             return None
-        ends, n = -own[[0, -1]], len(history)
-        losses, norms = history.scalar("loss", n)[ends], history.window("grad_norm", n, sites=0)[ends]
+        n = len(history)
+        losses, norms = history.scalar("loss", n)[-own], history.window("grad_norm", n, sites=0)[-own]
         if not (np.isfinite([losses, norms]).all() and losses[0] and norms[0] > 0):
             return None
-        value = min(float(losses[1]) / abs(losses[0]), float(norms[1] / norms[0]))
-        moved, back = np.nan_to_num(relative_updates(history, own[[-2]])[0]), int(own[-2])
-        if not (value >= self.blow_up and moved.max(initial=0.0) >= LARGE_UPDATE):
+        times = np.array([losses / abs(losses[0]), norms / norms[0]])
+        value, moved, back = float(times[:, -1].min()), relative_updates(history, own[[-2]])[0], int(own[-2])
+        layout, layers = history.layout, history.layout.layers
+        # what began near 0 may grow many times over
+        begun = history.at("weight_norm", own[[-2]])[0, layers] >= BEGUN_SHARE * usual_weight_norms(layout)[layers]
+        chosen = begun & (moved >= LARGE_UPDATE)
+        if value < self.blow_up or (times[:, -1] < BLOWN_RATIO * times[:, -2]).any() or not chosen.any():
             return None
-        layout, worst, chosen = history.layout, float(moved.max()), moved >= LARGE_UPDATE
-        layer, names = layout.names([layout.layers[moved.argmax()]])[0], layout.names(layout.layers[chosen])
+        worst = float(moved[chosen].max())
+        layer, names = layout.names(layers[chosen][[moved[chosen].argmax()]])[0], layout.names(layers[chosen])
         why = _why_long(history, back, records=EFFECT_RECORDS)
-        first, now = (number_text(loss, 3) for loss in losses)
+        first, now = (number_text(loss, 3) for loss in losses[[0, -1]])
         message = (
             f"The loss went from {first} at first to {now}, and the gradient from {number_text(norms[0])} to "
-            f"{number_text(norms[1])}, right after a step that moved the weights of {name_text(names)} by "
+            f"{number_text(norms[-1])}, right after a step that moved the weights of {name_text(names)} by "
             f"{'up to ' * (len(names) > 1)}{number_text(worst)} times their size; a hundredth is usual. {why.cause}"
         )
         headline = why.headline or f"the loss went from {first} to {now} in the first steps"

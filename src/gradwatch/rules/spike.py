@@ -44,6 +44,9 @@ RISEN_RATIO = 3.0
 """Ratio of their median to that of the window from which it has risen far. Measured: in a transformer whose attention
 begins to learn, layers have 5 to 26 before they jump tenfold."""
 
+RISING_JUMP = 30.0
+"""Ratio of a spike to the highest norm before it, under which it may be part of a rise. Measured: 24 there."""
+
 RISING_RATIO = 2.0
 """Ratio of the last of them to the first from which it still rises. Measured: 3 to 7 there."""
 
@@ -57,8 +60,8 @@ class Spike(CheckedRule):
 
     That is known when the next step has come back. Where gradient or loss are beyond all that the untrained model had
     it is said at once: no shift in the data, which stays, takes a model there. Layers that had no gradient lately, as
-    the head of another task, are left out of the whole model's. Layers whose gradient has been rising all the while are
-    left out unless the loss jumps: so it does where a layer begins to learn.
+    the head of another task, are left out of the whole model's. Layers whose gradient had been rising, and jumps and
+    comes back while the loss is calm, are left out: so it does where a layer begins to learn.
     """
 
     name: ClassVar[str] = "spike"
@@ -155,8 +158,9 @@ class Spike(CheckedRule):
             high &= later <= ceiling * 10.0**self.back_dex
         median, sigma = median_and_spread(np.log10(np.where(base, past, np.nan)[:, high]))
         far = np.log10(height[high]) - median >= self.sigmas * np.maximum(sigma, self.floor_dex)
-        if far.any() and not _loss_jumped(history, self.window, back):
-            far &= ~_was_rising(past[:, high], base[:, high], 10.0**median)
+        if returned and far.any() and _loss_is_calm(history, self.window, back):
+            little = height[high] < RISING_JUMP * ceiling[high]
+            far &= ~(little & _was_rising(past[:, high], base[:, high], 10.0**median))
         if not far.any():
             return []
         counts, sites = base.sum(axis=0)[high][far], candidates[high][far]
@@ -291,14 +295,14 @@ def _losses_before(history: History, window: int, back: int) -> Floats:
     return losses[np.isfinite(losses)]
 
 
-def _loss_jumped(history: History, window: int, back: int) -> bool:
-    """Whether the loss at the record `back` from the end is out of the range of those before, as far as it is known."""
+def _loss_is_calm(history: History, window: int, back: int) -> bool:
+    """Whether the loss at the record `back` from the end is known, and in the range of those before."""
     before, now = _losses_before(history, window, back), history.number("loss", back=back)
     if not np.isfinite(now) or not len(before):
         return False
     # a loss that falls is highest at the start of the window, far above the recent ones
     lately = before[-RECENT_LOSSES:]
-    return bool(now > min(before.max(), 2 * lately.max() - lately.min()))
+    return not now > min(before.max(), 2 * lately.max() - lately.min())
 
 
 def _loss_text(history: History, window: int, back: int, *, returned: bool) -> str:
@@ -308,7 +312,7 @@ def _loss_text(history: History, window: int, back: int, *, returned: bool) -> s
         return "Look at this batch's inputs, targets and weights in the loss."
     last = _last_update(history, back)
     sampled = f"The last that was sampled moved the weights by {number_text(last)} times their size."
-    if not _loss_jumped(history, window, back):
+    if _loss_is_calm(history, window, back):
         look = "The loss did not: look for a division or square root near 0 in the backward pass"
         return f"{look}, or for steps that are too large. {sampled}" if last >= SANE_SHARE else f"{look}."
     usual, own = float(np.median(before[-RECENT_LOSSES:])), is_own(history, back + 1)

@@ -30,12 +30,9 @@ LEAST_VARIANCE = 1e-10
 """Variance of what the gradient is compared with, under which rounding makes what there is of it: probabilities that
 are all 0 or 1 show nothing. Judgement: that of float32 makes 1e-14."""
 
-BETTER_SHARE = 0.01
-"""Share of the squared deviations, under which those from another loss are less. Judgement: they are rounding if it is
-that loss, and a half or more where label smoothing bends those of a cross entropy."""
-
-LARGEST = 1 - 2**-24
-"""The largest number below 1 in float32."""
+BALANCED_SHARE = 0.02
+"""Sum of the gradient of an example over the sum of its sizes, under which it counts as 0. Judgement: it is under 1e-3
+for a softmax in bfloat16; 0.1 where a binary cross entropy of a softmax begins."""
 
 MAX_OUTPUTS = 1024
 """Outputs measured in one step at most: a recurrent net may have one at every time step. Judgement."""
@@ -46,7 +43,7 @@ class _StepMisfits:
     """What the hooks of one sampled step have measured. They hold it and nothing else."""
 
     sums: list[tuple[Tensor, int]] = field(default_factory=list)
-    """For each call, what `_add_misfit` has summed, shape [3], and its site, in one: autograd has a thread for each
+    """For each call, what `_add_misfit` has summed, shape [4], and its site, in one: autograd has a thread for each
     device.
     """
     calls: int = 0
@@ -56,11 +53,11 @@ class LogitMisfit(ModuleStatistic):
     """Compares the gradient of probabilities with the gradient under a loss that takes them as logits.
 
     For a cross entropy that takes p [classes] as logits, dL/dp_i of every class i but the target is w softmax(p)_i with
-    one w for all of them: log dL/dp_i - p_i is constant over these classes. Most losses of p itself are far from that:
-    -log p_target has no gradient at the other classes, and for a squared error log dL/dp_i - log p_i is constant. A
-    binary cross entropy of p is near it, as log dL/dp_i + log(1 - p_i) is constant: where that holds better, nothing is
-    said. For a binary cross entropy that takes p as a logit, log |dL/dp| - log sigmoid(p) is constant over the
-    negatives, and log |dL/dp| - log sigmoid(-p) over the positives.
+    one w for all of them: log dL/dp_i - p_i is constant over these classes, and all dL/dp_i sum up to 0. Most losses of
+    p itself are far from the first: -log p_target has no gradient at the other classes, and for a squared error
+    log dL/dp_i - log p_i is constant. A binary cross entropy of p is near it, as log dL/dp_i + log(1 - p_i) is
+    constant, and far from the second. For a binary cross entropy that takes p as a logit, log |dL/dp| - log sigmoid(p)
+    is constant over the negatives, and log |dL/dp| - log sigmoid(-p) over the positives.
     """
 
     def __init__(self, costs: HookCosts, loss_pass: LossPass) -> None:
@@ -98,26 +95,26 @@ class LogitMisfit(ModuleStatistic):
 
 def _logit_misfit(sites: Sequence[int], n: int, numbers: Mapping[str, Floats]) -> dict[str, Floats]:
     """One number for each of `n` sites, over all its calls. The total's is the smallest."""
-    misfit, spread, other = (np.bincount(sites, sums, n) for sums in numbers["misfits"].reshape(-1, 3).T)
+    misfit, spread, left, size = (np.bincount(sites, sums, n) for sums in numbers["misfits"].reshape(-1, 4).T)
     with np.errstate(invalid="ignore", divide="ignore"):
         ratio = np.sqrt(misfit / spread)
-    ratio[~np.isfinite(ratio) | (other < BETTER_SHARE * misfit)] = np.nan
+    ratio[~np.isfinite(ratio) | (left > BALANCED_SHARE * size)] = np.nan
     ratio[0] = np.fmin.reduce(ratio)
     return {"logit_misfit": ratio}
 
 
 def _add_misfit(step: _StepMisfits, site: int, class_dim: int | None, p: Tensor, gradient: Tensor) -> None:
-    """Sum up squared deviations: those from a loss that takes `p` as logits, what they are compared with, and those
-    from a loss of `p` itself. `p`: shape [examples, classes], or [1, numbers] where there is no dimension of classes.
+    """Add the sums of `_misfit`; and where there are classes, the size of what the gradient of each example sums up to,
+    and of the gradient. `p`: shape [examples, classes], or [1, numbers] where there is no dimension of classes.
     """
     gradient = _sampled(gradient, class_dim).float()
     if class_dim is not None:
         sums = _misfit(gradient > 0, gradient, p)
-        other = _misfit(gradient > 0, gradient, -torch.log1p(-p.clamp(max=LARGEST)))[:1]
+        balance = torch.stack([gradient.sum(1).abs().sum(), gradient.abs().sum()])
     else:
         sums = _misfit(gradient > 0, gradient, F.logsigmoid(p)) + _misfit(gradient < 0, -gradient, F.logsigmoid(-p))
-        other = torch.full_like(sums[:1], torch.inf)  # no other loss is like it
-    step.sums.append((torch.cat([sums, other]), site))
+        balance = torch.zeros_like(sums)
+    step.sums.append((torch.cat([sums, balance]), site))
 
 
 def _misfit(chosen: Tensor, gradient: Tensor, expected_logs: Tensor) -> Tensor:

@@ -179,7 +179,7 @@ def measured_remedy(history: History, back: int) -> str:
     known, moved = rates[-backs], np.fmax.reduce(relative_updates(history, backs), axis=1, initial=np.nan)
     lower = (known > 0) & (known < LOWER_RATE_SHARE * rates[-back]) & (moved <= SANE_SHARE)
     # a network that is dead by then moves little at a rate that has killed it
-    lower &= LOWER_RATE_SHARE * known <= known[moved > SANE_SHARE].min(initial=np.inf)
+    lower &= known <= np.fmin.reduce(known[moved > SANE_SHARE], initial=np.inf)
     if lower.any():
         last = int(np.flatnonzero(lower)[-1])
         as_then = f"as at step {history.steps[-backs[last]]}, which moved the weights by up to"
