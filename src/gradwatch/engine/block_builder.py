@@ -152,12 +152,11 @@ class BlockBuilder:
 
     def _locate_nonfinite(self, step: StepState) -> None:
         """Record the rank and batch of a gradient that is not finite, as far as they are known."""
-        rank, batch = step.bad_rank, (-1, -1)
-        if rank is None:
-            known = self._source.store.lookup(step.step_count, wait=step.sentinels is not None)
-            rank, batch = known or (None, batch)
-        if rank is not None and self._source.store.several:
-            step.scalars |= {"rank": float(rank), "elsewhere": float(rank != self._source.store.rank)}
+        rank, batch, store = step.bad_rank, (-1, -1), self._source.store
+        if rank is None and (known := store.lookup(step.step_count, wait=step.sentinels is not None)):
+            rank, batch = known
+        if rank is not None and store.several:
+            step.scalars |= {"rank": float(rank), "elsewhere": float(rank != store.rank)}
         if batch[0] >= 0 and "batch" in step.scalars:
             step.scalars |= {"batch": float(batch[0]), "epoch": float(batch[1])}
 

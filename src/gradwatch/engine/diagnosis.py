@@ -220,6 +220,11 @@ class Diagnosis:
         if error is not None:
             logger.debug("traceback of %s", type(error).__name__, exc_info=error)
 
+    def note_once(self, note: str) -> None:
+        """Add a note unless it is there."""
+        if note not in self.notes:
+            self.note(note)
+
     def drop(self, kind: str, name: str, error: Exception) -> None:
         """Report that a rule or sink failed and is not used any more."""
         self.note(f"the {kind} {name} failed and was switched off: {error_text(error)}", error=error)

@@ -358,7 +358,9 @@ class Engine:
         if self._model is None:
             return
         if self.replay.devices and is_capturing():
-            self._note_once(f"a step that is captured into a CUDA graph is not measured{self.interventions.neither}")
+            self.diagnosis.note_once(
+                f"a step that is captured into a CUDA graph is not measured{self.interventions.neither}"
+            )
             return
         self.interventions.pending, self._reading = self.interventions.given, None
         if not self._loss_pass.begun:  # a plugin of the Trainer does not call `on_before_backward`
@@ -482,7 +484,7 @@ class Engine:
         # with two optimizers, a backward pass may be another's
         step.own_passes = self._mode.loop == "automatic" and len(self._optimizers) == 1 and not reader.waiting
         if self.samples.costs.refused:
-            self._note_once(FULL_HOOKS_REFUSED)
+            self.diagnosis.note_once(FULL_HOOKS_REFUSED)
         self.overhead.seconds += self.samples.costs.take_seconds()
 
     def _joins_ranks(self, shards: ShardExchange, index: int, planned: int) -> bool:
@@ -564,7 +566,7 @@ class Engine:
         if step is None or watched is not self._optimizers.awaited or self._reader is None:
             if watched.overtaken:
                 watched.overtaken, watched.observed.late = False, True
-                self._note_once(INTERRUPTED.format(between="watch.step of another optimizer", more=""))
+                self.diagnosis.note_once(INTERRUPTED.format(between="watch.step of another optimizer", more=""))
             elif self._reader is not None and not self._optimizers.begun[watched.number]:
                 self._reader.steps_unreported(watched)
             return
@@ -574,7 +576,7 @@ class Engine:
             scaled = ", grad_norm may be too small by the loss scale" if step.info.scale is not None else ""
             watched.ignore()
             acted = ", and interventions have acted before it" if self.interventions.given else ""
-            self._note_once(INTERRUPTED.format(between="a backward pass", more=scaled + acted))
+            self.diagnosis.note_once(INTERRUPTED.format(between="a backward pass", more=scaled + acted))
             return
         begun = perf_counter()
         step.stepped = True
@@ -600,14 +602,9 @@ class Engine:
         if self._reader is None or self._model is None:
             return
         if self._reader.has_unreported:
-            self._note_once(UNREPORTED)
+            self.diagnosis.note_once(UNREPORTED)
         elif self._mode.loop == "manual" and self._batches_begun > 1 and not self.step_count:
-            self._note_once(NEVER_STEPPED)
-
-    def _note_once(self, note: str) -> None:
-        """Note what could not be measured."""
-        if note not in self.diagnosis.notes:
-            self.diagnosis.note(note)
+            self.diagnosis.note_once(NEVER_STEPPED)
 
     def _alerted(self, alert: Alert) -> None:
         if self._reader is None or self._reader.shards is None:

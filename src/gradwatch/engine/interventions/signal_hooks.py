@@ -54,9 +54,8 @@ class SignalHooks:
         chosen = frozenset(names)
         out = [layer.name for layer in reader.layers if layer.name in chosen and not layer.hookable]
         why = "their modules call no hooks, as in a compiled region or a ScriptModule"
-        note = f"{active} does not act on the signals of {short_list(out)}: {why}"
-        if out and note not in self._diagnosis.notes:
-            self._diagnosis.note(note)
+        if out:
+            self._diagnosis.note_once(f"{active} does not act on the signals of {short_list(out)}: {why}")
         active.sites = np.array([reader.layout.index[name] for name in names if name not in out], dtype=np.intp)
 
     def open(self, interventions: Sequence[ActiveIntervention], reader: GradientReader) -> None:
