@@ -152,7 +152,9 @@ class Disconnected(CheckedRule):
         rare = whole & _have_running_siblings(history, owners, self.unused_records)
         wanted = np.select([whole & ran, rare], [self.detached_records, self.rare_records], self.unused_records)
         absences = (history.codes(self.rare_records)[:, sites] == NO_GRADIENT).sum(axis=0)
-        enough = (absences >= np.minimum(wanted, history.capacity)) & ~_written_otherwise(history, sites)
+        enough = absences >= np.minimum(wanted, history.capacity)
+        if enough.any():
+            enough &= ~_written_otherwise(history, sites)
         if not enough.any():
             return []
         sites, owners, wanted, absences = (each[enough] for each in (sites, owners, wanted, absences))

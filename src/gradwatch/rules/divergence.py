@@ -225,8 +225,8 @@ class Divergence(CheckedRule):
         chosen = begun & (moved >= LARGE_UPDATE)
         if value < self.blow_up or (times[:, -1] < BLOWN_RATIO * times[:, -2]).any() or not chosen.any():
             return None
-        worst = float(moved[chosen].max())
-        layer, names = layout.names(layers[chosen][[moved[chosen].argmax()]])[0], layout.names(layers[chosen])
+        names, moved = layout.names(layers[chosen]), moved[chosen]
+        layer, worst = names[moved.argmax()], float(moved.max())
         why = _why_long(history, back, records=EFFECT_RECORDS)
         first, now = (number_text(loss, 3) for loss in losses[[0, -1]])
         message = (

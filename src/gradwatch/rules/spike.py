@@ -158,7 +158,7 @@ class Spike(CheckedRule):
             high &= later <= ceiling * 10.0**self.back_dex
         median, sigma = median_and_spread(np.log10(np.where(base, past, np.nan)[:, high]))
         far = np.log10(height[high]) - median >= self.sigmas * np.maximum(sigma, self.floor_dex)
-        if returned and far.any() and _loss_is_calm(history, self.window, back):
+        if returned and far.any() and _is_calm(*_losses_around(history, self.window, back)):
             little = height[high] < RISING_JUMP * ceiling[high]
             far &= ~(little & _was_rising(past[:, high], base[:, high], 10.0**median))
         if not far.any():
@@ -289,16 +289,18 @@ def _clipping_remedy(history: History, window: int, back: int, of_layer: str) ->
     return f"Trainer(gradient_clip_val={number_text(highest)}), the highest norm of {whose} in {steps}."
 
 
-def _losses_before(history: History, window: int, back: int) -> Floats:
-    """The finite losses of the optimizer in the window before the record `back` from the end."""
+def _losses_around(history: History, window: int, back: int) -> tuple[Floats, float]:
+    """The finite losses of the optimizer in the window before the record `back` from the end, and the loss there; none,
+    and NaN, where one of the two is not known.
+    """
     losses = history.scalar("loss", window + back)[_own(history, window + back, back)]
-    return losses[np.isfinite(losses)]
+    before, now = losses[np.isfinite(losses)], history.number("loss", back=back)
+    return (before, now) if np.isfinite(now) and len(before) else (before[:0], np.nan)
 
 
-def _loss_is_calm(history: History, window: int, back: int) -> bool:
-    """Whether the loss at the record `back` from the end is known, and in the range of those before."""
-    before, now = _losses_before(history, window, back), history.number("loss", back=back)
-    if not np.isfinite(now) or not len(before):
+def _is_calm(before: Floats, now: float) -> bool:
+    """Whether the loss is known `now`, and in the range of those `before`."""
+    if not len(before):
         return False
     # a loss that falls is highest at the start of the window, far above the recent ones
     lately = before[-RECENT_LOSSES:]
@@ -307,12 +309,12 @@ def _loss_is_calm(history: History, window: int, back: int) -> bool:
 
 def _loss_text(history: History, window: int, back: int, *, returned: bool) -> str:
     """What the loss did at that record, and where to look. `returned`: the gradient has come back since."""
-    before, now = _losses_before(history, window, back), history.number("loss", back=back)
-    if not np.isfinite(now) or not len(before):
+    before, now = _losses_around(history, window, back)
+    if not len(before):
         return "Look at this batch's inputs, targets and weights in the loss."
     last = _last_update(history, back)
     sampled = f"The last that was sampled moved the weights by {number_text(last)} times their size."
-    if _loss_is_calm(history, window, back):
+    if _is_calm(before, now):
         look = "The loss did not: look for a division or square root near 0 in the backward pass"
         return f"{look}, or for steps that are too large. {sampled}" if last >= SANE_SHARE else f"{look}."
     usual, own = float(np.median(before[-RECENT_LOSSES:])), is_own(history, back + 1)
