@@ -521,6 +521,12 @@ def test_what_the_loss_did_beside_a_spike() -> None:
     assert "The loss did not" not in jumped
 
 
+def test_a_loss_that_reads_the_same_before_and_at_a_spike_did_not_jump() -> None:
+    rows = [*[{"loss": 1.01}] * 60, {"gradients": 60.0, "loss": 1.0101}, {"loss": 1.01}]
+    message = only(first(judge_rows(Spike(), net(2), rows))).message
+    assert "The loss did not: look for a division or square root" in message
+
+
 def test_a_loss_that_had_fallen_far_before_a_spike_is_compared_with_its_latest() -> None:
     fallen = [*[{"loss": 100.0}] * 50, *[{"loss": 1.0}] * 30]
 

@@ -511,7 +511,10 @@ def test_a_spike_where_gradients_are_clipped_already() -> None:
     judge_steps(Spike(), history, [*steps(60), {**spike, "clipped": 5.0}])
     history.distrust([0, 1, 2])
     found = only(judge_steps(Spike(), history, [*steps(1), spike])[-1])
-    assert found.remedy.startswith("Trainer(gradient_clip_val=1.4), the highest norm of the whole model")
+    assert found.remedy == (
+        "Trainer(gradient_clip_val=1.4), the highest norm of the whole model in 61 normal steps; gradients are clipped "
+        "to a norm of 5 now."
+    )
 
 
 @pytest.mark.parametrize("seed", range(5))

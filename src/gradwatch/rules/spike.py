@@ -286,7 +286,8 @@ def _clipping_remedy(history: History, window: int, back: int, of_layer: str) ->
         return of_layer
     steps = steps_text(history, len(normal), back=back + 1, kind="normal ")
     whose = "the whole model" if is_whole(history) else held_text(history)
-    return f"Trainer(gradient_clip_val={number_text(highest)}), the highest norm of {whose} in {steps}."
+    now = f"; gradients are clipped to a norm of {number_text(limit)} now" if limit is not None else ""
+    return f"Trainer(gradient_clip_val={number_text(highest)}), the highest norm of {whose} in {steps}{now}."
 
 
 def _losses_around(history: History, window: int, back: int) -> tuple[Floats, float]:
@@ -314,11 +315,12 @@ def _loss_text(history: History, window: int, back: int, *, returned: bool) -> s
         return "Look at this batch's inputs, targets and weights in the loss."
     last = _last_update(history, back)
     sampled = f"The last that was sampled moved the weights by {number_text(last)} times their size."
-    if _is_calm(before, now):
+    usual, own = float(np.median(before[-RECENT_LOSSES:])), is_own(history, back + 1)
+    shown, reached = number_text(usual, 3), number_text(now, 3)
+    if _is_calm(before, now) or shown == reached:
         look = "The loss did not: look for a division or square root near 0 in the backward pass"
         return f"{look}, or for steps that are too large. {sampled}" if last >= SANE_SHARE else f"{look}."
-    usual, own = float(np.median(before[-RECENT_LOSSES:])), is_own(history, back + 1)
-    jumped = f"The loss jumped too, from {number_text(usual, 3)} to {number_text(now, 3)}"
+    jumped = f"The loss jumped too, from {shown} to {reached}"
     moved = largest_update(history, back + 1) if own[0] else np.nan
     if moved >= LARGE_UPDATE:
         return (
