@@ -521,6 +521,12 @@ def test_what_the_loss_did_beside_a_spike() -> None:
     assert "The loss did not" not in jumped
 
 
+def test_a_spike_of_the_only_layer_is_in_no_share_of_layers() -> None:
+    rows = [*[{"loss": 1.0}] * 60, {"gradients": 60.0, "loss": 1.0}, {"loss": 1.0}]
+    message = only(first(judge_rows(Spike(), net(1), rows))).message
+    assert "60 times the highest of its last 60 normal steps. The loss did not" in message
+
+
 def test_a_loss_that_reads_the_same_before_and_at_a_spike_did_not_jump() -> None:
     rows = [*[{"loss": 1.01}] * 60, {"gradients": 60.0, "loss": 1.0101}, {"loss": 1.01}]
     message = only(first(judge_rows(Spike(), net(2), rows))).message

@@ -196,13 +196,13 @@ class Spike(CheckedRule):
         whose = "its norm" if whole or len(names) == 1 else f"that of layer {layer}"
         times = ratio_text(jumps[shown])
         normal = [steps_text(history, count, back=back + 1, kind="normal ") for count in counts.tolist()]
-        where = f"in {len(layers)} of {len(measured)} layers"
+        where = f", in {len(layers)} of {len(measured)} layers" * (len(measured) > 1)
         if not len(layers):  # each by itself has been nearly as high, or has had too few gradients
             largest = history.layout.sites[measured[now[measured].argmax()]].name
-            where = f"the largest part in layer {largest}"
+            where = f", the largest part in layer {largest}"
         message = (
             f"{who} jumped{batch_text(history, back=back)}, {whose} to {number_text(now[sites[shown]])}, {times} "
-            f"times the highest of its last {normal[shown]}, {where}. "
+            f"times the highest of its last {normal[shown]}{where}. "
         )
         # the gradient of a record was there before that record's rate moved anything
         if (jump := rate_jump(history, back=back + 1)) is not None:
