@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gradwatch.core.record import Floats
 from gradwatch.measure.device_buffer import host_view
 from gradwatch.measure.devices import moved
 from gradwatch.measure.reductions import NARROW
@@ -20,26 +19,6 @@ WIDENED = 48 * 2**20
 Gradients = Sequence[Tensor | None]
 
 
-class CpuScalars:
-    """One factor for each of n members as a 0-d tensor on the CPU: multiplying by these takes a third of the time of
-    multiplying by Python's numbers. They are made once: making 2,000 takes as long as multiplying by them (measured).
-    """
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-        self._kinds: dict[torch.dtype, tuple[Tensor, Sequence[Tensor]]] = {}
-
-    def of(self, members: Sequence[int], times: Floats, dtype: torch.dtype) -> list[Tensor]:
-        """The factors of `members` from `times`, shape [n], to multiply tensors of `dtype` by."""
-        wide = dtype if dtype in (torch.float32, torch.float64) else torch.float64
-        if wide not in self._kinds:
-            buffer = torch.ones(self._count, dtype=wide, device="cpu")
-            self._kinds[wide] = buffer, buffer.unbind()
-        buffer, each = self._kinds[wide]
-        buffer.copy_(torch.from_numpy(times))
-        return list(each) if len(members) == self._count else [each[member] for member in members]
-
-
 @torch.no_grad()
 def multiply(
     parameters: Sequence[nn.Parameter],
@@ -48,14 +27,13 @@ def multiply(
     factors: Tensor | None,
     constants: Mapping[int, float],
     groups: Sequence[int],
-    scalars: CpuScalars,
     others: Iterable[Tensor] = (),
 ) -> None:
     """Multiply `gradients`, one for each of `parameters` (of shards the parts on this rank), by their factors.
 
     `factors`: shape [members], or None. `constants`: member -> a factor besides that the host knows; where it is 0.0,
-    zeros are written. `groups`: one index for each member, the same only where `factors` are the same. `scalars`: of
-    as many members. `others`: gradients that may share memory with them.
+    zeros are written. `groups`: one index for each member, the same only where `factors` are the same. `others`:
+    gradients that may share memory with them.
 
     Where the host can see the factors, as on the CPU, gradients whose factor is 1 are not written to.
     """
@@ -85,7 +63,9 @@ def multiply(
     for (device, dtype), members in listed.items():
         tensors = [now[member] for member in members]
         if device.type == "cpu":
-            torch._foreach_mul_(tensors, scalars.of(members, times, dtype))
+            # multiplying by tensors without a dimension takes a third of the time of multiplying by numbers
+            wide = dtype if dtype in (torch.float32, torch.float64) else torch.float64
+            torch._foreach_mul_(tensors, list(torch.from_numpy(times[members]).to(wide).unbind()))
         else:
             torch._foreach_mul_(tensors, times[members].tolist())
 

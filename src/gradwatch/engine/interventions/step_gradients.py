@@ -141,7 +141,6 @@ class StepGradients:
                 factors=factors,
                 constants={self._plan.member_of[index]: factor for index, factor in known.items()},
                 groups=self._plan.groups,
-                scalars=self._plan.scalars,
                 others=self._other_gradients,
             )
         self._product, self._constants = None, {}

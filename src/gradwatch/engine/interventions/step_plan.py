@@ -12,7 +12,6 @@ from torch import Tensor
 from gradwatch.core.record import Layout
 from gradwatch.core.training_loop import TrainingMode
 from gradwatch.engine.interventions.active_intervention import ActiveIntervention
-from gradwatch.engine.interventions.multiply import CpuScalars
 from gradwatch.interventions import ParameterScope, Scaling
 from gradwatch.measure.device_buffer import Indices
 from gradwatch.measure.devices import moved
@@ -34,7 +33,6 @@ class StepPlan:
     """The position of each member, on the device; None if they are all the parameters, in order."""
     member_of: dict[int, int]
     """Position -> member."""
-    scalars: CpuScalars
     device_indices: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
     """Positions of gradients that are edited together -> the same on the device."""
 
@@ -63,7 +61,7 @@ def make_plan(
     members = None if in_order else moved(torch.tensor(held.indices, dtype=torch.int64, device="cpu"), device)
     groups = [known.setdefault(key, len(known)) for key in keys]
     member_of = {index: member for member, index in enumerate(held.indices)}
-    return StepPlan(held.absent, present, applied, groups, members, member_of, CpuScalars(len(groups)))
+    return StepPlan(held.absent, present, applied, groups, members, member_of)
 
 
 def described(interventions: Sequence[ActiveIntervention], mode: TrainingMode, *, sharded: bool) -> str:
