@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -148,6 +149,19 @@ def test_vanishing_abrupt_names_the_edge() -> None:
     assert found.remedy == "a normalisation layer between fc2 and fc3, and no constant factor there."
 
 
+def test_a_signal_that_fades_abruptly_later_is_most_often_of_large_steps() -> None:
+    def remedy(module: str) -> str:
+        linear = layout([f"fc{i}" for i in range(6)])
+        sites = [site._replace(module=module) if site.name == "fc3" else site for site in linear.sites]
+        rows = [{"signals": 1.0}] * 5 + [{"signals": [2e-6, 1e-6, 3e-6, 0.5, 1.0, 0.8]}] * 3
+        return only(judge_rows(Vanishing(), History(replace(linear, sites=tuple(sites))), rows)[-1]).remedy
+
+    smaller = "a smaller lr in configure_optimizers; or "
+    assert remedy("Linear") == f"{smaller}a normalisation layer between fc2 and fc3, and no constant factor there."
+    # a norm before a norm helps nothing
+    assert remedy("LayerNorm") == f"{smaller}no constant factor and no saturated activation between fc2 and fc3."
+
+
 def test_a_signal_of_exactly_zero_needs_longer() -> None:
     outcome = judge_rows(Vanishing(), net(), [{"signals": [0, 0, 0, 1, 1, 1], "weights": 1.0}] * 10)
     assert silent(outcome[:9])
@@ -286,10 +300,13 @@ def test_a_gradient_of_one_of_several_optimizers_that_died() -> None:
     assert (found.layer, found.sites, found.onset) == ("fc2", ("fc2",), 39)
     assert found.message == (
         "The gradient of layer fc2, all that this optimizer holds, fell from a norm of 1 to 1e-6 while its loss did "
-        "not improve (-0.7 at first, now 0): it learns nothing more. Most often its loss is flat where another model "
-        "is sure, as log(1 - D(G(z))) is."
+        "not improve (-0.7 at first, now 0): it learns nothing more. Most often its units are saturated or dead, after "
+        "too large a step, or its loss is flat where another model is sure, as log(1 - D(G(z))) is."
     )
-    assert found.remedy.startswith("a loss with a slope there, such as F.softplus(-logits);")
+    assert found.remedy == (
+        "a smaller lr for this optimizer; or a loss with a slope there, such as F.softplus(-logits), or fewer and smaller "
+        "steps of the others."
+    )
 
 
 def test_no_gradient_at_all_since_the_first_steps() -> None:

@@ -666,6 +666,25 @@ def test_a_head_that_starts_too_large_multiplies_nothing(part: str) -> None:
     assert not any("not large" in alert.message for alert in found.values())
 
 
+def test_columns_of_large_numbers_beside_embeddings_are_no_factor() -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"table": nn.Embedding(10, 8), "hidden": nn.Linear(10, 16), "head": nn.Linear(16, 1)})
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+
+    def loss_of(step: int) -> Tensor:
+        kinds, columns = torch.randint(10, (32,)), torch.rand(32, 2) * 1e5
+        hidden = model["hidden"](torch.cat([model["table"](kinds), columns], 1)).relu()
+        return nn.functional.binary_cross_entropy_with_logits(model["head"](hidden)[:, 0], (kinds > 4).float())
+
+    watch = Watch(model, rules=[Exploding()], sinks=(), budget=None)
+    train(optimizer, loss_of, watch, steps=20)
+    (alert,) = watch.alerts
+    assert alert.message.endswith(
+        " times: by other inputs that join there, as columns of large numbers, or a factor; and there is no norm."
+    )
+    assert alert.remedy == "(x - mean) / std for what joins the embeddings before layer hidden; or no factor there."
+
+
 @pytest.mark.parametrize("mean", [False, True])
 def test_sums_over_neighbours_make_outputs_too_large(mean: bool) -> None:
     """A graph convolution over 100 nodes, all of which are neighbours; a normalized adjacency matrix takes the mean."""

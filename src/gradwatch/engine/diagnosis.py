@@ -329,6 +329,8 @@ class Diagnosis:
         idle += "" if self.history.whole else f" since step {self.history.steps[0]}"
         trained = layout.names(sites[self._reached[sites]])
         holding = {module for name in trained for module in (module_of(name), *modules_around(name))}
+        # these use the weights of their out_proj, and do not call it
+        attentions = {layout.sites[site].name for site in executed if layout.sites[site].module == "MultiheadAttention"}
         reasons: dict[str, str] = {}
         for place, owner in zip(layout.parameters, layout.owners, strict=True):
             if self._reached[place]:
@@ -341,7 +343,9 @@ class Diagnosis:
                 reason = "unused (its layer never runs)"
                 if int(owner) in executed:
                     reason = "although its layer runs"
-                elif module_of(layout.sites[owner].name) in holding:
+                elif (around := module_of(layout.sites[owner].name)) in attentions:
+                    reason = f"although {around} runs"
+                elif around in holding:
                     reason = "although others of its module are"
             reasons[layout.sites[place].name] = reason
         return reasons

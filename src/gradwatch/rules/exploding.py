@@ -367,15 +367,18 @@ class Exploding(CheckedRule):
         names = layout.names(sorted({pairs[place][1] for place in far}))
         last, size = layout.sites[int(ran[-1])].name, float(outputs[ran[-1]])
         ratio, lost = number_text(ratios[furthest]), number_text(loss, 3)
-        message = (
-            f"The outputs of layer {last} have a root mean square of {number_text(size)} since the first step, and the "
-            f"loss is {lost}, although the weights are not large. Outputs grow most from layer {before} to layer "
-            f"{after}, {ratio} times: by a factor, or a sum over many, such as all neighbours in a graph; and there is "
-            "no norm."
-        )
+        by = "a factor, or a sum over many, such as all neighbours in a graph"
         remedy = (
             f"a mean in place of the sum, or an adjacency matrix that is normalized, before {name_text(names)}; or no "
             "factor, or nn.LayerNorm there."
+        )
+        if layout.sites[pairs[furthest][0]].module == "Embedding":
+            by = "other inputs that join there, as columns of large numbers, or a factor"
+            remedy = f"(x - mean) / std for what joins the embeddings before {name_text(names)}; or no factor there."
+        message = (
+            f"The outputs of layer {last} have a root mean square of {number_text(size)} since the first step, and the "
+            f"loss is {lost}, although the weights are not large. Outputs grow most from layer {before} to layer "
+            f"{after}, {ratio} times: by {by}; and there is no norm."
         )
         headline = f"its outputs are {ratio} times those of layer {before}, and the loss is {lost}"
         value, limit, onset = float(np.log10(size / inputs[-1])), self.activation_dex, int(backs[0])

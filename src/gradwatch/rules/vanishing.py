@@ -198,9 +198,13 @@ class Vanishing(CheckedRule):
         if not is_alone(history):
             message = (
                 f"{fell} {number_text(early)} to {number_text(now)} while its loss did not improve {levels_text}: it "
-                "learns nothing more. Most often its loss is flat where another model is sure, as log(1 - D(G(z))) is."
+                "learns nothing more. Most often its units are saturated or dead, after too large a step, or its loss is "
+                "flat where another model is sure, as log(1 - D(G(z))) is."
             )
-            remedy = "a loss with a slope there, such as F.softplus(-logits); or fewer and smaller steps of the others."
+            remedy = (
+                "a smaller lr for this optimizer; or a loss with a slope there, such as F.softplus(-logits), or fewer and "
+                "smaller steps of the others."
+            )
         return Finding(
             self.name, Severity.WARNING, layer, sites, fall, self.total_dex, message, remedy, onset, headline
         )
@@ -310,7 +314,8 @@ class Vanishing(CheckedRule):
             cause = f"The weights of {them} began at 0, and pass on little."
             remedy = _init_remedy(layout, zeros)
         elif change.abrupt:
-            cause, remedy = _why_abrupt(history, *change.named, ends=now.values[way[change.edge]] == 0)
+            ends = now.values[way[change.edge]] == 0
+            cause, remedy = _why_abrupt(history, *change.named, ends=ends, from_start=from_start)
         else:
             seen = int((now.values[way] > 0).argmax())  # before it float32 holds nothing
             rate = float(logs[peak] - logs[seen]) / (peak - seen)
@@ -321,7 +326,7 @@ class Vanishing(CheckedRule):
         return Finding(self.name, Severity.WARNING, layer, sites, fall, dex, text, remedy, onset, headline)
 
 
-def _why_abrupt(history: History, layer: str, after: str, *, ends: bool) -> tuple[str, str]:
+def _why_abrupt(history: History, layer: str, after: str, *, ends: bool, from_start: bool) -> tuple[str, str]:
     """The likely cause of a signal that fades, or `ends`, between two layers, and what to change."""
     if normalises_two_numbers(history.layout, after):
         cause = f"Layer {after} normalises two numbers: it makes 1 and -1 of them, whatever they are."
@@ -341,7 +346,12 @@ def _why_abrupt(history: History, layer: str, after: str, *, ends: bool) -> tupl
     factor = factor_remedy(history, layer, after)
     what = "a factor makes what passes small" if factor else "saturation, a factor or a bottleneck"
     cause = f"Most is lost between layers {after} and {layer}: {what}."
-    return cause, factor or f"a normalisation layer between {layer} and {after}, and no constant factor there."
+    if factor:
+        return cause, factor
+    smaller = "" if from_start else "a smaller lr in configure_optimizers; or "
+    if "Norm" in history.layout.sites[history.layout.index[after]].module:
+        return cause, f"{smaller}no constant factor and no saturated activation between {layer} and {after}."
+    return cause, f"{smaller}a normalisation layer between {layer} and {after}, and no constant factor there."
 
 
 def _init_remedy(layout: Layout, layers: Sites) -> str:

@@ -142,8 +142,9 @@ def _of_values(op: str, inputs: Sequence[InputSummary], *, has_mask: bool, nan: 
             "a clamp of its argument: x.clamp(-1 + 1e-6, 1 - 1e-6).",
         )
     if op in MEANS and nan and (op in CROSS_ENTROPIES or any(facts.numel == 0 for facts in inputs)):
+        weighted = ", or has a class weight of 0" * (op in CROSS_ENTROPIES)
         return Explanation(
-            "it averages over no value: its input is empty, or every target is ignored",
+            f"it averages over no value: its input is empty, or every target is ignored{weighted}",
             "a test for an empty selection before the mean, or a sum divided by count.clamp_min(1).",
         )
     if op in {"mean", "sum", "add", "sub", "mul"} and any(facts.numel == 0 for facts in inputs):
