@@ -84,6 +84,11 @@ def test_a_mask_is_not_blamed_for_what_came_after_it() -> None:
         (lambda net, x: (net(x) - 9).log2().mean(), "Tensor.log2", "negative number"),
         (lambda net, x: net(x)[:1].std(0).mean(), "Tensor.std", "single value"),
         (lambda net, x: F.cross_entropy(net(x), torch.full((4,), -100)), "F.cross_entropy", "averages over no value"),
+        (
+            lambda net, x: F.cross_entropy(net(x), torch.zeros(4, dtype=torch.long), torch.tensor([0.0, 1, 1])),
+            "F.cross_entropy",
+            "every target is ignored, or has a class weight of 0",
+        ),
         (lambda net, x: (net(x * 1e25) * 1e25).square().mean(), "Tensor.square", "more than float32 holds"),
         (lambda net, x: net(x).index_fill(0, torch.tensor([1]), float("nan")).mean(), "Tensor.index_fill", "constant"),
         (lambda net, x: net(x * float("-inf")).mean(), "F.linear", "contains an infinity that is a constant"),

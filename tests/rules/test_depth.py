@@ -304,8 +304,8 @@ def test_a_gradient_of_one_of_several_optimizers_that_died() -> None:
         "too large a step, or its loss is flat where another model is sure, as log(1 - D(G(z))) is."
     )
     assert found.remedy == (
-        "a smaller lr for this optimizer; or a loss with a slope there, such as F.softplus(-logits), or fewer and smaller "
-        "steps of the others."
+        "a smaller lr for this optimizer; or a loss with a slope there, such as F.softplus(-logits), or fewer and "
+        "smaller steps of the others."
     )
 
 

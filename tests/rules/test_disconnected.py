@@ -23,6 +23,21 @@ from training import fit, train
 GONE = {"fc1": Missing.NO_GRADIENT}
 
 
+def test_the_output_projection_of_a_detached_attention_is_not_called_unused() -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"attention": nn.MultiheadAttention(8, 2), "head": nn.Linear(8, 1)})
+
+    def loss_of(step: int) -> Tensor:
+        x = torch.randn(4, 3, 8)
+        return model["head"](model["attention"](x, x, x)[0].detach() + x).mean()
+
+    watch = Watch(model, rules=[Disconnected()], sinks=(), budget=None)
+    train(torch.optim.SGD(model.parameters(), lr=0.1), loss_of, watch, steps=30)
+    reasons = watch.verdict.untrained_by_reason
+    assert reasons["although the attention around it runs"] == ["attention.out_proj.weight", "attention.out_proj.bias"]
+    assert "unused (its layer never runs)" not in reasons
+
+
 def test_a_detached_layer() -> None:
     outcome = judge_rows(Disconnected(), net(4), [{"codes": GONE}] * 5)
     assert silent(outcome[:4])

@@ -447,6 +447,17 @@ def test_new_layers_are_all_named_to_peft(second: str, peft: str) -> None:
     assert alert.remedy == f"requires_grad_(True) for layers dense, score{peft}."
 
 
+def test_what_is_frozen_beside_new_layers_is_in_the_remedy() -> None:
+    torch.manual_seed(0)
+    block = nn.Sequential(OrderedDict(up=nn.Linear(16, 64), norm=nn.LayerNorm(64), down=nn.Linear(64, 16)))
+    model = nn.Sequential(nn.Linear(8, 200), nn.Linear(200, 16), block, nn.Linear(16, 1))
+    block.requires_grad_(False)
+    alert = incidents_of(model, adam()(model), steps=40)["frozen"]
+    assert alert.sites == ("2.up", "2.down")
+    named = "requires_grad_(True) for layers 2.up, 2.down"
+    assert alert.remedy.startswith(f"{named} and for what else is frozen beside them")
+
+
 # ---- healthy
 
 

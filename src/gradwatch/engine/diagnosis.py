@@ -330,7 +330,8 @@ class Diagnosis:
         trained = layout.names(sites[self._reached[sites]])
         holding = {module for name in trained for module in (module_of(name), *modules_around(name))}
         # these use the weights of their out_proj, and do not call it
-        attentions = {layout.sites[site].name for site in executed if layout.sites[site].module == "MultiheadAttention"}
+        ran = [layout.sites[site] for site in layout.order]
+        attentions = {module_of(site.name) for site in ran if site.module == "MultiheadAttention"}
         reasons: dict[str, str] = {}
         for place, owner in zip(layout.parameters, layout.owners, strict=True):
             if self._reached[place]:
@@ -343,9 +344,9 @@ class Diagnosis:
                 reason = "unused (its layer never runs)"
                 if int(owner) in executed:
                     reason = "although its layer runs"
-                elif (around := module_of(layout.sites[owner].name)) in attentions:
-                    reason = f"although {around} runs"
-                elif around in holding:
+                elif attentions.intersection(modules_around(layout.sites[owner].name)[:1]):
+                    reason = "although the attention around it runs"
+                elif module_of(layout.sites[owner].name) in holding:
                     reason = "although others of its module are"
             reasons[layout.sites[place].name] = reason
         return reasons

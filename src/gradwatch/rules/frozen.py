@@ -27,6 +27,7 @@ from gradwatch.core.record import (
     Mask,
     Sites,
     module_of,
+    modules_around,
 )
 from gradwatch.rules.evidence.paths import paths, reaching_loss
 from gradwatch.rules.evidence.recent_rows import RecentRows
@@ -276,7 +277,9 @@ class Frozen(CheckedRule):
                 f" behind layers that train, and {its} weights have the spread of a random start: no training has "
                 f"changed {it}."
             )
-            remedy = f"requires_grad_(True) for {name_text(names)}{_peft_text(layout, sites)}."
+            off_too = layout.names(layout.layers[(codes[layout.layers] == FROZEN) & ~np.isin(layout.layers, sites)])
+            beside = f" and for what else is frozen beside {it}" * _share_module(names, off_too)
+            remedy = f"requires_grad_(True) for {name_text(names)}{beside}{_peft_text(layout, sites)}."
             headline = "it is frozen with the weights of a random start, behind layers that train"
         else:
             others, why = "layers before and after train", f", or constants that {its} class means to stay"
@@ -531,6 +534,12 @@ def _starts_random(layout: Layout, site: int, spreads: Floats, most: Floats) -> 
     starts += [(0.02, 0.02 * ((2 * log(numel)) ** 0.5 + 1))] if all(bias == 0 for bias in biases) else []
     error = RANDOM_ERRORS / (2 * numel) ** 0.5
     return any(abs(spread / rms - 1) <= error and most[matrix] <= ROUNDED * largest for rms, largest in starts)
+
+
+def _share_module(layers: Sequence[str], others: Sequence[str]) -> bool:
+    """Whether one of `others` lies in the nearest module around one of `layers`, that is not the model itself."""
+    around = {module for name in layers for module in modules_around(name)[:1]} - {""}
+    return any(around.intersection(modules_around(name)) for name in others)
 
 
 def _peft_text(layout: Layout, sites: Sites) -> str:

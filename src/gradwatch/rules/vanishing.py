@@ -198,12 +198,12 @@ class Vanishing(CheckedRule):
         if not is_alone(history):
             message = (
                 f"{fell} {number_text(early)} to {number_text(now)} while its loss did not improve {levels_text}: it "
-                "learns nothing more. Most often its units are saturated or dead, after too large a step, or its loss is "
-                "flat where another model is sure, as log(1 - D(G(z))) is."
+                "learns nothing more. Most often its units are saturated or dead, after too large a step, or its loss "
+                "is flat where another model is sure, as log(1 - D(G(z))) is."
             )
             remedy = (
-                "a smaller lr for this optimizer; or a loss with a slope there, such as F.softplus(-logits), or fewer and "
-                "smaller steps of the others."
+                "a smaller lr for this optimizer; or a loss with a slope there, such as F.softplus(-logits), or fewer "
+                "and smaller steps of the others."
             )
         return Finding(
             self.name, Severity.WARNING, layer, sites, fall, self.total_dex, message, remedy, onset, headline
