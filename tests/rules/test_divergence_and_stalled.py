@@ -515,12 +515,24 @@ def test_a_loss_that_falls_without_bound() -> None:
     assert found.message == (
         "The loss falls without bound, to -80, in size 80 times the largest of its first 10 steps (1), and the "
         "gradient is 200 times its first level: what is minimised has no minimum. Most often the sign of the loss is "
-        "wrong, or nll_loss gets logits without a log_softmax."
+        "wrong, nll_loss gets logits without a log_softmax, or a binary cross entropy gets targets outside 0 to 1, as "
+        "masks of 255."
     )
     assert found.remedy == (
-        "return the loss, not its negative, from training_step; a reward or a log-likelihood needs the minus, and "
-        "nll_loss a log_softmax before it."
+        "return the loss, not its negative, from training_step; a reward or a log-likelihood needs the minus, nll_loss "
+        "a log_softmax before it, and a binary cross entropy targets from 0 to 1."
     )
+
+
+@pytest.mark.parametrize(("target", "known"), [(255.0, True), (-1.0, True), (0.0, False)])
+def test_the_loss_of_targets_that_are_no_probabilities(target: float, known: bool) -> None:
+    history = net(2)
+    judge_steps(Divergence(), history, jump(loss=-80.0, gradients=200.0))
+    history.amend({"binary_target": np.full(len(history.layout), target)})
+    found = only(Divergence()(history))
+    cause = "what is minimised has no minimum, as a binary cross entropy gets targets outside 0 to 1."
+    assert found.message.endswith(cause) is known
+    assert (found.remedy == "targets from 0 to 1 for the binary cross entropy.") is known
 
 
 def test_beside_another_optimizer_a_loss_that_falls_fast_takes_all_weights_along() -> None:

@@ -274,6 +274,85 @@ def test_losses_that_are_not_of_a_bounded_output_alone(loss: str) -> None:
     assert bounded_output(UNBOUNDED[loss](head()) / 4, divided=True) is None
 
 
+def binary(targets: Any, **options: Any) -> Tensor:
+    """A binary cross entropy with logits of an output [6, CLASSES] and `targets`, with a gradient."""
+    return F.binary_cross_entropy_with_logits(head(), torch.zeros(6, CLASSES) + targets, **options)
+
+
+MASKS, NOT_255 = torch.tensor([0.0, 0, 0, 0, 255]), torch.tensor([1.0, 1, 1, 1, 0])
+TARGETS: dict[str, tuple[float, Callable[[], Tensor]]] = {
+    "masks of 255": (255, lambda: binary(MASKS)),
+    "summed": (255, lambda: binary(MASKS, reduction="sum")),
+    "weighted positives": (255, lambda: binary(MASKS, pos_weight=torch.full((CLASSES,), 3.0))),
+    "one of two terms": (255, lambda: head().square().mean() + 0.5 * binary(MASKS)),
+    "whitened": (-2, lambda: binary(torch.tensor([-2.0, -0.4, 0, 1, 2.8]))),
+    "half": (255, lambda: F.binary_cross_entropy_with_logits(head().bfloat16(), MASKS.bfloat16().expand(6, -1))),
+    "that learn": (255, lambda: binary(MASKS.clone().requires_grad_())),
+    "soft": (1, lambda: binary(torch.tensor([0.05, 0.5, 0.9, 1, 0.2]))),
+}
+
+
+@pytest.mark.parametrize("loss", TARGETS)
+def test_targets_of_a_binary_cross_entropy(loss: str) -> None:
+    farthest, of = TARGETS[loss]
+    targets: list[tuple[Tensor, frozenset[int]]] = []
+    assert head_faults(of(), targets) == []
+    ((value, near),) = targets
+    assert (float(value), len(near), value.requires_grad) == (farthest, 2, False)
+
+
+class BinaryCrossEntropyWithLogits(torch.autograd.Function):
+    """One of a user's own, called as torch's."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor) -> Tensor:
+        return z.mean()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.expand(6, CLASSES)
+
+
+UNKNOWN_TARGETS: dict[str, Callable[[], Tensor]] = {
+    "left out by a mask": lambda: (binary(MASKS, reduction="none") * NOT_255).mean(),
+    "left out by weights": lambda: binary(MASKS, weight=NOT_255.expand(6, -1)),
+    "none": lambda: F.binary_cross_entropy_with_logits(head()[:0], MASKS.expand(0, -1), reduction="sum"),
+    "of a function of one's own": lambda: BinaryCrossEntropyWithLogits.apply(head()),
+    "of a checkpoint": lambda: checkpoint(binary, MASKS.clone().requires_grad_(), use_reentrant=False),
+}
+
+
+@pytest.mark.parametrize("loss", UNKNOWN_TARGETS)
+def test_targets_that_may_not_count_or_would_have_to_be_computed(loss: str) -> None:
+    whole, targets = UNKNOWN_TARGETS[loss](), list[tuple[Tensor, frozenset[int]]]()
+    head_faults(whole, targets)
+    assert targets == []
+    whole.backward()
+
+
+def test_targets_are_read_without_a_hook_and_not_after_the_graph() -> None:
+    targets: list[tuple[Tensor, frozenset[int]]] = []
+
+    def unpack(tensor: Tensor) -> Tensor:
+        raise AssertionError("unpacked")
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, unpack):
+        hooked_loss = binary(MASKS)
+    head_faults(hooked_loss, targets)
+    freed, edited, twice = binary(MASKS), torch.zeros(6, CLASSES), binary(MASKS)
+    freed.backward()
+    head_faults(freed, targets)
+    assert targets == []
+    unsound = F.binary_cross_entropy_with_logits(head(), edited)
+    edited += MASKS  # torch refuses the backward pass, and that is all
+    head_faults(unsound, targets)
+    head_faults(twice, targets)
+    twice.backward(retain_graph=True)
+    head_faults(twice, targets)
+    twice.backward()
+    assert [float(value) for value, _ in targets] == [255, 255, 255]
+
+
 @pytest.mark.parametrize("loss", BAD_SIGMOIDS)
 def test_a_sigmoid_before_a_sigmoid_is_seen_in_the_graph(loss: str) -> None:
     z = head()
@@ -361,6 +440,48 @@ def test_targets_out_of_reach_of_a_tanh() -> None:
     )
     assert fitted(Tail(torch.tanh, 1), distance(0.8)) == ()
     assert fitted(Tail(lambda z: 20 * z.tanh(), 1), distance(20.0)) == ()
+
+
+def marked(targets: Callable[[Tensor], Tensor]) -> Loss:
+    """A binary cross entropy, of targets made from whether each number of a batch is above 0."""
+    return lambda net, x: F.binary_cross_entropy_with_logits(net(x), targets((x[:, :CLASSES] > 0).float()))
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_masks_of_255(accumulate: int) -> None:
+    options = {"accumulate_grad_batches": accumulate}
+    alert = only(fitted(Tail(nn.Identity()), marked(lambda y: 255 * y), **options))
+    assert (alert.rule, alert.severity, alert.layer) == ("bad_head", "warning", "net.head")
+    assert (alert.step, alert.noticed, alert.value, alert.threshold) == (0, 1, 255, 1)
+    assert alert.headline == "the largest target of its binary cross entropy is 255"
+    assert alert.message == (
+        "The output of layer net.head goes into a binary cross entropy, which wants targets from 0 to 1, but the "
+        "largest is 255. Where a target is outside, the loss goes on falling as the output grows, to below 0: a low "
+        "loss is no sign of good predictions."
+    )
+    assert alert.remedy == "targets from 0 to 1, as targets / 255."
+    assert fitted(Tail(nn.Identity()), marked(lambda y: 255 * y / 255), **options) == ()
+
+
+def test_signs_in_place_of_zeros_and_ones() -> None:
+    alert = only(fitted(Tail(nn.Identity()), marked(lambda y: 2 * y - 1)))
+    assert (alert.value, alert.threshold, alert.remedy) == (-1, 0, "targets from 0 to 1.")
+    assert "the lowest is -1. Where a target is outside, the loss goes on falling as the output falls" in alert.message
+
+
+@pytest.mark.parametrize(
+    "targets",
+    [
+        lambda y: 0.9 * y + 0.05,
+        lambda y: 1.0000001 * y,
+        lambda y: 1.0078125 * y.bfloat16(),
+        lambda y: 1.23 * y - 0.1,  # a mask that was resized
+        lambda y: y / 0 * 0,
+    ],
+    ids=["smoothed", "rounded", "bfloat16", "resized", "NaN"],
+)
+def test_targets_that_are_probabilities_up_to_rounding(targets: Callable[[Tensor], Tensor]) -> None:
+    assert fitted(Tail(nn.Identity()), marked(targets), max_epochs=1, limit_train_batches=4) == ()
 
 
 @pytest.mark.parametrize("squeezed", [False, True])

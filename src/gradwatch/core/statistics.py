@@ -211,6 +211,12 @@ _BY_GROUP: dict[str, tuple[Statistic, ...]] = {
             "the loss of a tanh, sigmoid or softmax over the most that it can be while targets lie in its range, too; "
             "0 for the total where it is of none",
         ),
+        Statistic(
+            "binary_target",
+            "target of a binary cross entropy",
+            "of the targets of a binary cross entropy the one farthest from 0.5, where that lies outside 0 to 1; 0 for "
+            "the total where all lie within",
+        ),
     ),
 }
 

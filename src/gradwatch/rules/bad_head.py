@@ -1,5 +1,6 @@
 """Bad heads: the loss takes probabilities for logits or log-probabilities, or logits that a ReLU cuts off, or compares
-each output with the targets of the whole batch, or a bounded one with targets out of its reach.
+each output with the targets of the whole batch, or a bounded one with targets out of its reach, or takes targets for
+probabilities that are none.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import numpy as np
 from gradwatch.core.alert import Finding, Severity
 from gradwatch.core.history import History
 from gradwatch.core.number_text import number_text
-from gradwatch.core.record import Mask
+from gradwatch.core.record import Floats, Mask
 from gradwatch.core.statistics import HeadCode
+from gradwatch.rules.evidence.binary_targets import are_outside
 from gradwatch.rules.evidence.recent_rows import RecentRows
 from gradwatch.rules.evidence.samples import (
     in_a_row,
@@ -28,6 +30,9 @@ from gradwatch.rules.rule import CheckedRule
 
 BEYOND = 1.001
 """Times the most that a loss can be with targets in reach, rounding left aside, above which not all are."""
+
+BY_GRAPH = ("loss_broadcast", "binary_target", "softmax_head", "sigmoid_head", "bounded_head")
+"""Statistics of the graph of the loss: what is wrong in the first is told."""
 
 LOSSES: dict[int, str] = {
     HeadCode.CROSS_ENTROPY: ", as a cross entropy does",
@@ -67,6 +72,13 @@ TEXTS: dict[tuple[str, int | None], tuple[str, str, str]] = {
         "targets, whatever the input.",
         "targets of the shape of the output of {whose}: y.view_as(output).",
     ),
+    ("binary_target", None): (
+        "the {end} target of its binary cross entropy is {number}",
+        "The output of {whose} goes into a binary cross entropy, which wants targets from 0 to 1, but the {end} is "
+        "{number}. Where a target is outside, the loss goes on falling as the output {moves}, to below 0: a low loss "
+        "is no sign of good predictions.",
+        "targets from 0 to 1{scaled}.",
+    ),
     ("bounded_head", None): (
         "not all targets lie in the range of its tanh, sigmoid or softmax",
         "The output of {whose} goes through a tanh, sigmoid or softmax, and the loss, a mean of squares or distances "
@@ -83,16 +95,15 @@ class BadHead(CheckedRule):
     """Probabilities go where logits belong: they lie between 0 and 1, and the loss cannot get near its least. Or where
     their logarithms belong; or they are not over the classes. Or logits cannot fall below 0. Or outputs [N, 1] are
     broadcast against targets [N], or [N] against [N, 1], and what is learnt is the mean of the targets. Or a tanh,
-    sigmoid or softmax shall give what it cannot.
+    sigmoid or softmax shall give what it cannot. Or a binary cross entropy gets targets that are no probabilities, as
+    masks of 255.
 
     Where the graph of the loss is known (in a Trainer) it says so itself, of functions too. Elsewhere modules are
     recognized by what flows back to them. A second log-softmax changes nothing and is no fault.
     """
 
     name: ClassVar[str] = "bad_head"
-    needs: ClassVar[frozenset[str]] = frozenset(
-        {"softmax_head", "sigmoid_head", "loss_broadcast", "bounded_head", "logit_misfit", "run_order"}
-    )
+    needs: ClassVar[frozenset[str]] = frozenset({*BY_GRAPH, "logit_misfit", "run_order"})
 
     graphs: int = 2
     """Samples in a row whose graph shows it. Judgement: the graph is certain, but one batch may use another loss."""
@@ -105,33 +116,26 @@ class BadHead(CheckedRule):
     def suspects(self, rows: RecentRows) -> Mask:
         """Samples that show it: the latest of those in a row is one."""
         suspected = (rows.values("logit_misfit")[:, rows.layout.activations] < self.misfit).any(axis=1)
-        for fault in ("softmax_head", "sigmoid_head", "loss_broadcast", "bounded_head"):
-            suspected |= rows.values(fault)[:, 0] > 0
+        for statistic in BY_GRAPH:
+            suspected |= _faulty(statistic, rows.values(statistic)[:, 0])
         return np.asarray(suspected)
 
     def __call__(self, history: History) -> Sequence[Finding] | None:
-        seen = [
-            self._by_graph(history, "loss_broadcast"),
-            self._by_graph(history, "softmax_head"),
-            self._by_graph(history, "sigmoid_head"),
-            self._by_graph(history, "bounded_head", over=BEYOND),
-            self._by_numbers(history),
-        ]
+        seen = [*(self._by_graph(history, statistic) for statistic in BY_GRAPH), self._by_numbers(history)]
         found = [finding for finding in seen if finding is not None]
         if found:
             return found[:1]
         return [] if 1 in map(history.newest, ("softmax_head", "logit_misfit")) else None
 
-    def _by_graph(self, history: History, statistic: str, *, over: float = 0.0) -> Finding | None:
-        """`over`: what `statistic` is where there is a fault."""
+    def _by_graph(self, history: History, statistic: str) -> Finding | None:
         found = own_samples(history, statistic)
         if found is None:
             return None
         (values, backs), layers = found, history.layout.layers
-        there = values[:, 0] > over
+        there = _faulty(statistic, values[:, 0])
         if in_a_row(there) < self.graphs:
             return None
-        near = in_run_order(history, layers[values[-1, layers] > over])
+        near = in_run_order(history, layers[_faulty(statistic, values[-1, layers])])
         # without a name for the parameters (sharded ones), the last layer that ran
         site = int((near if len(near) else in_run_order(history, layers))[-1])
         value, onset = float(values[-1, site if len(near) else 0]), int(onset_of(there, backs))
@@ -141,9 +145,18 @@ class BadHead(CheckedRule):
             return self._doubled(history, site, squash, f"a {squash}", int(value), (value, 1.0), onset)
         layer, whose = _named(history, site)
         headline, message, remedy = (
-            part.format(whose=whose, value=value, number=number_text(value, 3)) for part in text
+            part.format(
+                whose=whose,
+                value=value,
+                number=number_text(value, 3),
+                end="largest" if value > 0 else "lowest",
+                moves="grows" if value > 0 else "falls",
+                scaled=", as targets / 255" * (abs(value - 255) < 0.5),
+            )
+            for part in text
         )
-        return Finding(self.name, Severity.WARNING, layer, (layer,), value, 1.0, message, remedy, onset, headline)
+        limit = float(value > 0)
+        return Finding(self.name, Severity.WARNING, layer, (layer,), value, limit, message, remedy, onset, headline)
 
     def _by_numbers(self, history: History) -> Finding | None:
         found = own_samples(history, "logit_misfit")
@@ -179,6 +192,13 @@ class BadHead(CheckedRule):
         return Finding(
             self.name, Severity.WARNING, layer, (layer,), float(value), threshold, message, remedy, onset, headline
         )
+
+
+def _faulty(statistic: str, values: Floats) -> Mask:
+    """Which of the `values` of `statistic` show a fault."""
+    if statistic == "binary_target":
+        return are_outside(values)
+    return values > (BEYOND if statistic == "bounded_head" else 0)
 
 
 def _named(history: History, site: int) -> tuple[str, str]:

@@ -13,6 +13,7 @@ from gradwatch.core.history import OPENING, History
 from gradwatch.core.number_text import number_text
 from gradwatch.core.record import MEASURED, TOTAL, Floats, Mask, Sites
 from gradwatch.rules.evidence.baseline import LEVEL_RECORDS, first_steps_text, largest_first_loss, was_learnt
+from gradwatch.rules.evidence.binary_targets import has_outside_targets
 from gradwatch.rules.evidence.jumps import LARGE_UPDATE, GradientJump, gradient_jump, grew_alike, last_jump
 from gradwatch.rules.evidence.learning_rates import (
     EFFECT_RECORDS,
@@ -339,13 +340,16 @@ class Divergence(CheckedRule):
         else:
             went, headline = "falls without bound, to", f"the loss falls without bound, to {number_text(now, 3)}"
             cause = (
-                "what is minimised has no minimum. Most often the sign of the loss is wrong, or nll_loss gets logits "
-                "without a log_softmax."
+                "what is minimised has no minimum. Most often the sign of the loss is wrong, nll_loss gets logits "
+                "without a log_softmax, or a binary cross entropy gets targets outside 0 to 1, as masks of 255."
             )
             remedy = (
                 "return the loss, not its negative, from training_step; a reward or a log-likelihood needs the minus, "
-                "and nll_loss a log_softmax before it."
+                "nll_loss a log_softmax before it, and a binary cross entropy targets from 0 to 1."
             )
+            if has_outside_targets(history):
+                cause = "what is minimised has no minimum, as a binary cross entropy gets targets outside 0 to 1."
+                remedy = "targets from 0 to 1 for the binary cross entropy."
         message = f"The loss {went} {far}: {cause}"
         return [Finding(self.name, Severity.ERROR, TOTAL, (), value, self.loss, message, remedy, onset, headline)]
 

@@ -1,19 +1,20 @@
 """What does not fit between model and loss, as the graph of the loss shows: a softmax or sigmoid that is applied twice,
 a log-softmax that lacks its logarithm or is not over the classes, logits that a ReLU cuts off, an output that is
-broadcast against the targets, or a bounded one.
+broadcast against the targets, a bounded one, or targets of a binary cross entropy that are no probabilities.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, repeat
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from gradwatch.core.record import Floats, Layout
@@ -21,7 +22,7 @@ from gradwatch.core.statistics import HeadCode
 from gradwatch.hooks.graph_release import LEAF, MAX_UNPREPARED, release_in_a_loop
 from gradwatch.measure.modules import ModuleReading, ModuleStatistic
 from gradwatch.measure.modules.autograd_graph import VIEWS, kind_of, leaf_of, parents, skip_views
-from gradwatch.measure.reductions import joined
+from gradwatch.measure.reductions import is_dense_real, joined
 
 MAX_LOSS_NODES = 512
 """Nodes visited from the loss on: a loss of a few terms has ten, one summed over a hundred time steps three hundred.
@@ -57,6 +58,12 @@ REORDERING = frozenset({"AsStrided", "Expand", "Permute", "T", "Transpose"})
 RANGES = {"Sigmoid": 1.0, "Softmax": 1.0, "Tanh": 2.0}
 """Kind of node -> the width of the range of its values."""
 
+FAULTINESS: dict[str, Callable[[float], float]] = {
+    "bounded_head": float,
+    "binary_target": lambda target: abs(target - 0.5),
+}
+"""Statistic of numbers on the device -> how far one is on the way to a fault: the worst of several is kept."""
+
 RESHAPES = VIEWS - {"Squeeze", "Clone", "ToCopy", "Alias"}
 """Kinds of nodes that prepare a difference of all pairs, x[:, None] - y: that is meant."""
 
@@ -85,10 +92,8 @@ class LossHead(ModuleStatistic):
         """Sites and their modules."""
         self._found: dict[str, dict[int, float]] | None = None
         """Statistic -> site -> value."""
-        self._bounded: list[tuple[Tensor, set[int]]] = []
-        """Losses of bounded outputs, 0-d, over the most that they can be while the targets lie in their range, too; and
-        the sites of these outputs.
-        """
+        self._numbers: list[tuple[str, set[int], Tensor]] = []
+        """Statistics of `FAULTINESS`, the sites of the outputs that they are of, and their numbers, 0-d."""
         self.divisor = 0
         """What the training loop divides each loss by before it gets here; 0 where it does not."""
 
@@ -101,19 +106,22 @@ class LossHead(ModuleStatistic):
             return
         if self._found is None:
             self._found = {"softmax_head": {}, "sigmoid_head": {}, "loss_broadcast": {}}
-        for fault in head_faults(loss):
+        targets: list[tuple[Tensor, frozenset[int]]] = []
+        for fault in head_faults(loss, targets):
             self._found[fault.statistic] |= dict.fromkeys(self._owners(fault.parameters) or {0}, fault.value)
+        self._numbers += [("binary_target", self._owners(near) or {0}, target) for target, near in targets]
         if loss.numel() == 1 and (bounded := bounded_output(loss, divided=self.divisor > 0)) is not None:
             most, parameters = bounded
             share = loss.detach().reshape(()) * (max(1, self.divisor) / most)
-            self._bounded.append((share, self._owners(parameters) or {0}))
+            self._numbers.append(("bounded_head", self._owners(parameters) or {0}, share))
 
     def collect(self, layout: Layout) -> ModuleReading | None:
-        (found, self._found), (bounded, self._bounded) = (self._found, None), (self._bounded, [])
+        (found, self._found), (numbers, self._numbers) = (self._found, None), (self._numbers, [])
         if found is None:
             return None
-        tensors = {"bounded_losses": joined([share for share, _ in bounded])} if bounded else {}
-        return ModuleReading(tensors, partial(_values, len(layout.sites), found, [sites for _, sites in bounded]))
+        tensors = {"loss_numbers": joined([number for _, _, number in numbers])} if numbers else {}
+        places = [(statistic, sites) for statistic, sites, _ in numbers]
+        return ModuleReading(tensors, partial(_values, len(layout.sites), found, places))
 
     def _owners(self, parameters: frozenset[int]) -> set[int]:
         """Sites of the layers that own `parameters`."""
@@ -128,25 +136,28 @@ class LossHead(ModuleStatistic):
 def _values(
     n: int,
     found: Mapping[str, Mapping[int, float]],
-    bounded: Sequence[set[int]],
+    places: Sequence[tuple[str, set[int]]],
     numbers: Mapping[str, Floats],
 ) -> dict[str, Floats]:
-    """Statistic -> one number for each of `n` sites; of the total the largest. `bounded`: the sites of each loss of
-    bounded outputs.
+    """Statistic -> one number for each of `n` sites; of the total the worst. `places`: the statistic and the sites of
+    each of the numbers.
     """
-    shares: dict[int, float] = {}
-    for sites, share in zip(bounded, numbers.get("bounded_losses", ()), strict=True):
-        shares |= {site: max(shares.get(site, 0.0), float(share)) for site in sites}  # the largest; NaN is none
+    worst: dict[str, dict[int, float]] = {statistic: {} for statistic in FAULTINESS}
+    for (statistic, sites), number in zip(places, numbers.get("loss_numbers", ()), strict=True):
+        known, key = worst[statistic], FAULTINESS[statistic]
+        known |= {site: max(known.get(site, 0.0), float(number), key=key) for site in sites}  # NaN is none
     values = {}
-    for statistic, of_sites in (*found.items(), ("bounded_head", shares)):
+    for statistic, of_sites in (*found.items(), *worst.items()):
         values[statistic] = np.full(n, np.nan)
-        values[statistic][0] = max(of_sites.values(), default=0.0)
+        values[statistic][0] = max(of_sites.values(), default=0.0, key=FAULTINESS.get(statistic, float))
         values[statistic][[*of_sites]] = [*of_sites.values()]
     return values
 
 
-def head_faults(loss: Tensor) -> list[HeadFault]:
-    """The doubled activations and broadcast outputs close to `loss`."""
+def head_faults(loss: Tensor, targets: list[tuple[Tensor, frozenset[int]]] | None = None) -> list[HeadFault]:
+    """The doubled activations and broadcast outputs close to `loss`. `targets`: takes that target of each binary cross
+    entropy which is farthest from 0.5, 0-d, and the `id` of the nearest parameters before the loss.
+    """
     found: list[HeadFault] = []
     # the nodes are held while this runs: otherwise torch frees their Python objects, and ids are reused
     seen: dict[int, Any] = {}
@@ -170,6 +181,8 @@ def head_faults(loss: Tensor) -> list[HeadFault]:
         elif kind == "BinaryCrossEntropyWithLogits":
             found += _activations_before(before[0], HeadCode.BINARY_CROSS_ENTROPY, sigmoids=True)
             found += _relu_before(before[0], "sigmoid_head")
+            if targets is not None and (target := _farthest_target(node)) is not None:
+                targets.append((target, frozenset(_parameters_near(before[0]))))
         elif (kind in ELEMENTWISE_LOSSES or kind == "Sub") and (broadcast := _broadcast(node, kind)) is not None:
             found.append(broadcast)
         elif kind not in LAYER_KINDS and LEAF not in map(kind_of, filter(None, before)):
@@ -206,6 +219,24 @@ def bounded_output(loss: Tensor, *, divided: bool = False) -> tuple[float, froze
     if len(outputs) != 1 or (kind := _builtin_kind(outputs[0])) not in RANGES:
         return None
     return RANGES[kind] ** power, frozenset(_parameters_near(parents(outputs[0])[0]))
+
+
+def _farthest_target(node: Any) -> Tensor | None:
+    """Of the targets of the binary cross entropy with logits `node` the one farthest from 0.5, 0-d. None where some may
+    not count, as a mask or weights may leave those out that stand for no class; and where the graph no longer has them.
+    """
+    if not _builtin_kind(node) or not node._saved_reduction:
+        return None
+    # not public names of torch: tests/rules/test_head_and_tampered.py fails if they move. A hook would compute the
+    # targets again, as that of a checkpoint does, or copy them; older versions do not tell whether there is one
+    saved, weight = node._raw_saved_target, node._raw_saved_weight
+    if getattr(saved, "unpack_hook", saved) is not None or weight.data is not None:
+        return None
+    target = saved.data
+    if target is None or not is_dense_real(target) or not target.numel():
+        return None
+    least, largest = torch.aminmax(target.detach())
+    return torch.where(least + largest > 1, largest, least)
 
 
 def _no_log_probabilities(node: Any) -> list[HeadFault]:
