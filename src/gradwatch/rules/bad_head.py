@@ -32,7 +32,7 @@ BEYOND = 1.001
 """Times the most that a loss can be with targets in reach, rounding left aside, above which not all are."""
 
 BY_GRAPH = ("loss_broadcast", "binary_target", "softmax_head", "sigmoid_head", "bounded_head")
-"""Statistics of the graph of the loss: what is wrong in the first is told."""
+"""Statistics of the graph of the loss: the first that shows a fault is reported."""
 
 LOSSES: dict[int, str] = {
     HeadCode.CROSS_ENTROPY: ", as a cross entropy does",
