@@ -252,26 +252,26 @@ def test_layers_that_run_without_gradients(how: str) -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.body, self.head = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), nn.Linear(8, 1)
+            self.net = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 1))
             self.runs = 0
 
         def forward(self, x: Any) -> Any:
             self.runs += 1
             if how == "detach, at times" and self.runs == 5:
-                return self.head(x)  # at the sample by which the alert is worded, the others do not run
+                return self.net[3](x)  # at the sample by which the alert is worded, the others do not run
             if how == "checkpoint":
-                return self.head(checkpoint(self.body, x, use_reentrant=True))
+                return self.net[3](checkpoint(self.net[:3], x, use_reentrant=True))
             with torch.set_grad_enabled(how != "no_grad"):
-                x = self.body(x)
-            return self.head(x.detach())
+                x = self.net[:3](x)
+            return self.net[3](x.detach())
 
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     watch = Watch(model, sinks=())
-    train(optimizer, lambda _: model(torch.randn(4, 8)).square().mean(), watch, steps=12)
+    train(optimizer, lambda _: model(torch.randn(4, 8)).square().mean(), watch, steps=24)
     (alert,) = watch.alerts
-    assert (alert.step, alert.noticed, alert.layer) == (0, 4, "body.2")
     detached = how.startswith("detach")
+    assert (alert.step, alert.noticed, alert.layer) == (0, 4 if detached else 19, "net.2")
     assert ("use_reentrant=False" in alert.remedy) == (not detached)
     assert ("no detach()" in alert.remedy) == detached
     assert alert.headline == (
@@ -368,6 +368,30 @@ def test_weights_that_are_an_average_of_others_need_no_gradient(how: str, rate: 
     assert all(
         alert.remedy.partition("; or requires_grad_(False), if no gradient is meant")[1] for alert in watch.alerts
     )
+
+
+@pytest.mark.parametrize("how", ["average", "copies"])
+def test_a_target_network_that_moves_little_or_now_and_then_needs_no_gradient(how: str) -> None:
+    """As in BYOL or deep Q-learning, where `Adam(self.parameters())` holds it, too."""
+    torch.manual_seed(0)
+    online = nn.Sequential(nn.Linear(64, 128), nn.BatchNorm1d(128), nn.ReLU(), nn.Linear(128, 8))
+    model = nn.ModuleList([online, deepcopy(online)])
+
+    def loss(_: int) -> torch.Tensor:
+        x = torch.randn(64, 64)
+        with torch.no_grad():
+            target = 1 + 0.9 * model[1](x)
+        return (online(x) - target).square().mean()
+
+    @torch.no_grad()
+    def follow(step: int) -> None:
+        rate = 0.001 if how == "average" else float(step % 5 == 0)
+        for mine, other in zip(model[1].parameters(), online.parameters(), strict=True):
+            mine.lerp_(other, rate)
+
+    watch = Watch(model, rules=[Disconnected()], sinks=())
+    train(torch.optim.Adam(model.parameters(), lr=1e-4), loss, watch, steps=120, before=follow)
+    assert not watch.alerts
 
 
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")

@@ -47,8 +47,8 @@ torch's start has 0.6 at most."""
 LARGEST_SQUARED = 1.8e19
 """The root of the largest float32: a norm of larger numbers overflows, and makes 0 of what it divides."""
 
-SAME_WEIGHTS = 1e-6
-"""Relative difference of two norms of the same weights. Judgement: the rounding of float32."""
+SAME_WEIGHTS = 2e-7
+"""Relative difference of two norms of the same weights. Judgement: the rounding of float32, three times over."""
 
 FADED_SHARE = 1e-3
 """Share of the least signal of the layers that have a gradient, under which one may have been rounded to 0. Judgement:
@@ -67,7 +67,8 @@ class Disconnected(CheckedRule):
     detached_records: int = 5
     """Records without a gradient, for a layer whose forward runs. Prototype."""
     unused_records: int = 20
-    """The same for a layer that never runs, or may not. Prototype."""
+    """The same for a layer that never runs, or may not, or runs with gradients disabled: by then, averages of other
+    weights have moved. Prototype."""
     rare_records: int = 1000
     """The same if similar layers run (experts, alternating heads); at most what the history holds. Prototype."""
     lost_records: int = 100
@@ -149,8 +150,9 @@ class Disconnected(CheckedRule):
         alone = [name in used if here else name in around for name, here in zip(modules, ran, strict=True)]
         sites, owners = _without_parts(layout, sites[~np.array(alone, dtype=bool)])
         whole, ran = sites == owners, np.isin(owners, layout.order)
-        rare = whole & _have_running_siblings(history, owners, self.unused_records)
-        wanted = np.select([whole & ran, rare], [self.detached_records, self.rare_records], self.unused_records)
+        rare = whole & ~ran & _have_running_siblings(history, owners, self.unused_records)
+        cut = whole & ran & ~_ran_without_gradients(history, sites)
+        wanted = np.select([cut, rare], [self.detached_records, self.rare_records], self.unused_records)
         absences = (history.codes(self.rare_records)[:, sites] == NO_GRADIENT).sum(axis=0)
         enough = absences >= np.minimum(wanted, history.capacity)
         if enough.any():
@@ -582,13 +584,16 @@ def _ran_without_gradients(history: History, sites: Sites) -> Mask:
 
 
 def _written_otherwise(history: History, sites: Sites) -> Mask:
-    """Which of `sites`, which no gradient reaches, have other weights at most samples than at the ones before: those of
-    a teacher are an average of others.
+    """Which of `sites`, which no gradient reaches, or of their parameters, had three different norms of their weights
+    or more: those of a teacher are averages or copies of others. What is loaded once gives two.
     """
-    norms = history.samples("weight_norm", len(history))[0][:, sites]
-    changes, known = np.abs(np.diff(norms, axis=0)), np.isfinite(norms[1:]) & np.isfinite(norms[:-1])
-    written = (known & (changes > SAME_WEIGHTS * norms[1:])).sum(axis=0)
-    return np.asarray(written > known.sum(axis=0) / 2)
+    layout = history.layout
+    inside = np.isin(layout.owners, sites)
+    own, whose = np.append(sites, layout.parameters[inside]), np.append(sites, layout.owners[inside])
+    norms = history.samples("weight_norm", len(history))[0][:, own]
+    lowest, highest = np.fmin.reduce(norms, initial=np.inf), np.fmax.reduce(norms, initial=0.0)
+    between = (norms > lowest * (1 + SAME_WEIGHTS)) & (norms < highest * (1 - SAME_WEIGHTS))
+    return np.isin(sites, whose[between.any(axis=0)])
 
 
 def _beside(layout: Layout, layers: Sites, others: Sites) -> Mask:
