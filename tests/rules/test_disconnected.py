@@ -1051,6 +1051,23 @@ def test_outputs_that_are_clamped() -> None:
 
 
 @pytest.mark.parametrize(
+    ("layer", "one"),
+    [
+        (nn.Linear(8, 1, bias=False), True),
+        (nn.Conv1d(1, 1, 8, bias=False), True),
+        (nn.Linear(8, 2, bias=False), False),
+        (nn.ConvTranspose1d(1, 4, 1, bias=False), False),  # the first dimension of its weight is that of its inputs
+        (nn.ConvTranspose1d(1, 1, 1), True),
+    ],
+    ids=str,
+)
+def test_a_layer_that_gives_one_number(layer: nn.Module, one: bool) -> None:
+    """As the scores of an attention, which are often without a bias."""
+    alert = zero_gradients_of(nn.Sequential(nn.Linear(8, 8), nn.Unflatten(1, (1, 8)), layer), lambda y: 1 + 0 * y.sum())
+    assert ("no softmax or norm of its one number" in alert.remedy) == one
+
+
+@pytest.mark.parametrize(
     "rows",
     [
         [{"gradients": [0, 1, 1]}] * 10 + [{}] + [{"gradients": [0, 1, 1]}] * 50,

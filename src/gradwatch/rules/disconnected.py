@@ -258,8 +258,7 @@ class Disconnected(CheckedRule):
             }
         if frozen := _frozen_zeros_after(history, layers):
             return ZEROS_AFTER, {"zeros": name_text(layout.names(frozen))}
-        bias, losses = layout.index.get(f"{last}.bias"), own_losses(history, self.zero_records)
-        one = bias is not None and layout.sites[bias].numel == 1  # so is what it gives of an example
+        one, losses = _gives_one_number(layout, layout.index[last]), own_losses(history, self.zero_records)
         if history.total == 0 and len(losses) and not losses.any():
             one_class = f"a cross entropy of one class, as layer {last} gives one number; or " * one
             classes = f"an output of layer {last} for each class, or F.binary_cross_entropy_with_logits; or " * one
@@ -659,6 +658,19 @@ def _zero_weights_behind(history: History, layer: int) -> list[int]:
     behind = order[order.index(layer) + 1 :] if layer in order else []
     weights = {site: np.array(parameters_of_kind(history.layout, site, bias=False), dtype=np.intp) for site in behind}
     return [site for site, own in weights.items() if len(own) and _has_zero_weights(history, own).all()]
+
+
+def _gives_one_number(layout: Layout, layer: int) -> bool:
+    """Whether `layer` gives one number of an example: that is the size of its bias; without one, the first dimension of
+    its weight, which of embeddings and transposed convolutions is that of the inputs.
+    """
+    name = layout.sites[layer].name
+    bias, weight = (layout.index.get(f"{name}.{own}") for own in ("bias", "weight"))
+    if bias is not None:
+        return layout.sites[bias].numel == 1
+    by_outputs = len(layout.without_class(np.array([layer]), "Embedding", "Transpose")) > 0
+    shape = () if weight is None else layout.sites[weight].shape
+    return by_outputs and len(shape) > 1 and shape[0] == 1
 
 
 def _frozen_zeros_after(history: History, layers: Sites) -> list[int]:
