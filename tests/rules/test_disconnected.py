@@ -645,8 +645,8 @@ def test_a_gradient_that_was_always_zero() -> None:
         "or an activation in its flat part, a softmax or norm of one number), or units that are dead from the start."
     )
     assert found.remedy == (
-        "a weight above 0 for the loss of layer fc0, no clamp of its outputs, or straight through: "
-        "x + (round(x) - x).detach()."
+        "a weight above 0 for the loss of layer fc0, no dropout or mask that leaves nothing, no clamp of its outputs, "
+        "or straight through: x + (round(x) - x).detach()."
     )
     assert (found.onset, found.headline) == (20, "its gradient was exactly 0 at each of 20 steps")
 

@@ -477,8 +477,8 @@ NO_SLOPE = Cause(
     "The gradient of {all} {zero}: {cause}a loss weight of 0, a mask, padding or dropout that leaves nothing, a hook "
     "that makes it 0, an operation without a slope (round, sign, a comparison, a clamp or an activation in its flat "
     "part, a softmax or norm of one number), or units that are dead{since}.{biased}",
-    "{remedy}a weight above 0 for the loss of layer {last}, no clamp of its outputs, {scalar}or straight through: x + "
-    "(round(x) - x).detach().",
+    "{remedy}a weight above 0 for the loss of layer {last}, no dropout or mask that leaves nothing, no clamp of its "
+    "outputs, {scalar}or straight through: x + (round(x) - x).detach().",
 )
 ZERO_OF_WEIGHT = Cause(
     "{their} gradient {zero}, that of {their} layer's bias was not",
