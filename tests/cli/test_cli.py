@@ -59,6 +59,14 @@ def test_misuse_exits_with_2(arguments: list[str], capsys: pytest.CaptureFixture
     assert "usage: gradwatch" in capsys.readouterr().err
 
 
+def test_an_option_that_a_command_does_not_have_shows_those_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["ls", "--al"])
+    said = capsys.readouterr().err
+    assert said.startswith("usage: gradwatch ls ")
+    assert said.endswith("gradwatch ls: error: unrecognized arguments: --al\n")
+
+
 def test_a_place_that_cannot_be_written_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
     out = tmp_path / "file" / "below"
@@ -118,6 +126,7 @@ def test_help_lists_every_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
 def test_another_fault_is_shown_with_its_fix(tmp_path: Path, capfd) -> None:
     assert main(["demo", "--out", str(tmp_path), "--case", "nan"]) == 0
     unhealthy, fixed = capfd.readouterr().out.split("2. The same, fixed")
+    assert fixed.endswith(f"--logdir {tmp_path / 'nan'}\n")
     assert "nonfinite in body.0, body.2" in unhealthy
     assert str(EXAMPLES / "nonfinite.py") in unhealthy
     assert "GradWatch: healthy." in fixed

@@ -271,7 +271,7 @@ def test_a_folder_whose_name_is_no_unicode(tmp_path: Path, capsys: Any) -> None:
         ["report", str(folder), "--format", "json", "-o", str(folder / "summary.json")],
         ["report", str(folder), "--format", "md", "-o", str(folder / "summary.md")],
         ["compare", str(folder), str(tmp_path / "other"), "-o", str(folder / "page.html")],
-        ["export", str(folder), "--to", str(folder / "norms.csv")],
+        ["export", str(folder), "--to", str(folder / "new" / "norms.csv")],
         ["export", str(folder), "--to", str(folder / "norms.parquet")],
         ["top", str(folder), "--once"],
         ["ls", str(tmp_path)],

@@ -20,7 +20,9 @@ says why a run cannot be read."""
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     parser = _parser()
-    options = parser.parse_args(run.separated(sys.argv[1:] if arguments is None else arguments))
+    options, unknown = parser.parse_known_args(run.separated(sys.argv[1:] if arguments is None else arguments))
+    if unknown:
+        options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if options.command is None:
         parser.print_help()
         return MISUSE
@@ -66,4 +68,6 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     for command in COMMANDS:
         command.add(commands)
+    for own in (parser, *commands.choices.values()):
+        own.set_defaults(parser=own)  # it says what is wrong with its arguments
     return parser

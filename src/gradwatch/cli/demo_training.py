@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import runpy
 import shutil
 import sys
@@ -164,7 +165,8 @@ def _run_both(console: Console, out: Path, parts: Mapping[str, tuple[str, Callab
     # paths stay whole, to be copied
     for name, report in reports.items():
         console.print(f"The report of {name}, for any browser:\n  {report}", markup=False, soft_wrap=True)
-    command = f"{_tensorboard()} --logdir {quote(str(out))}"
+    both = os.path.commonpath([out / Path(name).parent for name in reports])  # not the runs of other cases
+    command = f"{_tensorboard()} --logdir {quote(both)}"
     console.print(f"Both runs, in the GradWatch tab:\n  {command}", markup=False, soft_wrap=True)
 
 

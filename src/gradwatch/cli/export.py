@@ -45,6 +45,7 @@ def run(options: argparse.Namespace) -> int:
         return complain("export", f"{out} ends with neither of {', '.join(FORMATS)}")
     with reading(options.path) as progress:
         found = read(options.path, progress=progress)
+    out.parent.mkdir(parents=True, exist_ok=True)
     try:
         (write_csv if out.suffix.lower() == ".csv" else write_parquet)(found, options.statistic, out)
     except ImportError as error:
