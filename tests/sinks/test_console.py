@@ -82,6 +82,7 @@ def test_numbers_fit_and_are_near(number: float, width: int) -> None:
         (1234.0, "1.2e3", "1.2e3"),
         (0.0034, "3e-3", "3.4e-3"),
         (3.4e-12, "3e-12", "3.4e-12"),
+        (4.954e-8, "5e-8", "5.0e-8"),
         (np.inf, "inf", "inf"),
     ],
 )

@@ -177,8 +177,8 @@ def shorten_name(name: str, width: int, *, ascii_only: bool = False) -> str:
 
 def format_number(number: float, width: int) -> str:
     """Up to three significant digits in `width` characters, five or more: '0.034', '3.4e-5'."""
-    number = float(f"{number:.3g}")  # 0.01 as float32 is less
-    plain = number == 0 or not math.isfinite(number) or 0.01 <= abs(number) < 1000
+    size = abs(float(f"{number:.3g}"))  # 0.01 as float32 is less
+    plain = size == 0 or not math.isfinite(size) or 0.01 <= size < 1000
     for digits in (3, 2) if plain else (2, 1):
         text = f"{number:.{digits}g}" if plain else short_exponent(f"{number:.{digits - 1}e}")
         if len(text) <= width:
