@@ -474,6 +474,14 @@ def test_what_an_intervention_holds_is_neither_frozen_nor_stalled(intervention: 
     assert [(alert.rule, alert.layer) for alert in watch.alerts] == [(rule, "0") for rule in found]
 
 
+def test_the_verdict_says_that_frozen_layers_got_no_gradient() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+    model[0].requires_grad_(False)
+    watch = Watch(model, interventions=[Clip(1.0, layers="0")], sinks=())
+    train(torch.optim.SGD(model.parameters(), lr=0.1), lambda step: model(torch.randn(4, 8)).mean(), watch, steps=3)
+    assert "Clip at norm 1 per layer had nothing to change: its layers got no gradient" in str(watch.verdict)
+
+
 def test_the_verdict_says_what_was_done() -> None:
     _, watch, _ = train_with([Clip(0.02, layers="[24]"), Clip(1e9)])
     reported = str(watch.verdict)
@@ -532,6 +540,7 @@ WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: Clip({"a": -1.0}), ValueError, r"max_norm\['a'\]=-1.0"),
     (lambda: Clip(1.0, per="model"), ValueError, "per='model'"),  # type: ignore[arg-type]
     (lambda: Clip(value=1.0, per="group"), ValueError, "per='group'"),
+    (lambda: Clip(1.0, per="group", on="signal"), ValueError, "signals come one by one; expected per='layer'"),
     (lambda: Clip(1.0, at="later"), ValueError, "at='later'"),  # type: ignore[arg-type]
     (lambda: Clip(1.0, on="weight"), ValueError, "on='weight'"),  # type: ignore[arg-type]
     (lambda: Clip(1.0, on="signal", at="step"), ValueError, "signals exist only in the backward pass"),

@@ -63,6 +63,11 @@ def linear(inputs: int = 4) -> Any:
     return module, DataLoader(torch.randn(10, 2, inputs), batch_size=None)
 
 
+def test_the_class_among_the_callbacks_is_one_clear_error() -> None:
+    with pytest.raises(TypeError, match=r"GradWatch is a class; expected an object of it: GradWatch\(\)"):
+        quiet_trainer(GradWatch, max_epochs=1).fit(BoringModel())
+
+
 def test_fits_without_batches(tmp_path: Path) -> None:
     path: Any = None
     for batches in (0, 0, 10):

@@ -176,7 +176,7 @@ def test_the_batch_stays_out_unless_it_is_asked_for(tmp_path: Path) -> None:
     with incident.randomness():
         assert torch.equal(torch.rand(3), drawn)
     with pytest.raises(
-        ValueError, match=r"not saved as it was: the batch: left out: FlightRecorder\(keep_batch=True\)"
+        ValueError, match=r"not saved as it was \(left out: FlightRecorder\(keep_batch=True\) keeps it\): pass one"
     ):
         incident.replay(Net())
 

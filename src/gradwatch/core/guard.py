@@ -22,8 +22,12 @@ def guard(method: Callable[P, T]) -> Callable[P, T | None]:
     @wraps(method)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> T | None:
         owner: Any = args[0]
-        if owner.failed:
-            return None
+        try:
+            if owner.failed:
+                return None
+        except AttributeError:  # the class is among the callbacks, and the first argument is the Trainer
+            name = method.__qualname__.partition(".")[0]
+            raise TypeError(f"{name} is a class; expected an object of it: {name}()") from None
         try:
             return method(*args, **kwargs)
         except UserFacingError:

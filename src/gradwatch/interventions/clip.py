@@ -59,7 +59,9 @@ class Clip:
             )
         self.settings = InterventionSettings(layers, at, on, dry_run)
         check_choice("per", per, ("layer", "parameter", "group"))
-        if per == "group" and (value is not None or at == "hook" or on == "signal"):
+        if per == "group" and on == "signal":
+            raise ValueError("per='group': signals come one by one; expected per='layer'")
+        if per == "group" and (value is not None or at == "hook"):
             raise ValueError("per='group': needs the norms of many layers at once; expected max_norm, at='step'")
         expected = "a finite number above 0 such as 1.0; to clip nothing and count, dry_run=True"
         self.value = None if value is None else check_positive("value", value, expected)

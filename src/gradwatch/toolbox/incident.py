@@ -72,9 +72,9 @@ class Incident:
         Raises ValueError if the batch was not saved completely.
         """
         if self.batch is None or self.notes:
-            why = "; ".join(f"{path or 'the batch'}: {note}" for path, note in self.notes.items())
+            why = "; ".join(f"{path}: {note}" if path else note for path, note in self.notes.items())
             raise ValueError(
-                f"the batch was not saved as it was: {why or 'it was None'}. Pass one of your own to training_step"
+                f"the batch was not saved as it was ({why or 'it was None'}): pass one of your own to training_step"
             )
         batch = _batch_on(_device(module), self.batch)
         with self.randomness():

@@ -161,6 +161,8 @@ class ChangeCounts:
         return bool((self._factors == 0).any())
 
     def __str__(self) -> str:
+        if not self._steps:
+            return f"{self._what} had nothing to change: its layers got no gradient"
         would = "would have changed" if self._dry else "changed"
         if not self._changed:
             return f"{self._what} {would} nothing in {self._steps} steps"
