@@ -1150,3 +1150,29 @@ def test_a_blow_up_is_one_at_any_scale(dex: int, poison: float) -> None:
     found = play(ActBlowup(), rows)
     first = next(step for step, finding in enumerate(found) if finding)
     assert (first, found[first][0].layer) == (17, "fc2")  # type: ignore[index]
+
+
+class ResidualBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(self.norm(x)).relu())
+
+
+def test_units_of_a_function_that_die_beside_a_skip_connection_are_not_taken_for_clamped_weights() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), ResidualBlock(), ResidualBlock(), nn.Linear(16, 1))
+    watch = Watch(model, rules=[Dead()], sinks=())
+
+    def loss_of(step: int) -> Tensor:
+        if step == 40:
+            model[1].up.bias.data.fill_(-100.0)
+        x = torch.randn(32, 8)
+        return (model(x) - x.sum(1, keepdim=True)).square().mean()
+
+    train(torch.optim.SGD(model.parameters(), lr=0.01), loss_of, watch, steps=80)
+    (alert,) = watch.alerts
+    assert (alert.layer, alert.step) == ("1.up", 40)
+    assert "most often no unit after layer 1.up fires any more" in alert.message

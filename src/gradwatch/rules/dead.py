@@ -20,6 +20,7 @@ from gradwatch.rules.evidence.layer_levels import (
     bias_text,
     biases_of,
     latest,
+    parameters_of_kind,
     series_of,
     weights_of,
 )
@@ -143,10 +144,10 @@ class Dead(CheckedRule):
         before = flow.above(np.isin(np.arange(len(order)), ends)) & ended
         before[ends] = False
         dead, nearest = order[[*(place for place in ends if place != first), first]], int(order[flow.after[first][0]])
-        fed = passed[first]
-        return self._without_gradient(
-            history, dead, order[before], nearest, fed=None if fed is None else int(order[fed])
-        )
+        # where what comes after gets zeros, no unit fires, and a way around that is not known leads to the others
+        place = None if _gets_zeros(history, nearest) else passed[first]
+        fed = None if place is None else int(order[place])
+        return self._without_gradient(history, dead, order[before], nearest, fed=fed)
 
     def _without_gradient(
         self, history: History, dead: Sites, starved: Sites, nearest: int, *, fed: int | None = None
@@ -263,6 +264,13 @@ def _passed_by(flow: Paths, going: Mask, place: int) -> int | None:
     own = np.arange(len(flow)) == place
     found = np.flatnonzero(flow.only_through(own) & going)
     return int(found[-1]) if len(found) else None
+
+
+def _gets_zeros(history: History, layer: int) -> bool:
+    """Whether the gradient of the weights of `layer` is 0 and that of its bias is not: so it is if its inputs are 0."""
+    weights, biases = (parameters_of_kind(history.layout, layer, bias=bias) for bias in (False, True))
+    norms = history.row("grad_norm")
+    return bool(len(weights) and (norms[weights] == 0).all() and (norms[biases] > 0).any())
 
 
 def zero_onset(history: History, site: int) -> int | None:
