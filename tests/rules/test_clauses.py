@@ -521,6 +521,13 @@ def test_what_the_loss_did_beside_a_spike() -> None:
     assert "The loss did not" not in jumped
 
 
+def test_a_loss_that_rises_a_little_at_a_spike_is_told() -> None:
+    falling = [{"loss": 2.0}] * 50 + [{"loss": 1.0 - 0.03 * step} for step in range(11)]
+    rows = [*falling, {"gradients": 60.0, "loss": 1.1}, {"loss": 0.7}]
+    message = only(first(judge_rows(Spike(), net(2), rows))).message
+    assert message.endswith("The loss went from 0.835 to 1.1: look at this batch's inputs and targets.")
+
+
 def test_a_spike_of_the_only_layer_is_in_no_share_of_layers() -> None:
     rows = [*[{"loss": 1.0}] * 60, {"gradients": 60.0, "loss": 1.0}, {"loss": 1.0}]
     message = only(first(judge_rows(Spike(), net(1), rows))).message

@@ -241,7 +241,9 @@ def test_rare_experts_have_time() -> None:
     history = History(layout(["experts.0", "experts.1", "head"], order=["experts.0", "head"]))
     outcome = judge_rows(Disconnected(), history, [{"codes": {"experts.1": Missing.NO_GRADIENT}}] * 1000)
     assert silent(outcome[:999])
-    assert only(outcome[999]).sites == ("experts.1",)
+    found = only(outcome[999])
+    assert (found.sites, found.independent) == (("experts.1",), True)
+    assert found.message.endswith("What chooses among them, as a router among experts, does not choose it.")
 
 
 @pytest.mark.parametrize("how", ["checkpoint", "no_grad", "detach", "detach, at times"])

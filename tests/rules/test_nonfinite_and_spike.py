@@ -48,13 +48,21 @@ def test_the_order_of_execution_says_where_it_was_born() -> None:
         ({"loss": NAN, "loss_nan": 1.0}, "the loss is NaN already, most often by a batch that is not finite, or an"),
         ({"loss": INF}, "the loss is inf already, most often by a batch that is not finite, or an overflow or a"),
         ({}, "most often the loss was not finite either, by a batch that is not finite, or an overflow or a division"),
-        ({"loss": 0.7}, "the loss is finite (0.7), so that NaN or infinity was made in its backward pass, or by"),
+        (
+            {"loss": 0.7, "batch": 3.0},
+            "the loss is finite (0.7), so that NaN or infinity was made in its backward pass, or by",
+        ),
+        (
+            {"loss": 0.7},
+            "the loss is finite (0.7), so that NaN or infinity was made in its backward pass, with another",
+        ),
     ],
 )
 def test_nonfinite_everywhere_came_with_the_loss(loss: dict[str, float], words: str) -> None:
     history = net(3)
     found = only(judge_rows(Nonfinite(), history, [*noise(3, layers=3), {"gradients": NAN, "loss": NAN, **loss}])[-1])
-    assert found.message.startswith(f"No layer has a finite gradient; {words}")
+    when = " at batch 3" * ("batch" in loss)
+    assert found.message.startswith(f"No layer has a finite gradient{when}; {words}")
     assert ("clipping before gradients were measured" in found.message) == (not loss)
     assert len(found.sites) == 3
 

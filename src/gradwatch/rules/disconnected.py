@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import ClassVar, NamedTuple
 
@@ -159,7 +159,7 @@ class Disconnected(CheckedRule):
             enough &= ~_written_otherwise(history, sites)
         if not enough.any():
             return []
-        sites, owners, wanted, absences = (each[enough] for each in (sites, owners, wanted, absences))
+        sites, owners, wanted, absences, rare = (each[enough] for each in (sites, owners, wanted, absences, rare))
         whole, ran, nowhere = sites == owners, np.isin(owners, layout.order), _why_nowhere(history, self.rare_records)
         makers = np.array([layout.libraries.get(module_of(name), "") for name in layout.names(owners)])
         callers = np.array(_libraries_around(layout, sites, layout.order))
@@ -174,6 +174,7 @@ class Disconnected(CheckedRule):
             (ran & (users != ""), OUTPUT_UNUSED, users),
             (ran, DETACHED, ""),
             (callers != "", UNUSED_BY, callers),
+            (rare, UNCHOSEN, ""),
             (~ran, UNUSED if layout.order else UNREACHED, ""),  # without an order it is not known what runs
         )
         holds, texts, by = zip(*causes, strict=True)
@@ -181,7 +182,8 @@ class Disconnected(CheckedRule):
         for library, part, which in sorted({*zip(libraries.tolist(), (~whole).tolist(), place.tolist(), strict=True)}):
             these = (libraries == library) & (whole != part) & (place == which)
             records, limit, onset = int(absences[these].min()), int(wanted[these].min()), _onset(history, sites[these])
-            found.append(self._finding(history, sites[these], texts[which], records, limit, onset, library=library))
+            made = self._finding(history, sites[these], texts[which], records, limit, onset, library=library)
+            found.append(replace(made, independent=True))  # it has always been so, whatever else is wrong
         return found
 
     def _arrived(self, history: History, sites: Sites) -> Mask:
@@ -394,6 +396,12 @@ UNUSED = Cause(
     "{it} never {run}",
     "{All} never {run}: {steps} without a gradient.",
     "call layer {last} in forward, or leave its parameters out of the optimizer in configure_optimizers.",
+)
+UNCHOSEN = Cause(
+    "{it} never {run}, others of the same name do",
+    "{All} never {run}, while others of the same name but for a number do: {steps} without a gradient. What chooses "
+    "among them, as a router among experts, does not choose {them}.",
+    "a loss that balances the choice, if one is made; or call layer {last} in forward.",
 )
 UNREACHED = Cause(
     "no gradient in {steps}",

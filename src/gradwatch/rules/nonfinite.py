@@ -248,8 +248,11 @@ def _origin(
     if len(healthy) and not bad_loss:
         return _backward(history, unhealthy, healthy)
     if np.isfinite(loss):
-        passes = summed_passes(history)  # the loss that is known may be that of the last of them
-        others = f"with another of the {passes} losses or more whose gradients a step adds up, " * (passes is not None)
+        others, passes = "", summed_passes(history)  # the loss that is known may be that of the last of them
+        if passes is not None:
+            others = f"with another of the {passes} losses or more whose gradients a step adds up, "
+        elif np.isnan(history.number("batch")) or history.number("accumulate") > 1:
+            others = "with another loss, if a step adds up the gradients of several, "
         cause = (
             f"the loss is finite ({number_text(loss, 3)}), so that NaN or infinity was made in its backward pass, "
             f"{others}or by code that changes gradients after it."

@@ -319,6 +319,8 @@ def _loss_text(history: History, window: int, back: int, *, returned: bool) -> s
     shown, reached = number_text(usual, 3), number_text(now, 3)
     if _is_calm(before, now) or shown == reached:
         look = "The loss did not: look for a division or square root near 0 in the backward pass"
+        if now > before[-RECENT_LOSSES:].max() and shown != reached:
+            look = f"The loss went from {shown} to {reached}: look at this batch's inputs and targets"
         return f"{look}, or for steps that are too large. {sampled}" if last >= SANE_SHARE else f"{look}."
     jumped = f"The loss jumped too, from {shown} to {reached}"
     moved = largest_update(history, back + 1) if own[0] else np.nan
