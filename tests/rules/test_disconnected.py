@@ -243,7 +243,7 @@ def test_rare_experts_have_time() -> None:
     assert silent(outcome[:999])
     found = only(outcome[999])
     assert (found.sites, found.independent) == (("experts.1",), True)
-    assert found.message.endswith("What chooses among them, as a router among experts, does not choose it.")
+    assert found.message.endswith("If something chooses among them, as a router among experts, it never chooses it.")
 
 
 @pytest.mark.parametrize("how", ["checkpoint", "no_grad", "detach", "detach, at times"])

@@ -1247,3 +1247,12 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+def test_targets_whose_logits_are_masked_may_not_count() -> None:
+    logits, targets, found = torch.randn(8, requires_grad=True) * 1, torch.tensor([1.0, 0, -1, 1, 0, 1, -1, 0]), []
+    for masked in (torch.where(targets < 0, 0.0, logits), logits.masked_fill(targets < 0, 0.0)):
+        head_faults(F.binary_cross_entropy_with_logits(masked, targets), found)
+    assert found == []
+    head_faults(F.binary_cross_entropy_with_logits(logits, targets), found)
+    assert [target.item() for target, _ in found] == [-1]

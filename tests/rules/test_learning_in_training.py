@@ -691,9 +691,13 @@ def test_columns_of_large_numbers_beside_embeddings_are_no_factor() -> None:
     train(optimizer, loss_of, watch, steps=20)
     (alert,) = watch.alerts
     assert alert.message.endswith(
-        " times: by other inputs that join there, as columns of large numbers, or a factor; and there is no norm."
+        " times: by other inputs that join there, as columns of large numbers, a sum over many, or a factor; and there "
+        "is no norm."
     )
-    assert alert.remedy == "(x - mean) / std for what joins the embeddings before layer hidden; or no factor there."
+    assert (
+        alert.remedy
+        == "(x - mean) / std for what joins the embeddings before layer hidden; or a mean in place of a sum there."
+    )
 
 
 @pytest.mark.parametrize("mean", [False, True])

@@ -520,8 +520,8 @@ def test_a_spike_where_gradients_are_clipped_already() -> None:
     history.distrust([0, 1, 2])
     found = only(judge_steps(Spike(), history, [*steps(1), spike])[-1])
     assert found.remedy == (
-        "Trainer(gradient_clip_val=1.4), the highest norm of the whole model in 61 normal steps; gradients are clipped "
-        "to a norm of 5 now."
+        "Trainer(gradient_clip_val=1.4), the highest norm of the whole model in 61 normal steps; clipping left norms "
+        "of up to 5 lately."
     )
 
 

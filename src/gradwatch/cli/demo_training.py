@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import runpy
 import shutil
 import sys
@@ -165,8 +164,8 @@ def _run_both(console: Console, out: Path, parts: Mapping[str, tuple[str, Callab
     # paths stay whole, to be copied
     for name, report in reports.items():
         console.print(f"The report of {name}, for any browser:\n  {report}", markup=False, soft_wrap=True)
-    both = os.path.commonpath([out / Path(name).parent for name in reports])  # not the runs of other cases
-    command = f"{_tensorboard()} --logdir {quote(both)}"
+    (both,) = {out / Path(name).parent for name in reports}  # not the runs of other cases
+    command = f"{_tensorboard()} --logdir {quote(str(both))}"
     console.print(f"Both runs, in the GradWatch tab:\n  {command}", markup=False, soft_wrap=True)
 
 

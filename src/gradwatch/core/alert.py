@@ -33,8 +33,7 @@ CONSEQUENCES: Mapping[str, frozenset[str]] = {
         "input_scale": "nonfinite divergence act_blowup saturation dead disconnected stalled exploding vanishing spike",
         "spike": "nonfinite divergence act_blowup saturation dead stalled exploding vanishing",
         "exploding": "nonfinite divergence act_blowup saturation dead vanishing spike",
-        "divergence": "nonfinite act_blowup collapse saturation dead disconnected frozen stalled exploding vanishing "
-        "spike",
+        "divergence": "nonfinite act_blowup collapse saturation dead disconnected stalled exploding vanishing spike",
         "act_blowup": "nonfinite divergence saturation dead exploding vanishing spike",
         "nonfinite": "divergence act_blowup saturation dead disconnected stalled exploding vanishing spike",
         "collapse": "saturation dead disconnected stalled vanishing",

@@ -25,7 +25,10 @@ def guard(method: Callable[P, T]) -> Callable[P, T | None]:
         try:
             if owner.failed:
                 return None
-        except AttributeError:  # the class is among the callbacks, and the first argument is the Trainer
+        except AttributeError:
+            if hasattr(type(owner), method.__name__):
+                raise
+            # the class is among the callbacks, and the first argument is the Trainer
             name = method.__qualname__.partition(".")[0]
             raise TypeError(f"{name} is a class; expected an object of it: {name}()") from None
         try:

@@ -174,7 +174,7 @@ class Disconnected(CheckedRule):
             (ran & (users != ""), OUTPUT_UNUSED, users),
             (ran, DETACHED, ""),
             (callers != "", UNUSED_BY, callers),
-            (rare, UNCHOSEN, ""),
+            (rare & (len(layout.order) > 0), UNCHOSEN, ""),
             (~ran, UNUSED if layout.order else UNREACHED, ""),  # without an order it is not known what runs
         )
         holds, texts, by = zip(*causes, strict=True)
@@ -399,9 +399,10 @@ UNUSED = Cause(
 )
 UNCHOSEN = Cause(
     "{it} never {run}, others of the same name do",
-    "{All} never {run}, while others of the same name but for a number do: {steps} without a gradient. What chooses "
-    "among them, as a router among experts, does not choose {them}.",
-    "a loss that balances the choice, if one is made; or call layer {last} in forward.",
+    "{All} never {run}, while others of the same name but for a number do: {steps} without a gradient. If something "
+    "chooses among them, as a router among experts, it never chooses {them}.",
+    "call layer {last} in forward, or leave its parameters out of the optimizer in configure_optimizers; or a loss "
+    "that balances the choice among experts.",
 )
 UNREACHED = Cause(
     "no gradient in {steps}",

@@ -373,8 +373,9 @@ class Exploding(CheckedRule):
             "factor, or nn.LayerNorm there."
         )
         if layout.sites[pairs[furthest][0]].module == "Embedding":
-            by = "other inputs that join there, as columns of large numbers, or a factor"
-            remedy = f"(x - mean) / std for what joins the embeddings before {name_text(names)}; or no factor there."
+            by = "other inputs that join there, as columns of large numbers, a sum over many, or a factor"
+            them = name_text(names)
+            remedy = f"(x - mean) / std for what joins the embeddings before {them}; or a mean in place of a sum there."
         message = (
             f"The outputs of layer {last} have a root mean square of {number_text(size)} since the first step, and the "
             f"loss is {lost}, although the weights are not large. Outputs grow most from layer {before} to layer "

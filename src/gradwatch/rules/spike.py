@@ -286,7 +286,7 @@ def _clipping_remedy(history: History, window: int, back: int, of_layer: str) ->
         return of_layer
     steps = steps_text(history, len(normal), back=back + 1, kind="normal ")
     whose = "the whole model" if is_whole(history) else held_text(history)
-    now = f"; gradients are clipped to a norm of {number_text(limit)} now" if limit is not None else ""
+    now = f"; clipping left norms of up to {number_text(limit)} lately" if limit is not None else ""
     return f"Trainer(gradient_clip_val={number_text(highest)}), the highest norm of {whose} in {steps}{now}."
 
 

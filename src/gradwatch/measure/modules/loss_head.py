@@ -64,6 +64,9 @@ FAULTINESS: dict[str, Callable[[float], float]] = {
 }
 """Statistic of numbers on the device -> how far one is on the way to a fault: the worst of several is kept."""
 
+MASKS = frozenset({"MaskedFill", "Where"})
+"""Kinds of nodes that may put a constant in place of the logits of targets that do not count."""
+
 RESHAPES = VIEWS - {"Squeeze", "Clone", "ToCopy", "Alias"}
 """Kinds of nodes that prepare a difference of all pairs, x[:, None] - y: that is meant."""
 
@@ -223,9 +226,12 @@ def bounded_output(loss: Tensor, *, divided: bool = False) -> tuple[float, froze
 
 def _farthest_target(node: Any) -> Tensor | None:
     """Of the targets of the binary cross entropy with logits `node` the one farthest from 0.5, 0-d. None where some may
-    not count, as a mask or weights may leave those out that stand for no class; and where the graph no longer has them.
+    not count, as masked logits, a mask or weights may leave those out that stand for no class; and where the graph no
+    longer has them.
     """
     if not _builtin_kind(node) or not node._saved_reduction:
+        return None
+    if kind_of(skip_views(parents(node)[0])) in MASKS:
         return None
     # not public names of torch: tests/rules/test_head_and_tampered.py fails if they move. A hook would compute the
     # targets again, as that of a checkpoint does, or copy them; older versions do not tell whether there is one
