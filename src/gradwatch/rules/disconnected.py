@@ -151,7 +151,8 @@ class Disconnected(CheckedRule):
         sites, owners = _without_parts(layout, sites[~np.array(alone, dtype=bool)])
         whole, ran = sites == owners, np.isin(owners, layout.order)
         rare = whole & ~ran & _have_running_siblings(history, owners, self.unused_records)
-        cut = whole & ran & ~_ran_without_gradients(history, sites)
+        disabled = _ran_without_gradients(history, sites)
+        cut = whole & ran & ~disabled
         wanted = np.select([cut, rare], [self.detached_records, self.rare_records], self.unused_records)
         absences = (history.codes(self.rare_records)[:, sites] == NO_GRADIENT).sum(axis=0)
         enough = absences >= np.minimum(wanted, history.capacity)
@@ -159,8 +160,9 @@ class Disconnected(CheckedRule):
             enough &= ~_written_otherwise(history, sites)
         if not enough.any():
             return []
-        sites, owners, wanted, absences, rare = (each[enough] for each in (sites, owners, wanted, absences, rare))
-        whole, ran, nowhere = sites == owners, np.isin(owners, layout.order), _why_nowhere(history, self.rare_records)
+        sites, owners, whole, ran = (each[enough] for each in (sites, owners, whole, ran))
+        rare, disabled, wanted, absences = (each[enough] for each in (rare, disabled, wanted, absences))
+        nowhere = _why_nowhere(history, self.rare_records)
         makers = np.array([layout.libraries.get(module_of(name), "") for name in layout.names(owners)])
         callers = np.array(_libraries_around(layout, sites, layout.order))
         users = np.where(_beside(layout, sites, trained), _libraries_around(layout, sites, trained), "")
@@ -170,7 +172,7 @@ class Disconnected(CheckedRule):
             (~whole & (makers != ""), LEFT_OUT_BY, makers),
             (~whole, LEFT_OUT, ""),
             (np.full(len(sites), nowhere is not None), nowhere, ""),
-            (ran & _ran_without_gradients(history, sites), WITHOUT_GRADIENTS, ""),
+            (ran & disabled, WITHOUT_GRADIENTS, ""),
             (ran & (users != ""), OUTPUT_UNUSED, users),
             (ran, DETACHED, ""),
             (callers != "", UNUSED_BY, callers),

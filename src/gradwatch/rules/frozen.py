@@ -277,7 +277,7 @@ class Frozen(CheckedRule):
                 f" behind layers that train, and {its} weights have the spread of a random start: no training has "
                 f"changed {it}."
             )
-            off_too = layout.names(layout.layers[(codes[layout.layers] == FROZEN) & ~np.isin(layout.layers, sites)])
+            off_too = layout.names(np.setdiff1d(layout.layers[codes[layout.layers] == FROZEN], sites))
             beside = f" and for what else is frozen beside {it}" * _share_module(names, off_too)
             remedy = f"requires_grad_(True) for {name_text(names)}{beside}{_peft_text(layout, sites)}."
             headline = "it is frozen with the weights of a random start, behind layers that train"

@@ -317,9 +317,10 @@ def _loss_text(history: History, window: int, back: int, *, returned: bool) -> s
     sampled = f"The last that was sampled moved the weights by {number_text(last)} times their size."
     usual, own = float(np.median(before[-RECENT_LOSSES:])), is_own(history, back + 1)
     shown, reached = number_text(usual, 3), number_text(now, 3)
-    if _is_calm(before, now) or shown == reached:
+    rose = shown != reached and now > before[-RECENT_LOSSES:].max()
+    if not rose or _is_calm(before, now):
         look = "The loss did not: look for a division or square root near 0 in the backward pass"
-        if now > before[-RECENT_LOSSES:].max() and shown != reached:
+        if rose:
             look = f"The loss went from {shown} to {reached}: look at this batch's inputs and targets"
         return f"{look}, or for steps that are too large. {sampled}" if last >= SANE_SHARE else f"{look}."
     jumped = f"The loss jumped too, from {shown} to {reached}"
